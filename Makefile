@@ -1,0 +1,45 @@
+# Each target creates and reuses the project's own virtual environment, .venv.
+# PYTHON: the interpreter that it is made from (3.11 to 3.13).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# two threads per process: tests must not depend on how many cores a machine has
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test test-all check format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      train, export and explain a small model on generated pictures (minutes, CPU is enough)"
+	@echo "make test      the tests (under 10 minutes on 2 cores)"
+	@echo "make test-all  the slow tests too, and those that ask the package index"
+	@echo "make check     ruff, mypy, import-linter"
+
+$(INSTALLED): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (PyTorch is large; a minute or two the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all-cpu,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/opal-deploy demo --out runs/demo --overwrite
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: $(INSTALLED)
+	$(BIN)/ruff check . train export bench
+	$(BIN)/ruff format --check . train export bench
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix . train export bench
+	$(BIN)/ruff format . train export bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

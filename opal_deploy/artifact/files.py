@@ -1,0 +1,54 @@
+"""Files: digests, and writing that never leaves half a file under its final name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from opal_deploy.errors import UsageError
+
+_CHUNK = 1 << 20
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def written_atomically(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path`; renamed to it when the block ends, removed when the block raises.
+
+    Raises:
+        UsageError: the folder cannot be written to, or the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=f".part{path.suffix}")
+        os.close(handle)
+        # mkstemp makes files private; an artifact is as readable as any other file of this user's
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place") from None
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place") from None
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,148 @@
+"""The one JSON document that makes a model file self-describing.
+
+It sits in an ONNX file's `metadata_props` under the key `opal`, and in an engine's sidecar. Everything that
+`infer`, `verify` and `inspect` know about a model, they know from here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, cast
+
+from opal_deploy.errors import ArtifactError
+
+SCHEMA = 1
+METADATA_KEY = "opal"
+
+Evidence = Literal["exact", "map", "none"]
+Precision = Literal["fp32", "fp16"]
+InputKind = Literal["uint8", "float32"]
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a model is, where it comes from and what was checked.
+
+    Attributes:
+        class_names: C names, in the order of the logits.
+        prototypes_per_class: m; the channels of class c are c*m ... c*m+m-1.
+        head: the head's configuration: projection, cws, pooling, anchors, distance, epsilon.
+        evidence: `exact`, `map` or `none`; see DESIGN's table in the README.
+        backbone: torchvision's name.
+        grid: (H, W) of the feature map.
+        input_size: (H0, W0) in pixels.
+        input_kind: `uint8`: `images` is uint8 [N, H0, W0, 3], RGB, and normalisation is in the graph;
+            `float32`: [N, 3, H0, W0], already normalised.
+        mean, std: per channel R, G, B, of pixels scaled to [0, 1].
+        resize: how a picture becomes H0 x W0; `squash-bilinear`: aspect ratio not kept, antialiased bilinear.
+        crop: `boxes` where training pictures were cropped to annotated boxes first, else None.
+        precision: of the graph's body; softmax, max and everything after them are float32 always.
+        source: checkpoint file name, sha256, format and the settings that its format does not record (`assumed`).
+        training: summary of the run that made the checkpoint.
+        exporter: versions and the opset.
+        verification: the report of the comparison that the file passed.
+        test_vectors: inputs with the float32 outputs of the reference; see `artifact.test_vectors`.
+        outputs: names of the graph's outputs, in order.
+        file_sha256: digest of the file with this field blanked; see `artifact.digest`.
+    """
+
+    class_names: tuple[str, ...]
+    prototypes_per_class: int
+    head: dict[str, Any]
+    evidence: Evidence
+    backbone: str
+    grid: tuple[int, int]
+    input_size: tuple[int, int]
+    input_kind: InputKind = "uint8"
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    resize: str = "squash-bilinear"
+    crop: str | None = None
+    precision: Precision = "fp32"
+    source: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    exporter: dict[str, Any] = field(default_factory=dict)
+    verification: dict[str, Any] = field(default_factory=dict)
+    test_vectors: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ("logits", "argmax", "scores")
+    file_sha256: str = "0" * 64
+    schema: int = SCHEMA
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.class_names)
+
+    @property
+    def num_prototypes(self) -> int:
+        """K = C * m."""
+        return self.num_classes * self.prototypes_per_class
+
+    @property
+    def distance(self) -> str:
+        """Name of the head's distance: l1, l2, l3, linf, kl or tropical."""
+        return str(self.head["distance"])
+
+    @property
+    def epsilon(self) -> float:
+        """What the embedding's norm is increased by: z = s / (|s| + epsilon)."""
+        return float(self.head["epsilon"])
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` reads it back to an equal object."""
+        return json.dumps(asdict(self), ensure_ascii=True)
+
+    @staticmethod
+    def from_json(text: str, origin: str = "model metadata") -> Metadata:
+        """Parse and check a document; `origin` names the file in errors.
+
+        Raises:
+            ArtifactError: not JSON, another schema, a field missing or of the wrong shape.
+        """
+        try:
+            raw = json.loads(text)
+        except ValueError as error:
+            raise ArtifactError(f"{origin}: its opal metadata is not valid JSON ({error}); export it again") from None
+        if not isinstance(raw, dict):
+            raise ArtifactError(f"{origin}: its opal metadata is not a JSON object; export it again")
+        if raw.get("schema") != SCHEMA:
+            raise ArtifactError(
+                f"{origin}: metadata schema {raw.get('schema')!r} found, {SCHEMA} expected; "
+                "use the opal-deploy version that wrote it, or export again"
+            )
+        known = {f.name for f in fields(Metadata)}
+        optional = {f.name for f in fields(Metadata)} - {
+            "class_names", "prototypes_per_class", "head", "evidence", "backbone", "grid", "input_size",
+        }  # fmt: skip
+        missing = sorted(known - optional - raw.keys())
+        if missing:
+            raise ArtifactError(f"{origin}: metadata lacks {', '.join(missing)}; export it again")
+        # unknown keys come from a newer writer of the same schema and are not ours to judge
+        values = {name: _as_tuple(raw[name]) if name in _TUPLES else raw[name] for name in known & raw.keys()}
+        metadata = Metadata(**cast(Mapping[str, Any], values))
+        metadata._check(origin)
+        return metadata
+
+    def _check(self, origin: str) -> None:
+        if self.evidence not in ("exact", "map", "none"):
+            raise ArtifactError(f"{origin}: evidence {self.evidence!r} is not exact, map or none; export it again")
+        positive_pairs = (("grid", self.grid), ("input_size", self.input_size))
+        for name, pair in positive_pairs:
+            if len(pair) != 2 or not all(isinstance(v, int) and v > 0 for v in pair):
+                raise ArtifactError(f"{origin}: {name} {pair!r} is not two positive integers; export it again")
+        if not self.class_names or self.prototypes_per_class < 1:
+            raise ArtifactError(f"{origin}: it names no classes or no prototypes; export it again")
+        if not {"distance", "epsilon"} <= self.head.keys():
+            raise ArtifactError(f"{origin}: its head lacks distance or epsilon; export it again")
+
+
+_TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value

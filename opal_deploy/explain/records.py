@@ -1,0 +1,186 @@
+"""From a model's outputs to the record of one image: what `results.jsonl` holds and `Model.explain` returns.
+
+Only numpy: a box with no torch explains as well as any. Everything here is arithmetic on the forward pass's own outputs;
+nothing is looked up, smoothed or recomputed from pixels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+import numpy as np
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.preprocess.geometry import Geometry
+
+RECORD_SCHEMA = 1
+
+
+class Answer(TypedDict):
+    """A class and how well the image aligns with it. `cosine` is None where the model has no anchors."""
+
+    class_id: int
+    label: str
+    logit: float
+    cosine: float | None
+
+
+class Slot(TypedDict):
+    """One prototype slot's evidence for the predicted class.
+
+    `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole image as a viewer shows it,
+    `score` in [0, 1] with CWS. `contribution`: see `contributions`; None where the distance has no such sum.
+    """
+
+    slot: int
+    channel: int
+    cell: list[int]
+    score: float
+    contribution: float | None
+    box: list[float]
+
+
+class Problem(TypedDict):
+    """Why an image has no answer: a stable code, and a line for a person."""
+
+    code: str
+    message: str
+
+
+class Record(TypedDict):
+    """One image's record; `status` says which of the optional keys are there.
+
+    `ok` and `abstained` (margin under --min-margin) have all but `error`; `error` has only `image` and `error`.
+    """
+
+    schema: int
+    image: str | None
+    status: Literal["ok", "abstained", "error"]
+    width: NotRequired[int]
+    height: NotRequired[int]
+    prediction: NotRequired[Answer]
+    margin: NotRequired[float | None]
+    top: NotRequired[list[Answer]]
+    evidence: NotRequired[list[Slot]]
+    overlay: NotRequired[str]
+    error: NotRequired[Problem]
+
+
+def embedding(scores: FloatArray, epsilon: float) -> FloatArray:
+    """z = s / (|s| + epsilon): float32 [N, K] from float32 [N, K]."""
+    norm = np.linalg.norm(scores, axis=-1, keepdims=True)
+    return (scores / (norm + np.float32(epsilon))).astype(np.float32)
+
+
+def cosines(scores: FloatArray, metadata: Metadata) -> FloatArray:
+    """<z, a_c> for every class: float32 [N, C] from scores [N, K]; the anchors' closed form, no [K, C] product."""
+    m = metadata.prototypes_per_class
+    z = embedding(scores, metadata.epsilon)
+    blocks = z.reshape(len(z), metadata.num_classes, m)
+    return (blocks.sum(axis=-1) / np.float32(np.sqrt(m))).astype(np.float32)
+
+
+def contributions(block: FloatArray, distance: str, epsilon: float = 1e-8) -> FloatArray | None:
+    """What each slot of one class adds to its answer.
+
+    Args:
+        block: float32 [m], the embedding's entries of the class's block.
+        distance: the head's distance.
+        epsilon: inside the logarithms of `kl`.
+
+    Returns:
+        float32 [m]. l2: adds up to the cosine <z, a_c>. l1 and kl: to the block's part of the distance; l3: to the
+        block's part of its third power (smaller is closer for these three). None for linf and tropical, where one
+        extreme entry decides.
+    """
+    anchor = np.float32(1.0 / np.sqrt(len(block)))
+    if distance == "l2":
+        return (block * anchor).astype(np.float32)
+    if distance == "l1":
+        return np.abs(block - anchor).astype(np.float32)
+    if distance == "l3":
+        return (np.abs(block - anchor) ** 3).astype(np.float32)
+    if distance == "kl":
+        return (block * (np.log(block + epsilon) - np.log(anchor + epsilon))).astype(np.float32)
+    return None
+
+
+def build_record(
+    image: str | None,
+    geometry: Geometry,
+    outputs: Outputs,
+    row: int,
+    metadata: Metadata,
+    *,
+    top: int = 5,
+    min_margin: float | None = None,
+) -> Record:
+    """The record of image `row` of a batch's outputs.
+
+    `margin` is the cosine of the predicted class minus that of the runner-up by logit. Evidence is that of the
+    predicted class, in slot order; the key is absent for models without anchors, which have none.
+    """
+    logits = outputs.logits[row]
+    scores = None if outputs.scores is None else outputs.scores[row]
+    cosine = None if scores is None else cosines(scores[None], metadata)[0]
+    # stable: of equal logits the lowest class id, as argmax would choose
+    order = np.argsort(-logits, kind="stable")[: max(top, 2)]
+
+    def answer(class_id: int) -> Answer:
+        return {
+            "class_id": class_id,
+            "label": metadata.class_names[class_id],
+            "logit": float(logits[class_id]),
+            "cosine": None if cosine is None else float(cosine[class_id]),
+        }
+
+    answers = [answer(int(c)) for c in order]
+    margin = None if cosine is None or len(order) < 2 else float(cosine[order[0]] - cosine[order[1]])
+    abstained = min_margin is not None and margin is not None and margin < min_margin
+    record: Record = {
+        "schema": RECORD_SCHEMA,
+        "image": image,
+        "status": "abstained" if abstained else "ok",
+        "width": geometry.width,
+        "height": geometry.height,
+        "prediction": answers[0],
+        "margin": margin,
+        "top": answers[:top],
+    }
+    if scores is not None and outputs.argmax is not None:
+        record["evidence"] = _evidence(int(order[0]), scores, outputs.argmax[row], geometry, metadata)
+    return record
+
+
+def _evidence(
+    class_id: int,
+    scores: FloatArray,
+    argmax: np.ndarray[tuple[int], np.dtype[np.int32]],
+    geometry: Geometry,
+    metadata: Metadata,
+) -> list[Slot]:
+    m = metadata.prototypes_per_class
+    first = class_id * m
+    z = embedding(scores[None], metadata.epsilon)[0]
+    parts = contributions(z[first : first + m], metadata.distance)
+    slots: list[Slot] = []
+    for slot in range(m):
+        channel = first + slot
+        cell_row, cell_col = divmod(int(argmax[channel]), metadata.grid[1])
+        slots.append(
+            {
+                "slot": slot,
+                "channel": channel,
+                "cell": [cell_row, cell_col],
+                "score": float(scores[channel]),
+                "contribution": None if parts is None else float(parts[slot]),
+                "box": list(geometry.cell_box(cell_row, cell_col, metadata.grid)),
+            }
+        )
+    return slots
+
+
+def error_record(image: str | None, code: str, message: str) -> Record:
+    """The record of an image that could not be used."""
+    return {"schema": RECORD_SCHEMA, "image": image, "status": "error", "error": {"code": code, "message": message}}

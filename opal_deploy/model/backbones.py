@@ -1,0 +1,254 @@
+"""CNN backbones: any torchvision classifier, cut at the tensor that enters its global pooling.
+
+The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
+the last convolutional stage, before pooling, with no norm behind it. The cut is found in the traced graph, not in a
+list of names: the network is traced, the last global pooling is looked up, and what feeds it is the output. Parameter
+names stay torchvision's (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from opal_deploy.errors import CheckpointError, UsageError
+
+# the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
+_POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
+_OUTPUT = "features"
+_PROBE_SIZE = 224
+
+
+class Backbone(nn.Module):
+    """[N, 3, H0, W0] float, normalised, to `features` [N, D, H, W].
+
+    Attributes:
+        name: torchvision's name.
+        num_features: D.
+        stride: input pixels per cell, the same in both directions.
+    """
+
+    def __init__(self, name: str, body: nn.Module, num_features: int, stride: int) -> None:
+        super().__init__()
+        self.name = name
+        self.body = body
+        self.num_features = num_features
+        self.stride = stride
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.body(images)[_OUTPUT]
+        return features
+
+    def grid(self, input_size: tuple[int, int]) -> tuple[int, int]:
+        """(H, W) for an input of (H0, W0).
+
+        Raises:
+            UsageError: not multiples of the stride; cells would not tile the picture.
+        """
+        height, width = input_size
+        if height < self.stride or width < self.stride or height % self.stride or width % self.stride:
+            raise UsageError(
+                f"input size {height}x{width}: {self.name} needs multiples of its stride {self.stride}, "
+                "or cells would not tile the picture"
+            )
+        return height // self.stride, width // self.stride
+
+
+def names() -> list[str]:
+    """torchvision's names of image classifiers that may serve as a backbone (CNNs among them are found by trying)."""
+    import torchvision
+
+    return sorted(torchvision.models.list_models(module=torchvision.models))
+
+
+def build(name: str, *, device: str | torch.device = "cpu") -> Backbone:
+    """A backbone with random weights.
+
+    Args:
+        name: torchvision's, such as `resnet18` or `convnext_tiny`.
+        device: where the parameters live; `meta` allocates none.
+
+    Raises:
+        UsageError: not a classifier of torchvision's, or not one with a grid of cells before a global pooling.
+    """
+    full = full_model(name, device)
+    cut = _node_before_pooling(name, full)
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    body = create_feature_extractor(full, {cut: _OUTPUT}, suppress_diff_warning=True)
+    num_features, stride = _probe(name, cut)
+    return Backbone(name, body, num_features, stride)
+
+
+def load_weights(backbone: Backbone, weights: str | Path) -> str:
+    """ImageNet weights into a backbone; returns where they came from.
+
+    Args:
+        backbone: from `build`.
+        weights: a local `.pth`/`.safetensors` state dict with torchvision's names, or the name of torchvision's own
+            weights (`DEFAULT`, `IMAGENET1K_V1`, ...), which torchvision downloads unless it has them.
+
+    Raises:
+        CheckpointError: the file lacks keys of the backbone, or has keys that torchvision's network does not know.
+        UsageError: no such file and no such weights.
+    """
+    path = Path(weights)
+    if path.suffix in (".pth", ".pt", ".safetensors"):
+        state, origin = read_state_dict(path), path.name
+    else:
+        state, origin = _torchvision_weights(backbone.name, str(weights)), f"torchvision {weights}"
+    wanted = backbone.body.state_dict()
+    whole = set(full_model(backbone.name, "meta").state_dict()) | set(wanted)
+    missing = sorted(wanted.keys() - state.keys() - _counters(wanted))
+    unexpected = sorted(state.keys() - whole)
+    mismatched = sorted(
+        f"{key} {list(state[key].shape)} instead of {list(wanted[key].shape)}"
+        for key in wanted.keys() & state.keys()
+        if state[key].shape != wanted[key].shape
+    )
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"{origin} does not fit {backbone.name}: {key_report(missing, unexpected, mismatched)}; "
+            "give the weights of that network or another --backbone"
+        )
+    backbone.body.load_state_dict({key: state[key].float() for key in wanted.keys() & state.keys()}, strict=False)
+    return origin
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """A flat name-to-tensor dictionary from a `.safetensors` file or a weights-only torch file.
+
+    Raises:
+        UsageError: no such file. CheckpointError: not such a dictionary, or one that needs unsafe loading.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such weights file")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: not a readable safetensors file ({error})") from None
+    raw = load_torch_file(path)
+    if not isinstance(raw, dict) or not all(isinstance(v, Tensor) for v in raw.values()):
+        raise CheckpointError(f"{path}: expected a state dict (names to tensors), found {type(raw).__name__}")
+    return raw
+
+
+def load_torch_file(path: Path) -> Any:
+    """`torch.load` with weights_only=True, always; there is no fallback to unsafe loading.
+
+    Raises:
+        CheckpointError: corrupt, or holding objects that only unsafe loading would accept.
+    """
+    import pickle
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0] if str(error) else "unpickling failed"
+        raise CheckpointError(
+            f"{path}: refused, since it holds more than tensors and plain values or is damaged ({reason[:160]}); "
+            "save its state_dict alone, or copy the file again"
+        ) from None
+    except (RuntimeError, EOFError, KeyError, ValueError, OSError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: not a readable PyTorch file ({reason[:160]}); copy or save it again") from None
+
+
+def key_report(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
+    """Every key that is wrong, in one line."""
+    parts = [
+        f"{len(keys)} {kind}: {', '.join(keys)}"
+        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        if keys
+    ]
+    return "; ".join(parts)
+
+
+def full_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
+    """torchvision's whole network with random weights; on `meta` it costs no memory.
+
+    Raises:
+        UsageError: torchvision has no such classifier.
+    """
+    import torchvision
+
+    if name not in names():
+        close = [n for n in names() if n.startswith(name[:6])][:6]
+        hint = f"; near it: {', '.join(close)}" if close else ""
+        raise UsageError(f"backbone {name!r}: torchvision has no such classifier{hint}")
+    with torch.device(device), warnings.catch_warnings():
+        # GoogLeNet and Inception warn that their default initialisation is slow
+        warnings.simplefilter("ignore")
+        try:
+            model: nn.Module = torchvision.models.get_model(name, weights=None)
+        except NotImplementedError:
+            # RegNet computes its widths with tensors, which meta has no values for
+            with torch.device("cpu"):
+                model = torchvision.models.get_model(name, weights=None)
+            model = model.to(device)
+    return model
+
+
+def _node_before_pooling(name: str, full: nn.Module) -> str:
+    from torchvision.models.feature_extraction import get_graph_node_names
+
+    try:
+        _, nodes = get_graph_node_names(full, suppress_diff_warning=True)
+    except (fx.proxy.TraceError, RuntimeError, TypeError, ValueError):
+        raise UsageError(f"backbone {name!r}: its graph cannot be traced, so its pooling cannot be found") from None
+    for index in range(len(nodes) - 1, 0, -1):
+        last = nodes[index].rsplit(".", 1)[-1]
+        if last in _POOLING_NAMES:
+            return str(nodes[index - 1])
+    raise UsageError(
+        f"backbone {name!r} has no global pooling over a grid of cells; "
+        "use a convolutional classifier such as resnet18, efficientnet_v2_s or convnext_tiny"
+    )
+
+
+def _probe(name: str, cut: str) -> tuple[int, int]:
+    """D and the stride, by running the cut network on a meta tensor: no memory, no arithmetic."""
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    shadow = create_feature_extractor(full_model(name, "meta"), {cut: _OUTPUT}, suppress_diff_warning=True)
+    with torch.no_grad():
+        features = shadow.eval()(torch.empty(1, 3, _PROBE_SIZE, _PROBE_SIZE, device="meta"))[_OUTPUT]
+    if features.ndim != 4 or features.shape[2] < 2 or _PROBE_SIZE % features.shape[2]:
+        raise UsageError(
+            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {list(features.shape)}, whose cells do not "
+            "tile the picture; use a network with padded convolutions, such as resnet18"
+        )
+    return int(features.shape[1]), _PROBE_SIZE // int(features.shape[2])
+
+
+def _torchvision_weights(name: str, weights: str) -> dict[str, Tensor]:
+    import torchvision
+
+    try:
+        chosen = torchvision.models.get_model_weights(name)[weights]
+    except KeyError:
+        known = ", ".join(w.name for w in torchvision.models.get_model_weights(name))
+        raise UsageError(
+            f"weights {weights!r}: no such file (.pth, .safetensors) and not torchvision's for {name} ({known})"
+        ) from None
+    try:
+        state: dict[str, Tensor] = chosen.get_state_dict(progress=False, check_hash=True)
+    except OSError as error:
+        raise UsageError(
+            f"weights {weights}: torchvision could not download them ({error}); "
+            "fetch the file where there is a network and give its path"
+        ) from None
+    return state
+
+
+def _counters(state: dict[str, Any]) -> set[str]:
+    """BatchNorm's step counters, which exporters of weights often drop and inference never reads."""
+    return {key for key in state if key.endswith("num_batches_tracked")}

@@ -1,0 +1,279 @@
+"""Checkpoints: ours, and the authors' own.
+
+Ours is one `.pt` that `torch.load(weights_only=True)` reads: a dictionary of plain values and one state dict. The
+authors' is a bare state dict whose backbone, C and m are inferred from names and shapes; distance, pooling and CWS
+leave no trace in it, so they are options, recorded as `assumed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact.files import sha256_of_file, written_atomically
+from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.model import backbones
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.head import anchors
+from opal_deploy.model.network import OpalNetwork
+
+FORMAT = "opal-deploy checkpoint"
+SCHEMA = 1
+
+# the paper's nine; an authors' checkpoint is one of them, others are tried after these
+PAPER_BACKBONES = (
+    "resnet50", "resnet101", "resnet152",
+    "efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l",
+    "convnext_tiny", "convnext_small", "convnext_base",
+)  # fmt: skip
+
+# the authors' names to ours
+_AUTHORS_PREFIXES = (("backbone.", "backbone.body."), ("final_conv_layer.", "head.projection."))
+_AUTHORS_ANCHORS = "classifier.prototypes"
+
+
+@dataclass
+class Checkpoint:
+    """A network with what is known about it.
+
+    Attributes:
+        network: in eval mode, on the CPU.
+        class_names: C names in the order of the logits.
+        crop: `boxes` where training pictures were cropped to annotated boxes, else None.
+        metrics: figures of the run that made it, such as `test_accuracy`.
+        training: the run's settings.
+        source: file name, sha256, format (`opal-deploy` or `authors`) and the settings `assumed` for it.
+    """
+
+    network: OpalNetwork
+    class_names: list[str]
+    crop: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What an authors' checkpoint does not record; the paper's values unless told otherwise."""
+
+    head: HeadConfig = field(default_factory=HeadConfig)
+    input_size: tuple[int, int] = (224, 224)
+    crop: str | None = None
+
+
+def save(path: Path, checkpoint: Checkpoint) -> None:
+    """Write atomically: the file has its name only once it is whole.
+
+    Raises:
+        UsageError: the folder cannot be written to.
+    """
+    document = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "version": __version__,
+        "config": checkpoint.network.config.to_dict(),
+        "class_names": list(checkpoint.class_names),
+        "crop": checkpoint.crop,
+        "metrics": checkpoint.metrics,
+        "training": checkpoint.training,
+        "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
+    }
+    with written_atomically(path) as temporary:
+        torch.save(document, temporary)
+
+
+def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:
+    """Read a checkpoint of ours or of the authors.
+
+    Args:
+        path: a `.pt` or `.pth` file.
+        class_names: replace those in the file, or name an authors' checkpoint's classes.
+        assumptions: for an authors' checkpoint; None takes the paper's values.
+
+    Raises:
+        CheckpointError: not such a file, or its keys, shapes or class names do not fit together.
+        UsageError: no such file.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such checkpoint")
+    raw = backbones.load_torch_file(path)
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path}: expected a checkpoint or a state dict, found {type(raw).__name__}")
+    if raw.get("format") == FORMAT:
+        checkpoint = _load_ours(path, raw, class_names)
+    elif raw and all(isinstance(value, Tensor) for value in raw.values()):
+        checkpoint = _load_authors(path, raw, class_names, assumptions or Assumptions())
+    else:
+        raise CheckpointError(
+            f"{path}: neither an opal-deploy checkpoint nor a bare OPAL state dict (found keys "
+            f"{', '.join(sorted(map(str, raw))[:8])}); give the file that training wrote, or its state_dict alone"
+        )
+    checkpoint.source = {"file": path.name, "sha256": sha256_of_file(path), **checkpoint.source}
+    checkpoint.network.eval()
+    return checkpoint
+
+
+def read_class_names(path: Path) -> list[str]:
+    """One name a line, UTF-8; blank lines at the end do not count.
+
+    Raises:
+        UsageError: unreadable, empty, or a name is blank or doubled.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a readable UTF-8 file of class names ({error})") from None
+    names = [line.strip() for line in lines]
+    blank = [str(number) for number, name in enumerate(names, 1) if not name]
+    doubled = sorted({name for name in names if name and names.count(name) > 1})
+    if blank or doubled:
+        what = f"blank line {', '.join(blank)}" if blank else f"{', '.join(doubled[:5])} more than once"
+        raise UsageError(f"{path}: {what}; expected one class name a line, each once")
+    return names
+
+
+def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -> Checkpoint:
+    if raw.get("schema") != SCHEMA:
+        raise CheckpointError(
+            f"{path}: checkpoint schema {raw.get('schema')!r}, expected {SCHEMA}; "
+            f"it was written by opal-deploy {raw.get('version')}, use that version"
+        )
+    try:
+        config = NetworkConfig.from_dict(raw["config"])
+        stored_names, state = list(raw["class_names"]), raw["state_dict"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
+    if len(stored_names) != config.num_classes:
+        raise CheckpointError(
+            f"{path}: it names {len(stored_names)} classes but its network has {config.num_classes}; train it again"
+        )
+    network = OpalNetwork(config)
+    _load_state(path, network, state)
+    return Checkpoint(
+        network,
+        _checked_names(path, class_names or stored_names, config.num_classes),
+        crop=raw.get("crop"),
+        metrics=dict(raw.get("metrics") or {}),
+        training=dict(raw.get("training") or {}),
+        source={"format": "opal-deploy", "version": raw.get("version")},
+    )
+
+
+def _load_authors(
+    path: Path, raw: dict[str, Tensor], class_names: list[str] | None, assumptions: Assumptions
+) -> Checkpoint:
+    # DistributedDataParallel's prefix says nothing about the network
+    state = {key.removeprefix("module."): value for key, value in raw.items()}
+    wanted = ("final_conv_layer.weight", "final_conv_layer.bias", _AUTHORS_ANCHORS)
+    missing = [key for key in wanted if key not in state]
+    if missing:
+        raise CheckpointError(
+            f"{path}: a bare state dict without {', '.join(missing)}; the authors' OPAL checkpoints have "
+            f"backbone.*, {', '.join(wanted)}"
+        )
+    stored_anchors = state.pop(_AUTHORS_ANCHORS)
+    num_classes, prototypes = _classes_and_prototypes(path, stored_anchors, state["final_conv_layer.weight"])
+    body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
+    backbone = _infer_backbone(path, body)
+    head = HeadConfig(**{**assumptions.head.to_dict(), "prototypes_per_class": prototypes})
+    if not head.anchors:
+        raise UsageError(f"{path}: it has anchors; --variant must be one of the four that keep them")
+    config = NetworkConfig(backbone, num_classes, assumptions.input_size, head)
+    network = OpalNetwork(config)
+    _load_state(path, network, _renamed(state))
+    names = class_names or [f"class {index}" for index in range(num_classes)]
+    assumed: dict[str, Any] = {"distance": head.distance, "pooling": head.pooling, "cws": head.cws}
+    assumed["input_size"] = list(assumptions.input_size)
+    if class_names is None:
+        assumed["class_names"] = "numbered"
+    return Checkpoint(
+        network,
+        _checked_names(path, names, num_classes),
+        crop=assumptions.crop,
+        source={"format": "authors", "assumed": assumed},
+    )
+
+
+def _classes_and_prototypes(path: Path, stored: Tensor, projection: Tensor) -> tuple[int, int]:
+    """C and m from the stored anchors [C, K] and the projection [K, D, 1, 1]."""
+    if stored.ndim != 2 or projection.ndim != 4 or stored.shape[1] != projection.shape[0]:
+        raise CheckpointError(
+            f"{path}: anchors {list(stored.shape)} and projection {list(projection.shape)} do not fit together; "
+            "expected [C, K] and [K, D, 1, 1]"
+        )
+    num_classes, channels = stored.shape
+    if channels % num_classes:
+        raise CheckpointError(f"{path}: {channels} channels are no multiple of {num_classes} classes")
+    prototypes = channels // num_classes
+    if not torch.allclose(stored.float(), anchors(num_classes, prototypes), atol=1e-5):
+        raise CheckpointError(
+            f"{path}: its {_AUTHORS_ANCHORS} are not the paper's orthonormal anchors (1/sqrt(m) on each class's "
+            "block); only those are supported"
+        )
+    return num_classes, prototypes
+
+
+def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
+    """The torchvision network that has exactly these parameters before its pooling."""
+    shapes = {key: value.shape for key, value in body.items() if not key.endswith("num_batches_tracked")}
+    others = [name for name in backbones.names() if name not in PAPER_BACKBONES]
+    for name in (*PAPER_BACKBONES, *others):
+        full = {
+            key: value.shape
+            for key, value in backbones.full_model(name, "meta").state_dict().items()
+            if not key.endswith("num_batches_tracked")
+        }
+        beyond = full.keys() - shapes.keys()
+        if all(full.get(key) == shape for key, shape in shapes.items()) and all(
+            key.startswith(("fc.", "classifier.")) for key in beyond
+        ):
+            return name
+    sample = ", ".join(sorted(shapes)[:3])
+    raise CheckpointError(
+        f"{path}: no torchvision network has its {len(shapes)} backbone parameters ({sample}, ...); "
+        f"the authors use {', '.join(PAPER_BACKBONES)}"
+    )
+
+
+def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    renamed = {}
+    for key, value in state.items():
+        new = key
+        for theirs, ours in _AUTHORS_PREFIXES:
+            if key.startswith(theirs):
+                new = ours + key.removeprefix(theirs)
+        renamed[new] = value
+    return renamed
+
+
+def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
+    """Strict, but with every wrong key in one error."""
+    own = network.state_dict()
+    missing = sorted(k for k in own.keys() - state.keys() if not k.endswith("num_batches_tracked"))
+    unexpected = sorted(state.keys() - own.keys())
+    mismatched = sorted(
+        f"{key} {list(state[key].shape)} instead of {list(own[key].shape)}"
+        for key in own.keys() & state.keys()
+        if own[key].shape != state[key].shape
+    )
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: "
+            f"{backbones.key_report(missing, unexpected, mismatched)}"
+        )
+    network.load_state_dict(state, strict=False)
+
+
+def _checked_names(path: Path, names: list[str], num_classes: int) -> list[str]:
+    if len(names) != num_classes:
+        raise CheckpointError(
+            f"{path}: {len(names)} class names for {num_classes} classes; "
+            "give one name for each, in the order of training"
+        )
+    return [str(name) for name in names]

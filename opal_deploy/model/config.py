@@ -1,0 +1,112 @@
+"""What makes an OPAL network the network it is. Plain data: importing this module imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from opal_deploy.artifact.metadata import Evidence
+from opal_deploy.errors import UsageError
+
+Pooling = Literal["max", "avg"]
+Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
+DISTANCES: tuple[str, ...] = get_args(Distance)
+
+PAPER_PROTOTYPES = 5
+EPSILON = 1e-8
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The head's four switchable parts (paper, Table 3), m, and the distance (paper, Supp. E.1).
+
+    Attributes:
+        projection: 1x1 convolution from D to K channels.
+        cws: channel-wise softmax at each cell.
+        pooling: `max` (GMP) or `avg` over cells.
+        anchors: orthonormal class anchors; without them a dense layer follows.
+        prototypes_per_class: m.
+        distance: used with anchors only.
+        epsilon: added to the norm, z = s / (|s| + epsilon), as the authors do.
+    """
+
+    projection: bool = True
+    cws: bool = True
+    pooling: Pooling = "max"
+    anchors: bool = True
+    prototypes_per_class: int = PAPER_PROTOTYPES
+    distance: Distance = "l2"
+    epsilon: float = EPSILON
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("max", "avg"):
+            raise UsageError(f"pooling {self.pooling!r}: expected max or avg")
+        if self.distance not in DISTANCES:
+            raise UsageError(f"distance {self.distance!r}: expected one of {', '.join(DISTANCES)}")
+        if self.prototypes_per_class < 1:
+            raise UsageError(f"{self.prototypes_per_class} prototypes per class: expected at least 1")
+        if self.anchors and not self.projection:
+            raise UsageError(
+                "anchors without projection: they live in K = C*m channels, which only the projection makes; "
+                "switch the projection on or the anchors off"
+            )
+        if self.projection and self.cws and self.pooling == "max" and not self.anchors:
+            raise UsageError(
+                "projection, CWS and max pooling without anchors is not one of the paper's eleven variants; "
+                "switch the anchors on (OPAL) or one of the three off"
+            )
+        if self.anchors and self.distance == "kl" and not self.cws:
+            raise UsageError(
+                "distance kl without CWS: it takes the logarithm of the embedding, which is negative in places "
+                "without the softmax; use CWS or another distance"
+            )
+
+    @property
+    def evidence(self) -> Evidence:
+        """`exact`: each slot's score comes from one cell; `map`: from an average; `none`: a dense layer follows."""
+        if not self.anchors:
+            return "none"
+        return "exact" if self.pooling == "max" else "map"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For metadata and checkpoints."""
+        return asdict(self)
+
+
+LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False)
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """A whole network.
+
+    Attributes:
+        backbone: torchvision's name.
+        num_classes: C.
+        input_size: (H0, W0) in pixels, multiples of the backbone's stride.
+        head: see HeadConfig.
+    """
+
+    backbone: str
+    num_classes: int
+    input_size: tuple[int, int] = (224, 224)
+    head: HeadConfig = field(default_factory=HeadConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise UsageError(f"{self.num_classes} class(es): a classifier needs at least 2")
+
+    def to_dict(self) -> dict[str, Any]:
+        """For checkpoints; `from_dict` reads it back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> NetworkConfig:
+        """The inverse of `to_dict`. Raises KeyError or TypeError for a dictionary of another shape."""
+        size = raw["input_size"]
+        return NetworkConfig(
+            backbone=str(raw["backbone"]),
+            num_classes=int(raw["num_classes"]),
+            input_size=(int(size[0]), int(size[1])),
+            head=HeadConfig(**raw["head"]),
+        )

@@ -1,0 +1,86 @@
+"""Distances from an embedding to every class anchor, in closed form.
+
+An anchor is 1/sqrt(m) on its own block and zero elsewhere, so no distance needs the [N, C, K] differences: block sums
+(l1, l2, l3, kl) or the extremes inside and outside the block (linf, tropical) suffice. Memory stays O(N*K).
+
+z: [N, K] float, the embedding. Returns [N, C] float, the distance; a logit is its negative.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# below this a root's argument counts as zero: its gradient would be infinite, and float32 cannot resolve it anyway
+_TINY = 1e-12
+# inside both logarithms of kl, as the authors do
+KL_EPSILON = 1e-8
+
+
+def distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
+    """[N, C] distances of z [N, K] to the anchors; `distance` is a key of DISTANCE_FUNCTIONS."""
+    n, k = z.shape[0], z.shape[1]
+    blocks = z.reshape(n, k // prototypes_per_class, prototypes_per_class)  # [N, C, m]
+    return DISTANCE_FUNCTIONS[distance](blocks, 1.0 / math.sqrt(prototypes_per_class))
+
+
+def _l2(blocks: Tensor, anchor: float) -> Tensor:
+    # |z - a|^2 = 2 - 2 <z, a> for unit vectors (paper, Sec. 3.4); slightly negative near saturation, hence the clamp
+    cosine = blocks.sum(2) * anchor
+    return (2.0 - 2.0 * cosine).clamp_min(_TINY).sqrt()
+
+
+def _l1(blocks: Tensor, anchor: float) -> Tensor:
+    outside = _sum_outside(blocks.abs().sum(2))
+    return outside + (blocks - anchor).abs().sum(2)
+
+
+def _l3(blocks: Tensor, anchor: float) -> Tensor:
+    outside = _sum_outside(blocks.abs().pow(3).sum(2))
+    return (outside + (blocks - anchor).abs().pow(3).sum(2)).clamp_min(_TINY).pow(1.0 / 3.0)
+
+
+def _kl(blocks: Tensor, anchor: float) -> Tensor:
+    # sum z (log(z + e) - log(a + e)): the first term is common to all classes, the second takes two values
+    entropy = (blocks * (blocks + KL_EPSILON).log()).sum((1, 2)).unsqueeze(1)
+    inside = blocks.sum(2)
+    outside = _sum_outside(inside)
+    return entropy - inside * math.log(anchor + KL_EPSILON) - outside * math.log(KL_EPSILON)
+
+
+def _linf(blocks: Tensor, anchor: float) -> Tensor:
+    outside = _largest_outside(blocks.abs().amax(2))
+    return torch.maximum(outside, (blocks - anchor).abs().amax(2))
+
+
+def _tropical(blocks: Tensor, anchor: float) -> Tensor:
+    # max - min of the differences z - a (Lee et al. 2022)
+    highest, lowest = blocks.amax(2), blocks.amin(2)
+    largest = torch.maximum(_largest_outside(highest), highest - anchor)
+    smallest = torch.minimum(-_largest_outside(-lowest), lowest - anchor)
+    return largest - smallest
+
+
+def _sum_outside(per_class: Tensor) -> Tensor:
+    """Of [N, C], for each class the sum over all others; never negative for non-negative entries."""
+    return (per_class.sum(1, keepdim=True) - per_class).clamp_min(0.0)
+
+
+def _largest_outside(per_class: Tensor) -> Tensor:
+    """Of [N, C], for each class the largest value of any other."""
+    best = per_class.topk(2, dim=1).values  # [N, 2]
+    # of equal maxima either may be "the" best: both columns then hold the same value
+    return torch.where(per_class == best[:, :1], best[:, 1:], best[:, :1])
+
+
+DISTANCE_FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "l1": _l1,
+    "l2": _l2,
+    "l3": _l3,
+    "linf": _linf,
+    "kl": _kl,
+    "tropical": _tropical,
+}

@@ -1,0 +1,92 @@
+"""The OPAL head (paper, Sec. 3) and its ablated variants.
+
+features [N, D, H, W] -> projection [N, K, H, W] -> attention (softmax over K at each cell) -> scores [N, K] (max over
+cells) -> embedding z = s / (|s| + epsilon) -> logits [N, C] = -distance(z, anchors).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.model.distances import distances
+
+
+@dataclass
+class HeadOutputs:
+    """One forward pass.
+
+    Attributes:
+        logits: [N, C].
+        scores: [N, K], pooled attention; None without anchors.
+        argmax: int32 [N, K], flat row-major cell of each channel's maximum, of equal maxima the lowest.
+        attention: [N, K, H, W].
+    """
+
+    logits: Tensor
+    scores: Tensor | None = None
+    argmax: Tensor | None = None
+    attention: Tensor | None = None
+
+
+class OpalHead(nn.Module):
+    """See the module's docstring; `config` says which parts are on.
+
+    Attributes:
+        projection: 1x1 convolution D -> K with bias, or identity.
+        classifier: dense layer, only without anchors.
+    """
+
+    def __init__(self, num_features: int, num_classes: int, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_classes = num_classes
+        self.num_prototypes = num_classes * config.prototypes_per_class
+        width = self.num_prototypes if config.projection else num_features
+        self.projection: nn.Module = nn.Conv2d(num_features, width, 1) if config.projection else nn.Identity()
+        self.classifier: nn.Linear | None = None if config.anchors else nn.Linear(width, num_classes)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[N, D, H, W] to logits [N, C]; what training needs, without the evidence."""
+        attention = self.attention(features)
+        return self.classify(self.pool(attention))
+
+    def explain(self, features: Tensor) -> HeadOutputs:
+        """[N, D, H, W] to everything that the exported graph answers with."""
+        attention = self.attention(features)
+        scores = self.pool(attention)
+        logits = self.classify(scores)
+        if not self.config.anchors:
+            return HeadOutputs(logits)
+        # torch.argmax promises the first of equal maxima
+        argmax = attention.flatten(2).argmax(2).to(torch.int32)
+        return HeadOutputs(logits, scores, argmax, attention)
+
+    def attention(self, features: Tensor) -> Tensor:
+        """[N, D, H, W] to [N, K, H, W]; the softmax in float32 whatever the body's precision (paper, Eq. 2)."""
+        projected: Tensor = self.projection(features).float()
+        return projected.softmax(dim=1) if self.config.cws else projected
+
+    def pool(self, attention: Tensor) -> Tensor:
+        """[N, K, H, W] to scores [N, K] (paper, Eq. 3)."""
+        cells = attention.flatten(2)
+        scores: Tensor = cells.amax(2) if self.config.pooling == "max" else cells.mean(2)
+        return scores
+
+    def classify(self, scores: Tensor) -> Tensor:
+        """Scores [N, K] to logits [N, C] (paper, Eq. 4)."""
+        z = scores / (torch.linalg.vector_norm(scores, dim=1, keepdim=True) + self.config.epsilon)
+        if self.classifier is not None:
+            logits: Tensor = self.classifier(z)
+            return logits
+        return -distances(z, self.config.prototypes_per_class, self.config.distance)
+
+
+def anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """a_c as a matrix [C, K]: 1/sqrt(m) on each class's block (paper, Eq. 1). The network itself never builds it."""
+    matrix = torch.zeros(num_classes, num_classes, prototypes_per_class, dtype=dtype)
+    matrix[torch.arange(num_classes), torch.arange(num_classes)] = prototypes_per_class**-0.5
+    return matrix.reshape(num_classes, -1)

@@ -1,0 +1,47 @@
+"""Backbone and head in one module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.model import backbones
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.head import HeadOutputs, OpalHead
+
+
+class OpalNetwork(nn.Module):
+    """images float [N, 3, H0, W0], normalised, to logits [N, C]; `explain` gives the evidence of the same pass.
+
+    Attributes:
+        config: what it was built from.
+        grid: (H, W) of the feature map.
+    """
+
+    def __init__(self, config: NetworkConfig, *, weights: str | Path | None = None) -> None:
+        """Args: config; weights: of the backbone, see `backbones.load_weights`; None leaves them random.
+
+        Raises:
+            UsageError: no such backbone, or an input size that its stride does not divide.
+            CheckpointError: weights that do not fit.
+        """
+        super().__init__()
+        self.config = config
+        self.backbone = backbones.build(config.backbone)
+        self.grid = self.backbone.grid(config.input_size)
+        self.weights_origin = None if weights is None else backbones.load_weights(self.backbone, weights)
+        self.head = OpalHead(self.backbone.num_features, config.num_classes, config.head)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.backbone(images))
+        return logits
+
+    def explain(self, images: Tensor) -> HeadOutputs:
+        """Logits with scores, argmax cells and attention, all of one forward pass."""
+        return self.head.explain(self.backbone(images))
+
+    def channels_last(self) -> OpalNetwork:
+        """The same network with its convolutions' weights laid out for NHWC, which is faster on CPU and GPU."""
+        return self.to(memory_format=torch.channels_last)
