@@ -15,6 +15,8 @@ from opal_deploy.errors import ArtifactError
 
 SCHEMA = 1
 METADATA_KEY = "opal"
+# what the digest counts the field that holds it as
+BLANK_DIGEST = "0" * 64
 
 Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16"]
@@ -70,7 +72,7 @@ class Metadata:
     verification: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
-    file_sha256: str = "0" * 64
+    file_sha256: str = BLANK_DIGEST
     schema: int = SCHEMA
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
+DoubleArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]
 
 
@@ -48,3 +49,17 @@ class Outputs:
             return None if arrays[0] is None else np.concatenate(arrays)
 
         return Outputs(*(join(name) for name in ("logits", "argmax", "scores", "attention")))  # type: ignore[arg-type]
+
+
+def embedding(scores: FloatArray, epsilon: float) -> DoubleArray:
+    """z = s / (|s| + epsilon): float64 [N, K] from scores [N, K]; float64 so that it adds no rounding of its own."""
+    wide = scores.astype(np.float64)
+    z: DoubleArray = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + epsilon)
+    return z
+
+
+def cosines(scores: FloatArray, prototypes_per_class: int, epsilon: float) -> DoubleArray:
+    """<z, a_c> for every class: float64 [N, C] from scores [N, K]; block sums, no [K, C] product."""
+    blocks = embedding(scores, epsilon).reshape(len(scores), -1, prototypes_per_class)
+    sums: DoubleArray = blocks.sum(axis=2) / np.sqrt(prototypes_per_class)
+    return sums

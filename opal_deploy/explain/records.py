@@ -11,10 +11,12 @@ from typing import Literal, NotRequired, TypedDict
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.outputs import DoubleArray, FloatArray, Outputs, cosines, embedding
 from opal_deploy.preprocess.geometry import Geometry
 
 RECORD_SCHEMA = 1
+# inside both logarithms of the kl distance, as in the head
+KL_EPSILON = 1e-8
 
 
 class Answer(TypedDict):
@@ -67,42 +69,27 @@ class Record(TypedDict):
     error: NotRequired[Problem]
 
 
-def embedding(scores: FloatArray, epsilon: float) -> FloatArray:
-    """z = s / (|s| + epsilon): float32 [N, K] from float32 [N, K]."""
-    norm = np.linalg.norm(scores, axis=-1, keepdims=True)
-    return (scores / (norm + np.float32(epsilon))).astype(np.float32)
-
-
-def cosines(scores: FloatArray, metadata: Metadata) -> FloatArray:
-    """<z, a_c> for every class: float32 [N, C] from scores [N, K]; the anchors' closed form, no [K, C] product."""
-    m = metadata.prototypes_per_class
-    z = embedding(scores, metadata.epsilon)
-    blocks = z.reshape(len(z), metadata.num_classes, m)
-    return (blocks.sum(axis=-1) / np.float32(np.sqrt(m))).astype(np.float32)
-
-
-def contributions(block: FloatArray, distance: str, epsilon: float = 1e-8) -> FloatArray | None:
+def contributions(block: DoubleArray, distance: str) -> DoubleArray | None:
     """What each slot of one class adds to its answer.
 
     Args:
-        block: float32 [m], the embedding's entries of the class's block.
+        block: float64 [m], the embedding's entries of the class's block.
         distance: the head's distance.
-        epsilon: inside the logarithms of `kl`.
 
     Returns:
-        float32 [m]. l2: adds up to the cosine <z, a_c>. l1 and kl: to the block's part of the distance; l3: to the
+        float64 [m]. l2: adds up to the cosine <z, a_c>. l1 and kl: to the block's part of the distance; l3: to the
         block's part of its third power (smaller is closer for these three). None for linf and tropical, where one
         extreme entry decides.
     """
-    anchor = np.float32(1.0 / np.sqrt(len(block)))
+    anchor = 1.0 / np.sqrt(len(block))
     if distance == "l2":
-        return (block * anchor).astype(np.float32)
+        return block * anchor
     if distance == "l1":
-        return np.abs(block - anchor).astype(np.float32)
+        return np.abs(block - anchor)
     if distance == "l3":
-        return (np.abs(block - anchor) ** 3).astype(np.float32)
+        return np.abs(block - anchor) ** 3
     if distance == "kl":
-        return (block * (np.log(block + epsilon) - np.log(anchor + epsilon))).astype(np.float32)
+        return block * (np.log(block + KL_EPSILON) - np.log(anchor + KL_EPSILON))
     return None
 
 
@@ -119,11 +106,12 @@ def build_record(
     """The record of image `row` of a batch's outputs.
 
     `margin` is the cosine of the predicted class minus that of the runner-up by logit. Evidence is that of the
-    predicted class, in slot order; the key is absent for models without anchors, which have none.
+    predicted class, in slot order; the key is absent unless the model's evidence is `exact`: elsewhere no single cell
+    decided.
     """
     logits = outputs.logits[row]
     scores = None if outputs.scores is None else outputs.scores[row]
-    cosine = None if scores is None else cosines(scores[None], metadata)[0]
+    cosine = None if scores is None else cosines(scores[None], metadata.prototypes_per_class, metadata.epsilon)[0]
     # stable: of equal logits the lowest class id, as argmax would choose
     order = np.argsort(-logits, kind="stable")[: max(top, 2)]
 
@@ -148,7 +136,7 @@ def build_record(
         "margin": margin,
         "top": answers[:top],
     }
-    if scores is not None and outputs.argmax is not None:
+    if metadata.evidence == "exact" and scores is not None and outputs.argmax is not None:
         record["evidence"] = _evidence(int(order[0]), scores, outputs.argmax[row], geometry, metadata)
     return record
 

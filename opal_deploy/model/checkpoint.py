@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import sha256_of_file, written_atomically
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -277,3 +278,22 @@ def _checked_names(path: Path, names: list[str], num_classes: int) -> list[str]:
             "give one name for each, in the order of training"
         )
     return [str(name) for name in names]
+
+
+def describe(checkpoint: Checkpoint) -> Metadata:
+    """What the checkpoint is, in the words of the metadata: before export, so without report and vectors."""
+    network = checkpoint.network
+    head = network.config.head
+    return Metadata(
+        class_names=tuple(checkpoint.class_names),
+        prototypes_per_class=head.prototypes_per_class,
+        head=head.to_dict(),
+        evidence=head.evidence,
+        backbone=network.config.backbone,
+        grid=network.grid,
+        input_size=network.config.input_size,
+        crop=checkpoint.crop,
+        source=checkpoint.source,
+        training={**checkpoint.training, **({"metrics": checkpoint.metrics} if checkpoint.metrics else {})},
+        outputs=("logits",) if head.evidence == "none" else ("logits", "argmax", "scores"),
+    )

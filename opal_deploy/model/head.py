@@ -51,12 +51,11 @@ class OpalHead(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """[N, D, H, W] to logits [N, C]; what training needs, without the evidence."""
-        attention = self.attention(features)
-        return self.classify(self.pool(attention))
+        return self.classify(self.pool(self.attend(self.project(features))))
 
-    def explain(self, features: Tensor) -> HeadOutputs:
-        """[N, D, H, W] to everything that the exported graph answers with."""
-        attention = self.attention(features)
+    def explain(self, projected: Tensor) -> HeadOutputs:
+        """From `project`'s [N, K, H, W] to everything that the exported graph answers with."""
+        attention = self.attend(projected)
         scores = self.pool(attention)
         logits = self.classify(scores)
         if not self.config.anchors:
@@ -65,9 +64,13 @@ class OpalHead(nn.Module):
         argmax = attention.flatten(2).argmax(2).to(torch.int32)
         return HeadOutputs(logits, scores, argmax, attention)
 
-    def attention(self, features: Tensor) -> Tensor:
-        """[N, D, H, W] to [N, K, H, W]; the softmax in float32 whatever the body's precision (paper, Eq. 2)."""
-        projected: Tensor = self.projection(features).float()
+    def project(self, features: Tensor) -> Tensor:
+        """[N, D, H, W] to [N, K, H, W], float32: from here on whatever the body's precision (DESIGN, contract)."""
+        projected: Tensor = self.projection(features)
+        return projected.float()
+
+    def attend(self, projected: Tensor) -> Tensor:
+        """Channel-wise softmax over K at each cell, where it is on (paper, Eq. 2)."""
         return projected.softmax(dim=1) if self.config.cws else projected
 
     def pool(self, attention: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class OpalNetwork(nn.Module):
 
     def explain(self, images: Tensor) -> HeadOutputs:
         """Logits with scores, argmax cells and attention, all of one forward pass."""
-        return self.head.explain(self.backbone(images))
+        return self.head.explain(self.head.project(self.backbone(images)))
 
     def channels_last(self) -> OpalNetwork:
         """The same network with its convolutions' weights laid out for NHWC, which is faster on CPU and GPU."""

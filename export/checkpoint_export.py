@@ -1,0 +1,88 @@
+"""From a checkpoint to a verified ONNX file: the part of the exporter that needs torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.export.graph import ATTENTION, ExportGraph
+from opal_deploy.export.onnx_export import Candidate, Export, ExportOptions, Say, file_name, write_verified
+from opal_deploy.export.onnx_graph import trace
+from opal_deploy.export.pictures import in_batches, vector_pictures, verification_pictures
+from opal_deploy.export.precision import to_fp16
+from opal_deploy.model.checkpoint import Checkpoint, describe
+from opal_deploy.runtime.compare import Rounding
+from opal_deploy.runtime.torch_session import TorchSession
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint, source: Path, options: ExportOptions, say: Say = lambda _: None
+) -> Export:
+    """Trace, verify against PyTorch, write.
+
+    Args:
+        checkpoint: as loaded.
+        source: its path; the file goes beside it unless `options.out` says otherwise.
+
+    Raises:
+        VerificationError: the graph does not reproduce PyTorch's outputs; nothing was written.
+        UsageError: over ONNX's 2 GB, or the place cannot be written to.
+    """
+    candidate = build_candidate(checkpoint, options, say)
+    return write_verified(candidate, options.out or file_name(source, options.precision), say, options.threads)
+
+
+def build_candidate(checkpoint: Checkpoint, options: ExportOptions, say: Say = lambda _: None) -> Candidate:
+    """The traced graph together with what PyTorch answers for the verification pictures and the test vectors."""
+    described = describe(checkpoint)
+    say(f"Tracing {described.backbone}, {described.num_classes} classes")
+    graph = ExportGraph(
+        checkpoint.network, options.input_kind, described.mean, described.std, attention=options.attention
+    )
+    model = trace(graph)
+    if options.precision == "fp16":
+        model = to_fp16(model)
+    metadata = replace(
+        described,
+        input_kind=options.input_kind,
+        precision=options.precision,
+        outputs=graph.output_names,
+        exporter={"torch": torch.__version__},
+    )
+    session = TorchSession(checkpoint, device="cpu")
+    pictures, what = verification_pictures(metadata, options.pictures)
+    reference = in_batches(session.reference, pictures, join_references)
+    vectors = _storable(session.reference(vector_pictures(metadata)))
+
+
+    def rounding() -> Rounding:
+        say("Measuring how far PyTorch's own answers move when its convolutions sum in another order")
+        other = in_batches(session.run_channels_last, pictures, Outputs.concatenate)
+        return Rounding.between(reference.outputs, other, metadata)
+
+    return Candidate(model, metadata, reference, what, session.description, vectors, rounding)
+
+
+def join_references(parts: list[Reference]) -> Reference:
+    """One reference for the pictures of several."""
+    gaps = [part.gap for part in parts if part.gap is not None]
+    return Reference(
+        np.concatenate([part.images for part in parts]),
+        Outputs.concatenate([part.outputs for part in parts]),
+        np.concatenate(gaps) if gaps else None,
+    )
+
+
+def _storable(reference: Reference) -> Reference:
+    """The gap only says which cells are tied: half its digits are enough in the file."""
+    if reference.gap is None:
+        return reference
+    return replace(reference, gap=reference.gap.astype(np.float16))
+
+
+__all__ = ["ATTENTION", "build_candidate", "export_checkpoint", "join_references"]

@@ -1,0 +1,192 @@
+"""What an ONNX file says of itself, read without onnx or ONNX Runtime, and its digest.
+
+The digest is sha256 over the whole file with the 64 characters of `file_sha256` in its metadata set to zeros. ONNX
+Runtime loads bit-flipped files without complaint, so a session checks it first. It finds corruption, not tampering.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from opal_deploy.artifact.metadata import BLANK_DIGEST, METADATA_KEY, Metadata
+from opal_deploy.errors import ArtifactError
+
+_MARKER = b'"file_sha256": "'
+_BLANK = BLANK_DIGEST.encode()
+
+# field numbers of onnx.proto's ModelProto, OperatorSetIdProto and StringStringEntryProto
+_IR_VERSION, _PRODUCER_NAME, _GRAPH, _OPSET_IMPORT, _METADATA_PROPS = 1, 2, 7, 8, 14
+_KEY, _VALUE = 1, 2
+_OPSET_DOMAIN, _OPSET_VERSION = 1, 2
+
+
+@dataclass(frozen=True)
+class OnnxHeader:
+    """The fields of an ONNX file around its graph.
+
+    Attributes:
+        ir_version, opset: of the format and of the default operator set.
+        producer: the writing program.
+        properties: `metadata_props` as a dictionary.
+    """
+
+    ir_version: int
+    opset: int
+    producer: str
+    properties: dict[str, str]
+
+
+def read_header(path: Path) -> OnnxHeader:
+    """Parse an ONNX file's outermost fields; the graph is skipped, not read.
+
+    Raises:
+        ArtifactError: no such file, unreadable, or not protobuf of an ONNX model.
+    """
+    with _mapped(path) as data:
+        ir_version, opset, producer, properties, graphs = 0, 0, "", {}, 0
+        try:
+            for number, value in _fields(data, 0, len(data)):
+                if number == _IR_VERSION and isinstance(value, int):
+                    ir_version = value
+                elif isinstance(value, int):
+                    continue
+                elif number == _PRODUCER_NAME:
+                    producer = data[value].decode("utf-8", "replace")
+                elif number == _GRAPH:
+                    graphs += 1
+                elif number == _OPSET_IMPORT:
+                    opset = max(opset, _default_opset(data, value))
+                elif number == _METADATA_PROPS:
+                    entry = {n: data[v].decode() for n, v in _fields(data, value.start, value.stop) if type(v) is slice}
+                    properties[entry.get(_KEY, "")] = entry.get(_VALUE, "")
+        except (ValueError, IndexError) as error:
+            raise ArtifactError(
+                f"{path}: not an ONNX file, or a damaged one ({error}); export or copy it again"
+            ) from None
+    if not graphs or not ir_version:
+        raise ArtifactError(f"{path}: not an ONNX file; expected a model that `opal-deploy export` wrote")
+    return OnnxHeader(ir_version, opset, producer, properties)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The opal metadata of an ONNX file.
+
+    Raises:
+        ArtifactError: not an ONNX file, not one of ours, or damaged.
+    """
+    properties = read_header(path).properties
+    if METADATA_KEY not in properties:
+        raise ArtifactError(
+            f"{path}: an ONNX file without opal metadata; only files that `opal-deploy export` wrote can be explained"
+        )
+    return Metadata.from_json(properties[METADATA_KEY], str(path))
+
+
+def check_digest(path: Path, metadata: Metadata) -> None:
+    """Compare a file with the digest in its own metadata.
+
+    Raises:
+        ArtifactError: it differs, or there is none.
+    """
+    with _mapped(path) as data:
+        found = _digest(data, metadata.file_sha256.encode("ascii", "replace"))
+    if found is None or found != metadata.file_sha256:
+        raise ArtifactError(
+            f"{path}: its bytes do not match the digest written at export (found {_short(found)}, expected "
+            f"{_short(metadata.file_sha256)}); the file is damaged or was edited: copy or export it again"
+        )
+
+
+def seal(path: Path) -> str:
+    """Write the digest into a file whose metadata still has the blank one; returns it.
+
+    Raises:
+        ArtifactError: the metadata has no blank digest.
+    """
+    with path.open("r+b") as stream, mmap.mmap(stream.fileno(), 0) as data:
+        position = data.find(_MARKER + _BLANK)
+        if position < 0:
+            raise ArtifactError(f"{path}: no blank digest to fill in")
+        digest = hashlib.sha256(data).hexdigest()
+        start = position + len(_MARKER)
+        data[start : start + len(_BLANK)] = digest.encode()
+        data.flush()
+    return digest
+
+
+def _digest(data: mmap.mmap, stated: bytes) -> str | None:
+    position = data.find(_MARKER + stated)
+    if position < 0 or len(stated) != len(_BLANK):
+        return None
+    start = position + len(_MARKER)
+    digest = hashlib.sha256()
+    with memoryview(data) as view:
+        digest.update(view[:start])
+        digest.update(_BLANK)
+        digest.update(view[start + len(_BLANK) :])
+    return digest.hexdigest()
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: no such file") from None
+    except ValueError:
+        raise ArtifactError(f"{path}: the file is empty; export or copy it again") from None
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _default_opset(data: mmap.mmap, span: slice) -> int:
+    entry = dict(_fields(data, span.start, span.stop))
+    domain = entry.get(_OPSET_DOMAIN)
+    is_default = not isinstance(domain, slice) or data[domain] in (b"", b"ai.onnx")
+    version = entry.get(_OPSET_VERSION)
+    return version if is_default and isinstance(version, int) else 0
+
+
+def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int | slice]]:
+    """Protobuf's wire format: (field number, varint) or (field number, slice of bytes)."""
+    position = start
+    while position < stop:
+        key, position = _varint(data, position, stop)
+        number, kind = key >> 3, key & 7
+        if number == 0:
+            raise ValueError("field number 0")
+        if kind == 0:
+            value, position = _varint(data, position, stop)
+            yield number, value
+            continue
+        if kind == 2:
+            length, position = _varint(data, position, stop)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"wire type {kind}")
+        if position + length > stop:
+            raise ValueError("it ends early")
+        yield number, slice(position, position + length)
+        position += length
+
+
+def _varint(data: mmap.mmap, position: int, stop: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if position >= stop or shift > 63:
+            raise ValueError("it ends early")
+        byte = data[position]
+        value |= (byte & 0x7F) << shift
+        position += 1
+        if byte < 0x80:
+            return value, position
+        shift += 7

@@ -1,0 +1,133 @@
+"""The panel beside or under the photograph: what was predicted, how clearly, and what each slot added."""
+
+from __future__ import annotations
+
+from PIL import ImageDraw
+
+from opal_deploy.explain.bars import COSINE, DISTANCE, SCORE, Bar, bars_of, number
+from opal_deploy.explain.palette import RGB, text_color
+from opal_deploy.explain.records import Answer, Record
+from opal_deploy.explain.text import drawable, fit, font
+
+PAPER: RGB = (250, 250, 248)
+INK: RGB = (26, 26, 26)
+_FAINT: RGB = (96, 96, 96)
+_TRACK: RGB = (226, 226, 222)
+_ALERT: RGB = (150, 40, 27)
+
+NO_EVIDENCE = "This model has no exact evidence: no cell of the picture decided alone."
+MIN_WIDTH_EM = 22
+_ROWS_PER_COLUMN = 6
+_MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
+
+_HEADINGS = {COSINE: "adds to cosine", DISTANCE: "distance part, less is closer", SCORE: ""}
+
+
+class Legend:
+    """One record's legend, laid out at `width` pixels in letters of `size` pixels; `height` is what it takes.
+
+    Raises:
+        ValueError: the record has no prediction.
+    """
+
+    def __init__(self, record: Record, width: int, size: int) -> None:
+        self._size, self._width = size, width
+        self._pad = size
+        self._line = round(size * 1.5)
+        self._text, self._small = font(size), font(max(12, round(size * 0.8)))
+        self._title = font(round(size * 1.35))
+        inner = width - 2 * self._pad
+        answer = prediction_of(record)
+        label = drawable(answer["label"]) or f"class {answer['class_id']}"
+        self._title_lines = fit(label, self._title, inner, lines=2)
+        self._facts = fit(facts_line(record), self._text, inner, lines=3)
+        self._abstained = fit("abstained: margin below the threshold", self._text, inner, lines=2)
+        if record["status"] != "abstained":
+            self._abstained = []
+        self._bars = bars_of(record)
+        self._note = [] if self._bars.bars else fit(NO_EVIDENCE, self._small, inner, lines=4)
+        count = len(self._bars.bars)
+        self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
+        self._rows = -(-count // self._columns)
+        rows = (self._rows + 1) * self._line if count else len(self._note) * self._line
+        head = len(self._title_lines) * round(size * 1.35 * 1.35) + len(self._facts + self._abstained) * self._line
+        self.height = 2 * self._pad + head + round(size * 0.5) + rows
+
+    def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
+        """Draw with the upper left corner at (x, y)."""
+        size, left = self._size, x + self._pad
+        y += self._pad
+        for line in self._title_lines:
+            draw.text((left, y), line, INK, self._title)
+            y += round(size * 1.35 * 1.35)
+        for line in self._facts:
+            draw.text((left, y), line, INK, self._text)
+            y += self._line
+        for line in self._abstained:
+            draw.text((left, y), line, _ALERT, self._text)
+            y += self._line
+        y += round(size * 0.5)
+        for line in self._note:
+            draw.text((left, y), line, _FAINT, self._small)
+            y += self._line
+        gap = 2 * size
+        column = (self._width - 2 * self._pad - gap * (self._columns - 1)) // self._columns
+        column = min(column, _MAX_COLUMN_EM * size)
+        for index in range(self._columns if self._bars.bars else 0):
+            shown = self._bars.bars[index * self._rows : (index + 1) * self._rows]
+            if shown:
+                self._draw_column(draw, shown, left + index * (column + gap), y, column)
+
+    def _draw_column(self, draw: ImageDraw.ImageDraw, bars: tuple[Bar, ...], x: int, y: int, width: int) -> None:
+        size, line = self._size, self._line
+        both = self._bars.meaning != SCORE
+        score_right = x + width
+        value_right = score_right - round(3.6 * size) if both else score_right
+        bar_left, bar_right = x + round(2.1 * size), value_right - round(3.4 * size)
+        middle = y + line // 2
+        draw.text((x, middle), "slot", _FAINT, self._small, anchor="lm")
+        draw.text((score_right, middle), "score", _FAINT, self._small, anchor="rm")
+        if both:
+            draw.text((value_right, middle), _HEADINGS[self._bars.meaning], _FAINT, self._small, anchor="rm")
+        hair = max(1, size // 14)
+        for bar in bars:
+            y += line
+            middle = y + line // 2
+            half = round(size * 0.58)
+            swatch = (x, middle - half, x + round(size * 1.5), middle + half)
+            draw.rectangle(swatch, fill=bar.color, outline=INK, width=hair)
+            draw.text(
+                ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(bar.color), self._small, anchor="mm"
+            )
+            thick = max(2, round(size * 0.32))
+            room = bar_right - bar_left
+            draw.rectangle((bar_left, middle - thick, bar_right, middle + thick), fill=_TRACK)
+            start, stop = bar_left + round(bar.start * room), bar_left + round(bar.stop * room)
+            if stop > start:
+                draw.rectangle((start, middle - thick, stop, middle + thick), fill=bar.color)
+            draw.text((value_right, middle), number(bar.value), INK, self._text, anchor="rm")
+            if both:
+                draw.text((score_right, middle), number(bar.score), _FAINT, self._text, anchor="rm")
+
+
+def prediction_of(record: Record) -> Answer:
+    """The prediction of a record that has one.
+
+    Raises:
+        ValueError: it has none: the image could not be used.
+    """
+    if "prediction" not in record:
+        raise ValueError(f"the record of {record['image']!r} has status {record['status']!r} and nothing to draw")
+    return record["prediction"]
+
+
+def facts_line(record: Record) -> str:
+    """Cosine and margin, or the logit where the model has no cosine."""
+    answer = prediction_of(record)
+    parts = [f"class {answer['class_id']}"]
+    if answer["cosine"] is None:
+        parts.append(f"logit {number(answer['logit'])}")
+    else:
+        parts.append(f"cosine {number(answer['cosine'])}")
+        parts.append(f"margin {number(record.get('margin')).replace('–', '-')}")
+    return "   ".join(parts)

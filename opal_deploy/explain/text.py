@@ -1,0 +1,93 @@
+"""Text from outside (labels, file names, messages), made fit to be drawn or to be put on a page."""
+
+from __future__ import annotations
+
+import threading
+import unicodedata
+from functools import lru_cache
+from typing import cast
+
+from PIL import ImageFont
+
+# letters and signs that Unicode does not decompose to what Pillow's built-in font has
+_PLAIN = str.maketrans(
+    {
+        "ß": "ss", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "đ": "d",
+        "Đ": "D", "ð": "d", "þ": "th", "Þ": "Th", "ı": "i", "‘": "'", "’": "'", "‐": "-", "–": "-", "—": "-",
+        "−": "-", "×": "x",
+    }
+)  # fmt: skip
+_JOINERS = "\u200c\u200d"  # unprintable to Python, but part of Persian and Indic spelling
+
+_local = threading.local()
+
+
+def font(size: int) -> ImageFont.FreeTypeFont:
+    """Pillow's built-in font at `size` pixels; one object a thread and size, since FreeType faces are not shareable."""
+    fonts: dict[int, ImageFont.FreeTypeFont] | None = getattr(_local, "fonts", None)
+    if fonts is None or len(fonts) > 64:
+        fonts = _local.fonts = {}
+    if size not in fonts:
+        fonts[size] = cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
+    return fonts[size]
+
+
+def visible(text: str) -> str:
+    """`text` with everything that does not print (line ends, controls, direction marks, lone surrogates) as \\x0a."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _JOINERS else c.encode("unicode_escape").decode() for c in text)
+
+
+def drawable(text: str, limit: int = 300) -> str:
+    """One line of at most `limit` characters that the built-in font can draw; accents go, other letters become `?`."""
+    text = " ".join(text[: 4 * limit].split())[:limit]
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_drawable_character, unicodedata.normalize("NFC", text)))
+
+
+@lru_cache(maxsize=4096)
+def _drawable_character(character: str) -> str:
+    if _has_glyph(character):
+        return character
+    # compatibility forms first (ligatures, full-width letters), then base letters without their marks
+    parts = unicodedata.normalize("NFKD", character).translate(_PLAIN)
+    kept = "".join(c for c in parts if not unicodedata.combining(c))
+    if kept and all(_has_glyph(c) for c in kept):
+        return kept
+    return "" if unicodedata.combining(character) or character in _JOINERS else "?"
+
+
+def _has_glyph(character: str) -> bool:
+    if not character.isprintable():
+        return False
+    # a code point that can have no glyph draws the box that stands for any missing one
+    face = font(16)
+    return character == " " or bytes(face.getmask(character)) != bytes(face.getmask("\uffff"))
+
+
+def fit(text: str, face: ImageFont.FreeTypeFont, width: float, lines: int = 1) -> list[str]:
+    """`text` broken at spaces into at most `lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
+    rest = text
+    out: list[str] = []
+    while rest and len(out) < lines:
+        if face.getlength(rest) <= width:
+            return [*out, rest]
+        count = _count_that_fits(rest, face, width)
+        if len(out) == lines - 1:
+            count = _count_that_fits(rest, face, width - face.getlength("…"))
+            return [*out, rest[:count].rstrip() + "…"]
+        space = rest.rfind(" ", 1, count + 1)
+        cut = space if space > 0 else max(count, 1)
+        out.append(rest[:cut])
+        rest = rest[cut:].lstrip()
+    return out
+
+
+def _count_that_fits(text: str, face: ImageFont.FreeTypeFont, width: float) -> int:
+    low, high = 0, len(text)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if face.getlength(text[:middle]) <= width else (low, middle - 1)
+    return low

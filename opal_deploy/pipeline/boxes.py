@@ -1,0 +1,106 @@
+"""Boxes to crop to before the model looks, from a CSV or a COCO file.
+
+CSV: a header with `image` and either `x0,y0,x1,y1` or `x,y,width,height`. COCO: `images` with `file_name`, `annotations`
+with `bbox` [x, y, width, height], one a picture. Pixels of the picture as a viewer shows it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.pipeline.discover import Item
+from opal_deploy.preprocess.resize import Box
+
+_CORNERS = ("x0", "y0", "x1", "y1")
+_SIZED = ("x", "y", "width", "height")
+
+
+class Boxes:
+    """Looks up an image's box by its path, its path below the given folder, or its bare name where that is unique."""
+
+    def __init__(self, by_name: dict[str, Box], origin: str) -> None:
+        self._by_name = by_name
+        self._origin = origin
+        self._by_base: dict[str, Box | None] = {}
+        for name, box in by_name.items():
+            base = Path(name).name
+            # a bare name that two entries share names neither
+            self._by_base[base] = None if base in self._by_base else box
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def find(self, item: Item) -> Box:
+        """The box of one image.
+
+        Raises:
+            ImageError: no_box.
+        """
+        for key in (item.path.as_posix(), item.relative):
+            if key in self._by_name:
+                return self._by_name[key]
+        box = self._by_base.get(item.path.name)
+        if box is None:
+            raise ImageError("no_box", f"{self._origin} has no box for it")
+        return box
+
+
+def read_boxes(path: Path) -> Boxes:
+    """Read a CSV or COCO file.
+
+    Raises:
+        UsageError: unreadable, of another shape, a number that is none, an image with two boxes.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a CSV or COCO file") from None
+    rows = _coco(path, text) if text.lstrip().startswith("{") else _csv(path, text)
+    by_name: dict[str, Box] = {}
+    for name, box in rows:
+        if name in by_name:
+            raise UsageError(f"{path}: two boxes for {name}; expected one an image")
+        by_name[name] = box
+    if not by_name:
+        raise UsageError(f"{path}: no boxes in it")
+    return Boxes(by_name, path.name)
+
+
+def _csv(path: Path, text: str) -> list[tuple[str, Box]]:
+    reader = csv.DictReader(text.splitlines())
+    header = [name.strip() for name in reader.fieldnames or []]
+    columns = next((c for c in (_CORNERS, _SIZED) if {"image", *c} <= set(header)), None)
+    if columns is None:
+        raise UsageError(
+            f"{path}: columns {', '.join(header)[:80] or 'none'}; expected image with x0,y0,x1,y1 or x,y,width,height"
+        )
+    reader.fieldnames = header
+    rows = []
+    for row in reader:
+        try:
+            values = [float(row[column]) for column in columns]
+        except (TypeError, ValueError):
+            raise UsageError(f"{path}: line {reader.line_num} has no four numbers in {', '.join(columns)}") from None
+        rows.append((row["image"], _corners(values, sized=columns is _SIZED)))
+    return rows
+
+
+def _coco(path: Path, text: str) -> list[tuple[str, Box]]:
+    try:
+        document: Any = json.loads(text)
+        names = {image["id"]: str(image["file_name"]) for image in document["images"]}
+        annotations = document["annotations"]
+        return [(names[a["image_id"]], _corners([float(v) for v in a["bbox"]], sized=True)) for a in annotations]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: not a COCO file ({error!r}); expected images with id and file_name, annotations with bbox"
+        ) from None
+
+
+def _corners(values: list[float], *, sized: bool) -> Box:
+    a, b, c, d = values
+    return (a, b, a + c, b + d) if sized else (a, b, c, d)

@@ -1,0 +1,63 @@
+"""One image on its way to the model: read, decode, orient, crop, resize. What can go wrong becomes its error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from opal_deploy.errors import ImageError
+from opal_deploy.explain.records import Record, error_record
+from opal_deploy.preprocess.decode import Source, decode
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import Box, lay_out, to_input
+
+# pictures up to this size are kept until their overlay is drawn; larger ones are decoded again, to bound memory
+_KEEP_PIXELS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Request:
+    """An image to explain.
+
+    Attributes:
+        name: as the record shows it; None for pictures that have none.
+        source: what `decode` takes.
+        box: to crop to first; `no_box` if one was wanted and there is none.
+    """
+
+    name: str | None
+    source: Source
+    box: Box | ImageError | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An image ready for a batch, or its error record.
+
+    Attributes:
+        pixels: uint8 [H0, W0, 3], RGB; None where there is an error.
+        picture: the whole oriented picture, where an overlay will be drawn and it is small enough to keep.
+    """
+
+    request: Request
+    geometry: Geometry | None = None
+    pixels: NDArray[np.uint8] | None = None
+    picture: Image.Image | None = None
+    error: Record | None = None
+
+
+def prepare(request: Request, input_size: tuple[int, int], max_pixels: int, *, keep_picture: bool) -> Prepared:
+    """Everything between a file and a batch; never raises for what an image can cause."""
+    try:
+        if isinstance(request.box, ImageError):
+            raise request.box
+        picture = decode(request.source, max_pixels=max_pixels)
+        geometry = lay_out(picture, request.box)
+        pixels = to_input(picture, geometry, input_size)
+    except ImageError as error:
+        return Prepared(request, error=error_record(request.name, error.code, str(error)))
+    small = picture.width * picture.height <= _KEEP_PIXELS
+    return Prepared(request, geometry, pixels, picture if keep_picture and small else None)

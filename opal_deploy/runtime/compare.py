@@ -1,0 +1,220 @@
+"""Is this artifact the model that it claims to be? The gates that outputs must pass against a reference.
+
+fp32: every cosine within 1e-6, every cell equal except ties (best and second within 1e-4 of each other). fp16: at
+least 99.5 % of the predicted block's cells; the class equal wherever the margin exceeds twice the cosine difference
+measured. Logits are compared where |logit| > 1e-2: the root magnifies rounding near zero.
+
+Some networks do not even agree with themselves to 1e-6: PyTorch's own answers move by more when its convolutions sum in
+another order. For those, and only those, the exporter measures that movement (`rounding`) and the gate opens to twice
+its size, within `WIDEST`. The gate that was used is written into the artifact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
+from opal_deploy.artifact.test_vectors import Reference
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a precision is allowed to change.
+
+    Attributes:
+        cosine: largest difference of any class's cosine.
+        logit: largest difference of a logit, relative to max(1, |logit|).
+        score: largest difference of a score.
+        tie: relative lead of the best cell under which two cells count as equal.
+        cells: share of the predicted class's untied cells that must agree; all untied cells of all classes for 1.0.
+    """
+
+    cosine: float
+    logit: float
+    score: float
+    tie: float
+    cells: float
+
+
+    def opened_for(self, rounding: Rounding) -> Gate:
+        """The gate that a network with this much rounding of its own can pass; never beyond WIDEST."""
+        return replace(
+            self,
+            cosine=max(self.cosine, min(2 * rounding.cosine, WIDEST.cosine)),
+            score=max(self.score, min(2 * rounding.score, WIDEST.cosine)),
+            tie=max(self.tie, min(2 * rounding.relative_score, WIDEST.tie)),
+        )
+
+    def elsewhere(self) -> Gate:
+        """For another machine than the one that exported: its kernels sum in an order of their own."""
+        return replace(self, cosine=10 * self.cosine, score=10 * self.score, tie=10 * self.tie)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far a network's float32 answers move when nothing but the order of summation changes.
+
+    Attributes:
+        cosine, score: largest absolute movement. relative_score: largest movement of a score relative to itself.
+    """
+
+    cosine: float
+    score: float
+    relative_score: float
+
+    @staticmethod
+    def between(one: Outputs, other: Outputs, metadata: Metadata) -> Rounding:
+        """The movement between two runs of one network on the same pictures; nothing without scores."""
+        if one.scores is None or other.scores is None:
+            return Rounding(0.0, 0.0, 0.0)
+        difference = np.abs(one.scores - other.scores)
+        return Rounding(
+            float(np.abs(_cosines(one, metadata) - _cosines(other, metadata)).max()),
+            float(difference.max()),
+            float((difference / np.maximum(np.abs(one.scores), 1e-30)).max()),
+        )
+
+
+# a network noisier than this has no answers to reproduce
+WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
+
+GATES = {
+    "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
+    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=1e-4, cells=0.995),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """True when the candidate passed. Every figure is a measurement over `images` pictures.
+
+    Attributes:
+        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
+        cells, cells_tied, cells_different: of all K channels of all pictures: compared, left out as ties, different.
+        block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
+        classes_different: pictures whose predicted class differs although the margin is large enough to tell.
+        failures: what was wrong, one sentence each; empty when it passed.
+    """
+
+    images: int
+    max_logit: float
+    max_cosine: float | None = None
+    max_score: float | None = None
+    cells: int = 0
+    cells_tied: int = 0
+    cells_different: int = 0
+    block_cells: int = 0
+    block_cells_different: int = 0
+    classes_different: int = 0
+    failures: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the verification report in the metadata."""
+        return {**asdict(self), "failures": list(self.failures), "passed": bool(self)}
+
+
+def compare(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
+    """Hold a candidate's outputs for the reference's pictures against the reference."""
+    expected = reference.outputs
+    failures = _shape_failures(expected, candidate)
+    if failures:
+        return Comparison(len(expected), float("nan"), failures=failures)
+    logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
+    if expected.scores is None or candidate.scores is None:
+        different = int(
+            (expected.logits.argmax(1) != candidate.logits.argmax(1))[_decided(expected.logits, logit)].sum()
+        )
+        failed = [logit_failure, _classes_failure(different)]
+        return Comparison(len(expected), logit, classes_different=different, failures=tuple(f for f in failed if f))
+    score = float(np.abs(expected.scores - candidate.scores).max())
+    before, after = _cosines(expected, metadata), _cosines(candidate, metadata)
+    cosine = float(np.abs(before - after).max())
+    cells = _cells(reference, candidate, metadata, gate)
+    different = int((expected.logits.argmax(1) != candidate.logits.argmax(1))[_decided(before, cosine)].sum())
+    failed = [
+        logit_failure,
+        "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
+        "" if score <= gate.score else f"a score differs by {score:.3g}, more than {gate.score:g}",
+        _cells_failure(cells, gate),
+        _classes_failure(different),
+    ]
+    return Comparison(
+        len(expected), logit, cosine, score, **cells, classes_different=different,
+        failures=tuple(f for f in failed if f),
+    )  # fmt: skip
+
+
+def _cosines(outputs: Outputs, metadata: Metadata) -> Any:
+    return cosines(cast(FloatArray, outputs.scores), metadata.prototypes_per_class, metadata.epsilon)
+
+
+def _shape_failures(expected: Outputs, candidate: Outputs) -> tuple[str, ...]:
+    failures = []
+    for name in ("logits", "argmax", "scores"):
+        before, after = getattr(expected, name), getattr(candidate, name)
+        if before is None:
+            continue
+        if after is None or before.shape != after.shape or before.dtype != after.dtype:
+            found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
+            failures.append(f"{name}: {found}, expected {before.dtype} {list(before.shape)}")
+        elif not np.isfinite(after).all():
+            failures.append(f"{name}: {int((~np.isfinite(after)).sum())} values are not finite")
+    return tuple(failures)
+
+
+def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[float, str]:
+    telling = np.abs(expected) > 1e-2
+    difference = np.where(telling, np.abs(expected - candidate), 0.0)
+    relative = float((difference / np.maximum(1.0, np.abs(expected))).max())
+    failure = (
+        "" if relative <= gate.logit else f"a logit differs by {relative:.3g} (relative), more than {gate.logit:g}"
+    )
+    return float(difference.max()), failure
+
+
+def _decided(values: FloatArray, difference: float) -> Any:
+    """Pictures whose best class leads by more than twice the difference measured: bool [N]."""
+    best = np.sort(values, axis=1)
+    return best[:, -1] - best[:, -2] > 2 * difference
+
+
+def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> dict[str, int]:
+    expected, gap = reference.outputs, reference.gap
+    if expected.argmax is None or candidate.argmax is None or gap is None:
+        return {}
+    untied = gap >= gate.tie
+    differs = (expected.argmax != candidate.argmax) & untied
+    m = metadata.prototypes_per_class
+    predicted = expected.logits.argmax(axis=1)
+    in_block = np.arange(expected.argmax.shape[1])[None] // m == predicted[:, None]
+    return {
+        "cells": int(untied.sum()),
+        "cells_tied": int((~untied).sum()),
+        "cells_different": int(differs.sum()),
+        "block_cells": int((untied & in_block).sum()),
+        "block_cells_different": int((differs & in_block).sum()),
+    }
+
+
+def _cells_failure(cells: dict[str, int], gate: Gate) -> str:
+    if not cells:
+        return "there are no cells to compare"
+    if gate.cells >= 1.0:
+        count, different = cells["cells"], cells["cells_different"]
+        return f"{different} of {count} cells differ; none may" if different else ""
+    count, different = cells["block_cells"], cells["block_cells_different"]
+    if different <= (1.0 - gate.cells) * count:
+        return ""
+    agree = 100.0 * (1.0 - different / count)
+    return f"{agree:.2f} % of the predicted classes' {count} cells agree; at least {100 * gate.cells:g} % must"
+
+
+def _classes_failure(different: int) -> str:
+    return f"the predicted class differs on {different} pictures with a clear margin" if different else ""

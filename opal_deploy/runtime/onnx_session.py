@@ -1,0 +1,152 @@
+"""ONNX Runtime, on the CPU or an NVIDIA GPU.
+
+Threads on the CPU: as many as the process may use (its affinity, not the machine's count), unless told otherwise. On
+a GPU: the CUDA provider with TF32 off, inputs and outputs bound so that one copy goes each way. TensorRT's provider is
+not used: ONNX Runtime 1.31 links TensorRT 10.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, require
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.session import ImageBatch, check_batch
+
+CUDA = "CUDAExecutionProvider"
+CPU = "CPUExecutionProvider"
+
+
+class OnnxSession:
+    """An exported graph in ONNX Runtime.
+
+    Attributes:
+        metadata: the file's own.
+        description: engine, provider, threads, precision.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        check_digest: bool = True,
+    ) -> None:
+        """Load a file that `opal-deploy export` wrote.
+
+        Args:
+            path: of the ONNX file.
+            device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
+            threads: of the CPU provider; None: as many as this process may use.
+            check_digest: compare the file with its own digest first.
+
+        Raises:
+            ArtifactError: not ours, damaged, or refused by ONNX Runtime.
+            MissingExtra: no onnxruntime. UsageError: a GPU was asked for and cannot be used.
+        """
+        require("onnxruntime", "cpu", "running an ONNX model")
+        self.metadata: Metadata = onnx_file.read_metadata(path)
+        if check_digest:
+            onnx_file.check_digest(path, self.metadata)
+        import onnxruntime
+
+        self._device_id = _cuda_device(onnxruntime, device)
+        self.threads = threads or available_cpus()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # waiting threads must not burn the cores that decode the next pictures
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        providers: list[Any] = [CPU]
+        if self._device_id is not None:
+            _load_cuda_libraries(onnxruntime)
+            providers = [(CUDA, {"device_id": self._device_id, "use_tf32": 0}), CPU]
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+        except Exception as error:  # ONNX Runtime's exceptions share no base class that it exports
+            raise ArtifactError(f"{path}: ONNX Runtime refuses it ({_first_line(error)}); export it again") from None
+        used = self._session.get_providers()
+        if self._device_id is not None and CUDA not in used:
+            raise UsageError(
+                f"ONNX Runtime could not start on CUDA device {self._device_id} and fell back to {used[0]}; "
+                "see `opal-deploy doctor`, or use --device cpu"
+            )
+        where = "CPU" if self._device_id is None else f"CUDA device {self._device_id}"
+        threads_note = f", {self.threads} threads" if self._device_id is None else ""
+        version = onnxruntime.__version__
+        self.description = f"ONNX Runtime {version} on {where}{threads_note}, {self.metadata.precision}"
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`."""
+        check_batch(images, self.metadata)
+        feed: np.ndarray[Any, Any] = np.ascontiguousarray(images)
+        if self.metadata.input_kind == "float32":
+            feed = normalise(images, self.metadata.mean, self.metadata.std)
+        names = self.metadata.outputs
+        try:
+            values = self._run_cpu(feed, names) if self._device_id is None else self._run_cuda(feed, names)
+        except Exception as error:  # as above
+            raise StoppedEarly(
+                f"ONNX Runtime failed on a batch of {len(images)} ({_first_line(error)}); "
+                "if memory is full use a smaller --batch"
+            ) from None
+        found = dict(zip(names, values, strict=True))
+        return Outputs(found["logits"], found.get("argmax"), found.get("scores"), found.get("attention"))
+
+    def _run_cpu(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> list[Any]:
+        return list(self._session.run(list(names), {"images": feed}))
+
+    def _run_cuda(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> list[Any]:
+        binding = self._session.io_binding()
+        binding.bind_cpu_input("images", feed)
+        for name in names:
+            binding.bind_output(name, "cuda", self._device_id)
+        self._session.run_with_iobinding(binding)
+        return list(binding.copy_outputs_to_cpu())
+
+
+def available_cpus() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+
+
+def _cuda_device(onnxruntime: Any, device: str) -> int | None:
+    """The CUDA device's number, or None for the CPU."""
+    name, _, number = device.partition(":")
+    if name not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
+        raise UsageError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
+    usable = CUDA in onnxruntime.get_available_providers()
+    if name == "cpu" or (name == "auto" and not usable):
+        return None
+    if not usable:
+        raise UsageError(
+            "device cuda: this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then "
+            "pip install 'opal-deploy[gpu]'"
+        )
+    if name == "auto" and not Path("/dev/nvidia0").exists() and os.name == "posix":
+        return None
+    return int(number or 0)
+
+
+def _load_cuda_libraries(onnxruntime: Any) -> None:
+    # the gpu extra's CUDA libraries live in site-packages, where the loader does not look by itself
+    preload = getattr(onnxruntime, "preload_dlls", None)
+    if preload is not None:
+        preload()
+
+
+def _first_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text[:200] or type(error).__name__

@@ -1,0 +1,96 @@
+"""PyTorch, the reference that every other session is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import UsageError
+from opal_deploy.model import checkpoint as checkpoints
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.session import ImageBatch, check_batch
+
+
+class TorchSession:
+    """A checkpoint in PyTorch, float32, TF32 off.
+
+    Attributes:
+        metadata: of the checkpoint.
+        description: engine, device, threads, precision.
+    """
+
+    def __init__(self, source: Path | Checkpoint, *, device: str = "auto", threads: int | None = None) -> None:
+        """Load a checkpoint.
+
+        Args:
+            source: a file, or a checkpoint already loaded.
+            device: `cpu`, `cuda`, `cuda:1`, or `auto`.
+            threads: of PyTorch in this process; None leaves them.
+
+        Raises:
+            CheckpointError: not a checkpoint. UsageError: a GPU was asked for and there is none.
+        """
+        checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
+        self.metadata: Metadata = checkpoints.describe(checkpoint)
+        self._device = _device(device)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        self._network = checkpoint.network.to(self._device).eval()
+        note = f", {torch.get_num_threads()} threads" if self._device.type == "cpu" else ""
+        self.description = f"PyTorch {torch.__version__} on {self._device}{note}, fp32"
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`."""
+        return self.reference(images).outputs
+
+    def run_channels_last(self, images: ImageBatch) -> Outputs:
+        """The same answers from convolutions that sum in another order: what float32 leaves open."""
+        self._network.to(memory_format=torch.channels_last)
+        try:
+            return self.run(images)
+        finally:
+            self._network.to(memory_format=torch.contiguous_format)
+
+    def reference(self, images: ImageBatch) -> Reference:
+        """Outputs together with each channel's lead of its best cell over its second."""
+        check_batch(images, self.metadata)
+        tensor = torch.from_numpy(normalise(images, self.metadata.mean, self.metadata.std)).to(self._device)
+        with torch.inference_mode():
+            found = self._network.explain(tensor)
+        logits = _numpy(found.logits)
+        if found.scores is None or found.argmax is None or found.attention is None:
+            return Reference(images, Outputs(logits))
+        outputs = Outputs(logits, found.argmax.cpu().numpy().astype(np.int32), _numpy(found.scores))
+        return Reference(images, outputs, _gap(found.attention))
+
+
+def _gap(attention: torch.Tensor) -> FloatArray:
+    cells = attention.flatten(2)
+    if cells.shape[2] < 2:
+        return np.full(cells.shape[:2], np.inf, np.float32)
+    best = cells.topk(2, dim=2).values  # [N, K, 2]
+    return _numpy((best[..., 0] - best[..., 1]) / best[..., 0].abs().clamp_min(1e-30))
+
+
+def _numpy(tensor: torch.Tensor) -> FloatArray:
+    array: FloatArray = tensor.float().cpu().numpy()
+    return array
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"device {name}: PyTorch sees no CUDA GPU; see `opal-deploy doctor`, or use --device cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N") from None

@@ -1,0 +1,367 @@
+"""`opal-deploy doctor`: each machine that it can meet, and what it says there."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.cli.doctor import doctor
+from opal_deploy.errors import UsageError
+from opal_deploy.runtime import probe
+from opal_deploy.runtime.probe import Device, Driver, Gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
+DRIVER = Driver("580.95.05", (13, 0), (H200,))
+NO_DRIVER = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
+CPU_ONLY = {"version": "1.31.1", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
+CUDA = {
+    "version": "1.31.1",
+    "providers": ["CUDAExecutionProvider", "CPUExecutionProvider"],
+    "problem": "",
+    "cuda": "13.0",
+}
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes probe see these distributions, this driver and this answer of onnxruntime."""
+
+    def make(*installed: str, driver: Driver = NO_DRIVER, answer: dict[str, Any] | None = None) -> None:
+        versions = dict(entry.split("==") for entry in installed)
+        modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
+        if "tensorrt-cu13-libs==11.4" in installed:
+            modules |= {"tensorrt_libs", "tensorrt_bindings"}
+        monkeypatch.setattr(probe, "read_driver", lambda: driver)
+        monkeypatch.setattr(
+            probe, "installed", lambda *names: next((versions[n] for n in names if n in versions), None)
+        )
+        monkeypatch.setattr(probe, "_importable", lambda module: module in modules)
+        monkeypatch.setattr(probe, "ask_onnxruntime", lambda: answer)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return make
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    doctor(as_json=True)
+    written = capsys.readouterr()
+    assert written.err == ""
+    answer: dict[str, Any] = json.loads(written.out)
+    return answer
+
+
+def runtime(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    (fact,) = [fact for fact in answer["runtimes"] if fact["name"] == name]
+    return dict(fact)
+
+
+GPU_ONLY = ("onnxruntime-gpu==1.31.1",)
+LOST_CUBLAS = {**CUDA, "problem": "libcublas.so.13: cannot open shared object file"}
+LOST_LIBCUDA = {**CUDA, "problem": "libcuda.so.1: cannot open shared object file"}
+CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
+OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
+P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "answer", "cpu", "gpu"),
+    [
+        pytest.param((), NO_DRIVER, None, False, False, id="nothing installed"),
+        pytest.param(("torch==2.15.0",), DRIVER, None, False, False, id="torch alone does not infer"),
+        pytest.param(("onnxruntime==1.31.1",), NO_DRIVER, CPU_ONLY, True, False, id="a CPU box"),
+        pytest.param(("onnxruntime==1.31.1",), DRIVER, CPU_ONLY, True, False, id="a GPU, but the CPU's package"),
+        pytest.param(GPU_ONLY, DRIVER, CUDA, True, True, id="a GPU server"),
+        pytest.param(GPU_ONLY, NO_DRIVER, CUDA, True, False, id="the GPU's package without a driver"),
+        pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, True, False, id="a CUDA library is missing"),
+        pytest.param(GPU_ONLY, DRIVER, LOST_LIBCUDA, True, False, id="a container without compute"),
+        pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, True, False, id="a driver too old for CUDA 13"),
+        pytest.param(GPU_ONLY, P100, CUDA, True, False, id="a GPU too old for CUDA 13"),
+        pytest.param(GPU_ONLY, DRIVER, CRASH, False, False, id="the import crashes"),
+        pytest.param((*GPU_ONLY, "onnxruntime==1.31.1"), DRIVER, CPU_ONLY, True, False, id="both, the CPU's files won"),
+    ],
+)
+def test_what_is_usable(
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    installed: tuple[str, ...],
+    driver: Driver,
+    answer: dict[str, Any] | None,
+    cpu: bool,
+    gpu: bool,
+) -> None:
+    machine(*installed, driver=driver, answer=answer)
+
+    assert document(capsys)["usable"] == {"cpu": cpu, "gpu": gpu, "any": cpu or gpu}
+
+
+@pytest.mark.parametrize(
+    ("installed", "driver", "answer", "device", "says"),
+    [
+        pytest.param((), NO_DRIVER, None, Device.any, "pip install 'opal-deploy[cpu]'", id="nothing installed"),
+        pytest.param((), NO_DRIVER, None, Device.cpu, "pip install 'opal-deploy[cpu]'", id="nothing for the CPU"),
+        pytest.param((), DRIVER, None, Device.gpu, "pip install 'opal-deploy[gpu]'", id="nothing for the GPU"),
+        pytest.param(("onnxruntime==1",), DRIVER, CPU_ONLY, Device.gpu, "pip uninstall", id="swap the packages"),
+        pytest.param(GPU_ONLY, NO_DRIVER, CUDA, Device.gpu, "no NVIDIA driver found", id="no driver"),
+        pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, Device.gpu, "libcublas.so.13", id="a CUDA library"),
+        pytest.param(GPU_ONLY, DRIVER, LOST_LIBCUDA, Device.gpu, "NVIDIA_DRIVER_CAPABILITIES", id="no compute"),
+        pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, Device.gpu, "driver 550.54 runs CUDA 12.4 at most", id="old driver"),
+        pytest.param(GPU_ONLY, P100, CUDA, Device.gpu, "compute capability 7.5", id="old GPU"),
+        pytest.param(GPU_ONLY, DRIVER, CRASH, Device.any, "crashed with signal 11", id="crash"),
+    ],
+)
+def test_require_refuses_in_one_line_that_says_what_to_do(
+    machine: Machine,
+    installed: tuple[str, ...],
+    driver: Driver,
+    answer: dict[str, Any] | None,
+    device: Device,
+    says: str,
+) -> None:
+    machine(*installed, driver=driver, answer=answer)
+
+    with pytest.raises(UsageError) as refusal:
+        doctor(require=device)
+
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert refusal.value.exit_code == 2
+
+
+@pytest.mark.parametrize("device", list(Device))
+def test_require_is_content_with_a_gpu_server(machine: Machine, device: Device) -> None:
+    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
+
+    doctor(require=device)
+
+
+def test_require_still_writes_the_document_before_it_refuses(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine()
+
+    with pytest.raises(UsageError):
+        doctor(as_json=True, require=Device.any)
+
+    assert json.loads(capsys.readouterr().out)["usable"]["any"] is False
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_are_not_usable(
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+
+    fact = runtime(document(capsys), "onnxruntime-gpu")
+
+    assert not fact["gpu"]
+    assert fact["advice"] == "unset CUDA_VISIBLE_DEVICES"
+
+
+def test_both_onnxruntimes_are_a_warning(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine("onnxruntime==1.31.1", *GPU_ONLY, driver=DRIVER, answer=CUDA)
+
+    (warning,) = document(capsys)["warnings"]
+
+    assert "overwrite each other's files" in warning
+    assert "pip uninstall --yes onnxruntime onnxruntime-gpu" in warning
+
+
+def test_people_read_stderr_and_find_what_never_ran(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
+    doctor()
+    written = capsys.readouterr()
+
+    assert written.out == ""
+    assert "0: NVIDIA H200, 140.4 GiB, compute capability 9.0" in written.err
+    assert "NVIDIA driver 580.95.05, runs CUDA up to 13.0" in written.err
+    assert "CUDA session: never run on hardware" in written.err
+    assert "TensorRT and TensorRT for RTX sessions: not part of this version" in written.err
+    assert "Inference here: CPU yes, GPU yes" in written.err
+
+
+def test_tensorrt_without_its_libraries_is_incomplete(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine("tensorrt-cu13==11.4", driver=DRIVER)
+
+    fact = runtime(document(capsys), "tensorrt")
+
+    assert fact["problem"].startswith("incomplete")
+    assert "--extra-index-url https://pypi.nvidia.com" in fact["advice"]
+
+
+def test_complete_tensorrt_is_not_called_usable(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4", driver=DRIVER)
+
+    answer = document(capsys)
+
+    assert runtime(answer, "tensorrt")["problem"] == "complete, but no session of this version uses it"
+    assert answer["usable"]["any"] is False
+
+
+class FakeNvml:
+    """NVML's C functions with the results of a machine with one H200."""
+
+    status = 0
+    count = 1
+
+    def nvmlInit_v2(self) -> int:
+        return self.status
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+    @property
+    def nvmlErrorString(self) -> Any:
+        def text(_: int) -> bytes:
+            return b"Driver/library version mismatch"
+
+        return text
+
+    def nvmlSystemGetDriverVersion(self, text: Any, _: int) -> int:
+        text.value = b"580.95.05"
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, number: Any) -> int:
+        number._obj.value = 13000
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = self.count
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, device: Any) -> int:
+        device._obj.value = 0x7F0000000000 + index.value
+        return 0 if index.value == 0 else 15  # NVML_ERROR_GPU_IS_LOST
+
+    def nvmlDeviceGetName(self, device: ctypes.c_void_p, text: Any, _: int) -> int:
+        text.value = b"NVIDIA H200"
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, device: ctypes.c_void_p, memory: Any) -> int:
+        memory._obj.total = H200.memory
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, device: ctypes.c_void_p, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = H200.compute_capability
+        return 0
+
+
+def test_the_driver_is_read_from_nvml() -> None:
+    assert probe.read_driver(lambda name: FakeNvml()) == DRIVER
+
+
+def test_a_driver_that_does_not_start_says_why() -> None:
+    nvml = FakeNvml()
+    nvml.status = 18
+
+    assert probe.read_driver(lambda name: nvml) == Driver(
+        problem="the NVIDIA driver does not answer: Driver/library version mismatch (18)"
+    )
+
+
+def test_a_lost_gpu_does_not_hide_the_others() -> None:
+    nvml = FakeNvml()
+    nvml.count = 2
+    driver = probe.read_driver(lambda name: nvml)
+
+    assert driver.gpus == (H200,)
+    assert driver.problem == "GPU 1 does not answer (lost, or no permission)"
+
+
+def test_a_driver_without_gpus_says_so() -> None:
+    nvml = FakeNvml()
+    nvml.count = 0
+
+    assert probe.read_driver(lambda name: nvml).problem == "the NVIDIA driver lists no GPU"
+
+
+def test_a_library_that_is_not_nvml_is_not_a_crash() -> None:
+    assert "is not usable" in probe.read_driver(lambda name: object()).problem
+
+
+def fake_onnxruntime(folder: Path, source: str) -> None:
+    (folder / "onnxruntime").mkdir()
+    (folder / "onnxruntime" / "__init__.py").write_text(source, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("source", "timeout", "problem"),
+    [
+        pytest.param("import os; os.abort()", 60, "cannot be imported: it crashed with signal 6", id="crash"),
+        pytest.param("raise ImportError('GLIBC_2.38 not found')", 60, "GLIBC_2.38 not found", id="error"),
+        pytest.param("import os; print('banner'); os._exit(0)", 60, "does not say what it is", id="no answer"),
+        pytest.param("import time; time.sleep(60)", 1, "timed out", id="hangs"),
+    ],
+)
+def test_a_broken_onnxruntime_is_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, timeout: float, problem: str
+) -> None:
+    fake_onnxruntime(tmp_path, source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    answer = probe.ask_onnxruntime(timeout)
+
+    assert set(answer) == {"problem"}
+    assert problem in answer["problem"]
+
+
+def test_an_onnxruntime_that_prints_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_onnxruntime(
+        tmp_path,
+        "print('a banner', end='')\n__version__ = '9.9'\n"
+        "def get_available_providers():\n    return ['CPUExecutionProvider']\n",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    answer = probe.ask_onnxruntime()
+
+    assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
+
+
+def test_files_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_onnxruntime(tmp_path, "raise SystemExit('the one of the working directory')")
+    monkeypatch.chdir(tmp_path)
+
+    assert "working directory" not in str(probe.ask_onnxruntime())
+
+
+def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "left_behind_by_pip" / "capi").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    assert not probe._importable("left_behind_by_pip")
+
+
+def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast() -> None:
+    code = (
+        "import sys\n"
+        "from opal_deploy.cli.doctor import doctor\n"
+        "doctor(as_json=True)\n"
+        "sys.exit(str(sorted({'torch', 'onnxruntime', 'tensorrt', 'onnx'} & set(sys.modules))))\n"
+    )
+    started = time.perf_counter()
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+        check=False,
+    )
+
+    assert child.stderr.strip() == "[]"
+    assert json.loads(child.stdout)["schema"] == 1
+    assert time.perf_counter() - started < 20  # 0.4 s on a laptop; this catches an import of torch, not a busy machine

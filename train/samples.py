@@ -1,0 +1,84 @@
+"""What a data set is: pictures with labels, in three splits. Plain data; no picture is opened here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from opal_deploy.preprocess.resize import Box
+
+Crop = Literal["boxes"]
+
+# how many names an error or a warning spells out before it only counts
+LISTED = 20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One labelled picture.
+
+    Attributes:
+        path: its file.
+        label: class index, 0 ... C-1.
+        box: (x0, y0, x1, y1) in pixels of the oriented picture, which is cropped to it first; None takes all of it.
+    """
+
+    path: Path
+    label: int
+    box: Box | None = None
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set as the trainer takes it.
+
+    Attributes:
+        root: the folder it was read from.
+        layout: `imagefolder` or `cub`; anything else for one that was put together in code.
+        class_names: C names in the order of the labels.
+        train, val, test: samples; `test` may be empty.
+        crop: `boxes` where samples carry boxes, else None.
+        warnings: one line each, what was found odd and passed over.
+        skipped: pictures left out because their headers cannot be read.
+    """
+
+    root: Path
+    layout: str
+    class_names: list[str]
+    train: list[Sample]
+    val: list[Sample]
+    test: list[Sample]
+    crop: Crop | None = None
+    warnings: list[str] = field(default_factory=list)
+    skipped: list[Path] = field(default_factory=list)
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.class_names)
+
+    def summary(self) -> dict[str, Any]:
+        """Counts for the run's records."""
+        return {
+            "root": str(self.root),
+            "layout": self.layout,
+            "classes": self.num_classes,
+            "train": len(self.train),
+            "val": len(self.val),
+            "test": len(self.test),
+            "crop": self.crop,
+            "skipped": len(self.skipped),
+        }
+
+
+def classes_without(samples: list[Sample], class_names: list[str]) -> list[str]:
+    """Names of the classes that no sample is of."""
+    present = {sample.label for sample in samples}
+    return [name for label, name in enumerate(class_names) if label not in present]
+
+
+def listed(names: list[str]) -> str:
+    """The first few of many names, and how many more there are."""
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,135 @@
+"""What a run chooses for the machine it finds itself on, and what it notes down about it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.errors import UsageError
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.pictures import cores
+
+# more processes than this only wait for one GPU
+_MOST_WORKERS = 8
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` takes the GPU where there is one.
+
+    Raises:
+        UsageError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:1") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:1")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu, "
+            "or look at `opal-deploy doctor`"
+        )
+    return device
+
+
+def default_workers(device: torch.device, cached: bool) -> int:
+    """How many processes prepare pictures.
+
+    On a CPU none where pictures are cached: augmenting is a few per cent of an epoch, and processes would take the
+    network's cores; otherwise one, to decode ahead. On a GPU all cores but one, at most 8.
+    """
+    if device.type == "cpu":
+        return 0 if cached or cores() == 1 else 1
+    return max(1, min(cores() - 1, _MOST_WORKERS))
+
+
+def allow_tf32(allowed: bool) -> None:
+    """`fp32` means fp32 unless TF32 was asked for."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+@dataclass(frozen=True)
+class Amp:
+    """Mixed precision: on a GPU only; bfloat16 where the GPU has it, else float16 with a loss scale.
+
+    Attributes:
+        device_type: `cpu` or `cuda`.
+        dtype: of the convolutions; None is float32 throughout.
+    """
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    @staticmethod
+    def choose(device: torch.device) -> Amp:
+        """For the device's own abilities; an emulated bfloat16 does not count."""
+        if device.type != "cuda":
+            return Amp(device.type, None)
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+        return Amp(device.type, torch.bfloat16 if native else torch.float16)
+
+    @property
+    def name(self) -> str:
+        """fp32, bf16 or fp16."""
+        return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Around the forward pass."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """Does something with float16 only."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
+
+
+def default_weights(backbone: str) -> str:
+    """The ImageNet weights that the paper starts from: torchvision's second set for ResNets, the first for others.
+
+    Raises:
+        UsageError: torchvision has no such classifier.
+    """
+    import torchvision
+
+    try:
+        known = [weights.name for weights in torchvision.models.get_model_weights(backbone)]
+    except ValueError:
+        raise UsageError(f"backbone {backbone!r}: torchvision has no such classifier; try resnet50") from None
+    preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if backbone.startswith("resnet") else ("IMAGENET1K_V1",)
+    return next((name for name in preferred if name in known), "DEFAULT")
+
+
+def weights_record(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
+    """Where the backbone's first weights came from, with the sha256 of their file."""
+    if weights is None:
+        return {"origin": "random"}
+    path = Path(weights)
+    if not path.is_file():
+        import torchvision
+
+        url = torchvision.models.get_model_weights(network.config.backbone)[weights].url
+        path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    return {"origin": network.weights_origin, "sha256": sha256_of_file(path) if path.is_file() else None}
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a run's figures depend on."""
+    found = {"opal-deploy": __version__, "python": platform.python_version()}
+    for package in ("torch", "torchvision", "numpy", "pillow", "scikit-learn"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
