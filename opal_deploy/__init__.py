@@ -1,7 +1,56 @@
-"""opal-deploy: put OPAL image classifiers, which explain themselves, into production."""
+"""opal-deploy: put OPAL image classifiers, which explain themselves, into production.
+
+>>> import opal_deploy
+>>> model = opal_deploy.load("model.onnx")  # doctest: +SKIP
+>>> model.explain("bird.jpg")["prediction"]["label"]  # doctest: +SKIP
+"""
 
 from __future__ import annotations
 
-from opal_deploy._version import __version__
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+from opal_deploy._version import __version__
+from opal_deploy.errors import (
+    ArtifactError,
+    CheckpointError,
+    ImageError,
+    MissingExtra,
+    OpalError,
+    StoppedEarly,
+    UsageError,
+    VerificationError,
+)
+
+if TYPE_CHECKING:
+    from opal_deploy.explain.records import Record
+    from opal_deploy.pipeline.model import Model, load
+
+__all__ = [
+    "ArtifactError",
+    "CheckpointError",
+    "ImageError",
+    "MissingExtra",
+    "Model",
+    "OpalError",
+    "Record",
+    "StoppedEarly",
+    "UsageError",
+    "VerificationError",
+    "__version__",
+    "load",
+]
+
+_LAZY = {
+    "Model": "opal_deploy.pipeline.model",
+    "load": "opal_deploy.pipeline.model",
+    "Record": "opal_deploy.explain.records",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # numpy and Pillow are imported by whoever explains pictures, not by `opal-deploy --help`
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,12 @@
 """From a model's outputs to the record of one image: what `results.jsonl` holds and `Model.explain` returns.
 
-Only numpy: a box with no torch explains as well as any. Everything here is arithmetic on the forward pass's own outputs;
-nothing is looked up, smoothed or recomputed from pixels.
+Only numpy: a box with no torch explains as well as any. Everything here is arithmetic on the forward pass's own
+outputs; nothing is looked up, smoothed or recomputed from pixels.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -81,16 +82,17 @@ def contributions(block: DoubleArray, distance: str) -> DoubleArray | None:
         block's part of its third power (smaller is closer for these three). None for linf and tropical, where one
         extreme entry decides.
     """
-    anchor = 1.0 / np.sqrt(len(block))
+    anchor = 1.0 / math.sqrt(len(block))
+    parts: DoubleArray | None = None
     if distance == "l2":
-        return block * anchor
-    if distance == "l1":
-        return np.abs(block - anchor)
-    if distance == "l3":
-        return np.abs(block - anchor) ** 3
-    if distance == "kl":
-        return block * (np.log(block + KL_EPSILON) - np.log(anchor + KL_EPSILON))
-    return None
+        parts = block * anchor
+    elif distance == "l1":
+        parts = np.abs(block - anchor)
+    elif distance == "l3":
+        parts = np.abs(block - anchor) ** 3
+    elif distance == "kl":
+        parts = block * (np.log(block + KL_EPSILON) - math.log(anchor + KL_EPSILON))
+    return parts
 
 
 def build_record(

@@ -1,7 +1,7 @@
 """Boxes to crop to before the model looks, from a CSV or a COCO file.
 
-CSV: a header with `image` and either `x0,y0,x1,y1` or `x,y,width,height`. COCO: `images` with `file_name`, `annotations`
-with `bbox` [x, y, width, height], one a picture. Pixels of the picture as a viewer shows it.
+CSV: a header with `image` and either `x0,y0,x1,y1` or `x,y,width,height`. COCO: `images` with `file_name`,
+`annotations` with `bbox` [x, y, width, height], one a picture. Pixels of the picture as a viewer shows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which images a call means: folders (always with their subfolders), files, globs, and lists on standard input.
+"""Which images a call means: folders (with their subfolders), files, globs, and lists on standard input.
 
 Lazily, in sorted order, one folder's names in memory at a time.
 """
@@ -16,9 +16,9 @@ from opal_deploy.errors import UsageError
 
 # in a folder these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
 IMAGE_SUFFIXES = frozenset(
-    ".apng .avif .bmp .dib .gif .heic .heif .ico .j2k .jfif .jp2 .jpe .jpeg .jpg .jxl .mpo .pbm .pgm .png .pnm .ppm "
-    ".svg .tga .tif .tiff .webp".split()
-)
+    [".apng", ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
+     ".jpg", ".jxl", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,16 @@ class Skipped:
             self.examples.append(path.name)
 
 
-def discover(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None) -> Iterator[Item]:
+def discover(
+    inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None, *, recursive: bool = True
+) -> Iterator[Item]:
     """The images that `inputs` name, in their order.
 
     Args:
         inputs: folders, files, globs, or `-` for one path a line on `stdin`.
         skipped: is told what a folder held beside images.
+        stdin: where `-` reads.
+        recursive: look into subfolders of folders.
 
     Raises:
         UsageError: an input is nothing of the kind, or a folder holds no image. Raised when the iteration gets there.
@@ -64,18 +68,32 @@ def discover(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = Non
             continue
         path = Path(text)
         if path.is_dir():
-            yield from _from_folder(path, skipped)
+            yield from _from_folder(path, skipped, recursive)
         elif os.path.lexists(path):
             yield Item(path, path.name)
         elif glob.has_magic(text):
-            yield from _from_glob(text, skipped)
+            yield from _from_glob(text, skipped, recursive)
         else:
             raise UsageError(f"{text}: no such file or folder")
 
 
-def _from_folder(folder: Path, skipped: Skipped) -> Iterator[Item]:
+def check_inputs(inputs: Iterable[str]) -> None:
+    """Refuse a call with a misspelt input before anything is loaded or written.
+
+    Raises:
+        UsageError: no input, or one that is neither `-`, nor there, nor a glob.
+    """
+    listed = list(inputs)
+    if not listed:
+        raise UsageError("no images given; expected folders, files, globs, or - for a list on standard input")
+    for text in listed:
+        if text != "-" and not os.path.lexists(text) and not glob.has_magic(text):
+            raise UsageError(f"{text}: no such file or folder")
+
+
+def _from_folder(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
     found = False
-    for path in _walk(folder, skipped):
+    for path in _walk(folder, skipped, recursive):
         found = True
         yield Item(path, path.relative_to(folder).as_posix())
     if not found:
@@ -83,7 +101,7 @@ def _from_folder(folder: Path, skipped: Skipped) -> Iterator[Item]:
         raise UsageError(f"{folder}: no images in it or below{more}; expected files such as .jpg or .png")
 
 
-def _walk(folder: Path, skipped: Skipped) -> Iterator[Path]:
+def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Path]:
     """Depth first, sorted by bytes; links to folders are not followed, or a loop would never end."""
     try:
         with os.scandir(folder) as entries:
@@ -97,14 +115,15 @@ def _walk(folder: Path, skipped: Skipped) -> Iterator[Path]:
         if entry.name.startswith("."):
             skipped.add(path)
         elif entry.is_dir(follow_symlinks=False):
-            yield from _walk(path, skipped)
+            if recursive:
+                yield from _walk(path, skipped, recursive)
         elif path.suffix.lower() in IMAGE_SUFFIXES:
             yield path
         else:
             skipped.add(path)
 
 
-def _from_glob(pattern: str, skipped: Skipped) -> Iterator[Item]:
+def _from_glob(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
     matches = sorted(glob.glob(pattern, recursive=True), key=os.fsencode)
     if not matches:
         raise UsageError(f"{pattern}: nothing matches")
@@ -112,7 +131,7 @@ def _from_glob(pattern: str, skipped: Skipped) -> Iterator[Item]:
         path = Path(match)
         if path.is_dir():
             if "**" not in pattern:
-                yield from _from_folder(path, skipped)
+                yield from _from_folder(path, skipped, recursive)
         elif path.suffix.lower() in IMAGE_SUFFIXES:
             yield Item(path, path.name)
         else:

@@ -1,8 +1,8 @@
 """Batches through sessions while the next pictures decode: the loop that `infer` and `Model.explain` share.
 
-Pictures are prepared by a pool of threads (Pillow releases the interpreter's lock), gathered into batches in input order,
-and answered by one worker a session. Every queue is bounded, so memory does not grow with the number of images, and one
-image's error never touches its batch.
+Pictures are prepared by a pool of threads (Pillow releases the interpreter's lock), gathered into batches in input
+order, and answered by one worker a session. Every queue is bounded, so memory does not grow with the number of images,
+and one image's error never touches its batch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.explain.records import Record, build_record
-from opal_deploy.pipeline.prepare import Prepared, Request, prepare
+from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.preprocess.decode import MAX_PIXELS
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import Session
-
 
 T = TypeVar("T")
 
@@ -55,9 +55,7 @@ class Result:
     prepared: Prepared
 
 
-def explain_all(
-    requests: Iterable[Request], sessions: Sequence[Session], options: EngineOptions
-) -> Iterator[Result]:
+def explain_all(requests: Iterable[Request], sessions: Sequence[Session], options: EngineOptions) -> Iterator[Result]:
     """Results in the order of the requests.
 
     Args:
@@ -114,19 +112,23 @@ def _batches(prepared: Iterator[Prepared], size: int) -> Iterator[list[Prepared]
 
 def _answer(session: Session, batch: list[Prepared], options: EngineOptions) -> list[Result]:
     """Records of one batch; pictures with an error take no part in the forward pass."""
-    pixels = [entry.pixels for entry in batch if entry.pixels is not None]
-    outputs: Outputs | None = session.run(np.stack(pixels)) if pixels else None
-    results, row = [], 0
+    good = [entry for entry in batch if entry.pixels is not None]
+    rows = {id(entry): row for row, entry in enumerate(good)}
+    outputs = session.run(np.stack([cast(Pixels, entry.pixels) for entry in good])) if good else None
+    results = []
     for entry in batch:
-        if entry.error is not None:
-            results.append(Result(entry.error, entry))
-            continue
-        record = build_record(
-            entry.request.name, entry.geometry, outputs, row, session.metadata,
-            top=options.top, min_margin=options.min_margin,
-        )  # fmt: skip
+        record = entry.error
+        if record is None:
+            record = build_record(
+                entry.request.name,
+                cast(Geometry, entry.geometry),
+                cast(Outputs, outputs),
+                rows[id(entry)],
+                session.metadata,
+                top=options.top,
+                min_margin=options.min_margin,
+            )
         results.append(Result(record, entry))
-        row += 1
     return results
 
 

@@ -14,6 +14,8 @@ from opal_deploy.preprocess.decode import Source, decode
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import Box, lay_out, to_input
 
+Pixels = NDArray[np.uint8]
+
 # pictures up to this size are kept until their overlay is drawn; larger ones are decoded again, to bound memory
 _KEEP_PIXELS = 2_000_000
 
@@ -44,7 +46,7 @@ class Prepared:
 
     request: Request
     geometry: Geometry | None = None
-    pixels: NDArray[np.uint8] | None = None
+    pixels: Pixels | None = None
     picture: Image.Image | None = None
     error: Record | None = None
 

@@ -39,7 +39,6 @@ class Gate:
     tie: float
     cells: float
 
-
     def opened_for(self, rounding: Rounding) -> Gate:
         """The gate that a network with this much rounding of its own can pass; never beyond WIDEST."""
         return replace(

@@ -18,6 +18,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, require
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime import probe
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 CUDA = "CUDAExecutionProvider"
@@ -122,21 +123,27 @@ def available_cpus() -> int:
         return os.cpu_count() or 1
 
 
+def cuda_is_usable() -> bool:
+    """Whether ONNX Runtime is installed with its CUDA provider and there is an NVIDIA GPU."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return False
+    return CUDA in onnxruntime.get_available_providers() and bool(probe.read_driver().gpus)
+
+
 def _cuda_device(onnxruntime: Any, device: str) -> int | None:
     """The CUDA device's number, or None for the CPU."""
     name, _, number = device.partition(":")
     if name not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
         raise UsageError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
-    usable = CUDA in onnxruntime.get_available_providers()
-    if name == "cpu" or (name == "auto" and not usable):
+    if name == "cpu" or (name == "auto" and not cuda_is_usable()):
         return None
-    if not usable:
+    if CUDA not in onnxruntime.get_available_providers():
         raise UsageError(
             "device cuda: this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then "
             "pip install 'opal-deploy[gpu]'"
         )
-    if name == "auto" and not Path("/dev/nvidia0").exists() and os.name == "posix":
-        return None
     return int(number or 0)
 
 

@@ -1,0 +1,88 @@
+"""What a PyTorch checkpoint holds, read without torch and without running anything in it.
+
+A `.pt` file is a zip archive whose `data.pkl` describes plain values and tensors; the tensors' bytes lie beside it.
+This reader unpickles the description with a whitelist of names, and tensors become their shapes.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.errors import ArtifactError
+
+# a description is kilobytes; more is no checkpoint of ours
+_MAX_DESCRIPTION = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor that was not loaded: its shape, and torch's name of its storage type."""
+
+    shape: tuple[int, ...]
+    storage: str
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The checkpoint's dictionary with a TensorInfo in place of every tensor.
+
+    Raises:
+        ArtifactError: no such file, not a zip of torch's, or or a description that needs more than tensors
+            and plain values.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((n for n in archive.namelist() if n.endswith("/data.pkl")), None)
+            if name is None or archive.getinfo(name).file_size > _MAX_DESCRIPTION:
+                raise ArtifactError(f"{path}: not a PyTorch checkpoint; expected what torch.save writes")
+            with archive.open(name) as stream:
+                found = _Reader(stream).load()
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise ArtifactError(
+            f"{path}: not a readable PyTorch checkpoint ({error}); expected the zip format of torch.save"
+        ) from None
+    except (pickle.UnpicklingError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{path}: refused or damaged ({error}); save its state_dict alone") from None
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{path}: expected a dictionary, found {type(found).__name__}")
+    return found
+
+
+class _Storage:
+    """Stands for torch's storage classes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], *_: Any) -> TensorInfo:
+    return TensorInfo(tuple(int(s) for s in size), storage if isinstance(storage, str) else "unknown")
+
+
+def _rebuild_parameter(data: TensorInfo, *_: Any) -> TensorInfo:
+    return data
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild_tensor
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return _rebuild_parameter
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and name.endswith("Storage"):
+            return _Storage(name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> str:
+        kind = pid[1] if isinstance(pid, tuple) and len(pid) > 1 else None
+        return kind.name if isinstance(kind, _Storage) else "unknown"

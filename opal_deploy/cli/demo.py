@@ -1,0 +1,198 @@
+"""`opal-deploy demo`: the whole job on generated pictures, in minutes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opal_deploy.cli.console import progress, say
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.demo import EvidenceSummary
+    from opal_deploy.pipeline.infer import Summary
+
+MARKER = "demo.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What fits into four minutes on two cores, from random weights."""
+
+    backbone: str = "shufflenet_v2_x1_0"
+    prototypes: int = 2
+    species: int = 8
+    train_per_class: int = 120
+    val_per_class: int = 15
+    test_per_class: int = 15
+    size: int = 160
+    epochs: int = 14
+    batch_size: int = 32
+    lr: float = 1e-3
+
+
+RECIPE = Recipe()
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for data, model and explanations.")] = Path("opal-demo"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
+    epochs: Annotated[int, typer.Option(min=1)] = RECIPE.epochs,
+    train_per_class: Annotated[int, typer.Option(min=4)] = RECIPE.train_per_class,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Draw creatures whose species differ in a few parts; train, export and explain; see if the boxes are right."""
+    for package in ("torch", "torchvision", "matplotlib"):
+        require(package, "all-cpu", "opal-deploy demo")
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        require(package, "all-cpu", "opal-deploy demo")
+    started = time.perf_counter()
+    _make_room(out, overwrite=overwrite)
+    _draw(out / "data", train_per_class, seed)
+    accuracy = _train(out, epochs, seed)
+    model = _export(out / "run" / "best.pt")
+    summary = _explain(out, model)
+    evidence = judge(out / "data", out / "explanations" / "results.jsonl")
+    _tell(out, model, accuracy, summary, evidence, time.perf_counter() - started)
+
+
+def _make_room(out: Path, *, overwrite: bool) -> None:
+    if out.exists() and any(out.iterdir()):
+        if not overwrite:
+            raise UsageError(f"{out}: it is not empty; choose another --out, or give --overwrite")
+        if not (out / MARKER).is_file():
+            raise UsageError(f"{out}: no earlier demo is in it, so nothing there is removed; choose another --out")
+        shutil.rmtree(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARKER).write_text("{}\n")
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from None
+
+
+def _draw(folder: Path, train_per_class: int, seed: int) -> None:
+    from opal_deploy.demo import generate
+
+    r = RECIPE
+    with progress("drawing") as advance:
+        drawn = generate(
+            folder,
+            num_species=r.species,
+            train_per_class=train_per_class,
+            val_per_class=r.val_per_class,
+            test_per_class=r.test_per_class,
+            size=(r.size, r.size),
+            seed=seed,
+            progress=advance,
+        )
+    say(f"Drew {sum(drawn.images.values())} pictures of {len(drawn.classes)} species in {folder}")
+
+
+def _train(out: Path, epochs: int, seed: int) -> float:
+    from opal_deploy.model.config import HeadConfig
+    from opal_deploy.train.data import read
+    from opal_deploy.train.loop import Options, fit
+
+    r = RECIPE
+    options = Options(
+        backbone=r.backbone,
+        head=HeadConfig(prototypes_per_class=r.prototypes),
+        epochs=epochs,
+        batch_size=r.batch_size,
+        lr=r.lr,
+        input_size=(r.size, r.size),
+        augment="none",
+        seed=seed,
+        device="cpu",
+    )
+    with progress("training") as advance:
+        result = fit(read(out / "data"), options, out / "run", report=advance, log=say)
+    if result.test is None:
+        raise RuntimeError("the demo's data set has test pictures, but none were evaluated")
+    return result.test.accuracy
+
+
+def _export(checkpoint: Path) -> Path:
+    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.onnx_export import ExportOptions
+    from opal_deploy.model.checkpoint import load
+
+    return export_checkpoint(load(checkpoint), checkpoint, ExportOptions(), say).path
+
+
+def _explain(out: Path, model: Path) -> Summary:
+    from opal_deploy.pipeline.discover import Skipped, discover
+    from opal_deploy.pipeline.engine import EngineOptions
+    from opal_deploy.pipeline.infer import Job, run
+    from opal_deploy.pipeline.output import new_folder
+    from opal_deploy.runtime.select import open_sessions
+
+    sessions = open_sessions(model, device="cpu")
+    folder = new_folder(out / "explanations", overwrite=False)
+    facts = (
+        ("Model", f"{model}: {RECIPE.backbone}, {RECIPE.prototypes} slots a class, from random weights"),
+        ("Runtime", sessions[0].description),
+        ("Pictures", "generated creatures; the classes differ in two of five parts each"),
+    )
+    job = Job(folder, explain=True, engine=EngineOptions(batch=16, keep_pictures=True), facts=facts)
+    items = discover([str(out / "data" / "test")], Skipped())
+    with progress("explaining") as advance:
+        return run(items, sessions, job, lambda done: advance(done.total))
+
+
+def judge(data: Path, results: Path) -> EvidenceSummary:
+    """How often the boxes of correctly classified test pictures cover parts, beside what chance would give.
+
+    Args:
+        data: a generated data set. results: the records of its test pictures.
+
+    Raises:
+        UsageError: no picture was classified correctly, so there is nothing to judge.
+    """
+    from opal_deploy.demo import box_hits, read_annotations, summarise
+
+    annotations = {str(data / a.image): a for a in read_annotations(data)}
+    grid = (RECIPE.size // 32, RECIPE.size // 32)
+    hits = []
+    with results.open(encoding="utf-8") as stream:
+        for line in stream:
+            record = json.loads(line)
+            annotation = annotations[record["image"]]
+            if record["status"] == "ok" and record["prediction"]["label"] == annotation.species:
+                hits.append(box_hits(annotation, [slot["box"] for slot in record["evidence"]], grid))
+    if not hits:
+        raise UsageError(
+            "no test picture was classified correctly, so no evidence can be judged; train longer (--epochs)"
+        )
+    return summarise(hits)
+
+
+def _tell(out: Path, model: Path, accuracy: float, summary: Summary, evidence: EvidenceSummary, seconds: float) -> None:
+    chance = 1 / RECIPE.species
+    (out / MARKER).write_text(
+        json.dumps({
+            "test_accuracy": accuracy,
+            "boxes_on_distinguishing_parts": evidence.distinguishing,
+            "random_foreground_cells_on_distinguishing_parts": evidence.control_distinguishing,
+            "boxes_on_any_part": evidence.any_part,
+            "random_foreground_cells_on_any_part": evidence.control_any,
+            "seconds": seconds,
+        }, indent=2) + "\n"
+    )  # fmt: skip
+    say()
+    say(f"Test accuracy {accuracy:.1%} on {summary.total} pictures (chance {chance:.1%})")
+    say(
+        f"Boxes on a part that distinguishes the species: {evidence.distinguishing:.1%} "
+        f"(random cells of the creature: {evidence.control_distinguishing:.1%})"
+    )
+    say(f"Boxes on any part: {evidence.any_part:.1%} (random cells: {evidence.control_any:.1%})")
+    say(f"Model:   {model}")
+    say(f"Records: {out / 'explanations' / 'results.jsonl'}")
+    say(f"Report:  {out / 'explanations' / 'report.html'}")
+    say(f"All in {seconds:.0f} s")

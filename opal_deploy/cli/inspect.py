@@ -1,0 +1,154 @@
+"""`opal-deploy inspect`: what is inside a model file. Needs neither torch nor ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from opal_deploy.cli.console import emit_json, say
+from opal_deploy.errors import ArtifactError, UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
+
+_NAMES_SHOWN = 8
+
+
+def inspect(
+    model: Annotated[Path, typer.Argument(help="An ONNX file of ours, or a checkpoint (ours or the authors').")],
+    as_json: Annotated[bool, typer.Option("--json", help="Write everything to stdout as JSON.")] = False,
+) -> None:
+    """Show what a model is, where it comes from, and what was checked. Nothing in the file is run."""
+    if not model.is_file():
+        raise ArtifactError(f"{model}: no such file; expected an ONNX file or a checkpoint")
+    if model.suffix == ".onnx":
+        document, lines = _onnx(model)
+    elif model.suffix in (".pt", ".pth"):
+        document, lines = _checkpoint(model)
+    else:
+        raise UsageError(f"{model}: expected .onnx, .pt or .pth")
+    if as_json:
+        emit_json(document)
+        return
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        say(f"{name:<{width}}  {value}")
+
+
+def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    from dataclasses import asdict
+
+    from opal_deploy.artifact import onnx_file
+
+    header = onnx_file.read_header(path)
+    metadata = onnx_file.read_metadata(path)
+    try:
+        onnx_file.check_digest(path, metadata)
+        intact, state = True, "matches the file"
+    except ArtifactError as error:
+        intact, state = False, f"DOES NOT MATCH: {error}"
+    shown = {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
+    document = {"path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version}
+    lines = [
+        ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
+        ("digest", f"{metadata.file_sha256[:16]}... {state}"),
+        *_about(metadata),
+    ]
+    return {**document, "intact": intact, "metadata": shown}, lines
+
+
+def _about(metadata: Metadata) -> list[tuple[str, str]]:
+    rows, cols = metadata.grid
+    height, width = metadata.input_size
+    layout = (
+        f"[N, {height}, {width}, 3] RGB" if metadata.input_kind == "uint8" else f"[N, 3, {height}, {width}] normalised"
+    )
+    crop = "; pictures cropped to boxes first" if metadata.crop == "boxes" else ""
+    source, report, made = metadata.source, metadata.verification, metadata.exporter
+    assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
+    metrics = metadata.training.get("metrics", {})
+    lines = [
+        ("network", f"{metadata.backbone}, {metadata.num_classes} classes, m = {metadata.prototypes_per_class}, "
+         f"distance {metadata.distance}, grid {rows}x{cols}"),
+        ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
+                      "none": "none: no anchors, logits only"}[metadata.evidence]),
+        ("classes", _names(list(metadata.class_names))),
+        ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
+        ("outputs", ", ".join(metadata.outputs)),
+        ("precision", metadata.precision),
+        ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
+         f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
+    ]  # fmt: skip
+    if metrics:
+        lines.append(("training", ", ".join(f"{k} {_short(v)}" for k, v in metrics.items())))
+    if made:
+        lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
+    if report:
+        against = f"{report.get('reference')} on {report.get('pictures')}, batches {report.get('batches')}"
+        cosine = _short(report.get("max_cosine"))
+        cells = f"{report.get('cells_different')} of {report.get('cells')} cells differ"
+        lines.append(("verified", f"against {against}: largest cosine difference {cosine}, {cells}"))
+    lines.append(("test vectors", str(len(metadata.test_vectors.get("pictures", [])))))
+    return lines
+
+
+def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
+    from opal_deploy.artifact.files import sha256_of_file
+
+    index = read_index(path)
+    ours = "config" in index and "state_dict" in index
+    state = index["state_dict"] if ours else index
+    tensors = {key: value for key, value in state.items() if isinstance(value, TensorInfo)}
+    parameters = sum(_product(tensor.shape) for tensor in tensors.values())
+    digest = sha256_of_file(path)
+    document: dict[str, Any] = {
+        "path": str(path),
+        "kind": "checkpoint" if ours else "state dict",
+        "sha256": digest,
+        "parameters": parameters,
+        "tensors": {key: list(tensor.shape) for key, tensor in tensors.items()},
+    }
+    lines = [("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), sha256 {digest[:16]}...")]
+    if ours:
+        document |= {
+            key: index.get(key) for key in ("schema", "version", "config", "class_names", "crop", "metrics", "training")
+        }
+        config = index["config"]
+        lines += [
+            ("written by", f"opal-deploy {index.get('version')}"),
+            ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"),
+            ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
+            ("classes", _names(list(index["class_names"]))),
+            ("metrics", ", ".join(f"{k} {_short(v)}" for k, v in (index.get("metrics") or {}).items()) or "none"),
+        ]
+    else:
+        lines += [("kind", _state_dict_kind(tensors))]
+    lines.append(("tensors", f"{len(tensors)}, {parameters / 1e6:.1f} million values"))
+    return document, lines
+
+
+def _state_dict_kind(tensors: dict[str, Any]) -> str:
+    anchors = tensors.get("classifier.prototypes")
+    if anchors is None or "final_conv_layer.weight" not in tensors:
+        return "a bare state dict, not an OPAL checkpoint"
+    classes, channels = anchors.shape
+    return f"an OPAL checkpoint of the authors: {classes} classes, m = {channels // classes}"
+
+
+def _names(names: list[str]) -> str:
+    more = f", ... ({len(names)})" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,167 @@
+"""One run of `opal-deploy infer`: images in, a folder of records, overlays and a report out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image
+
+from opal_deploy.errors import ImageError, StoppedEarly
+from opal_deploy.explain.overlay import encode_overlay
+from opal_deploy.explain.records import Record
+from opal_deploy.explain.report import ReportWriter
+from opal_deploy.pipeline.boxes import Boxes
+from opal_deploy.pipeline.discover import Item
+from opal_deploy.pipeline.engine import EngineOptions, Result, ahead, explain_all
+from opal_deploy.pipeline.names import escape_name
+from opal_deploy.pipeline.output import OVERLAYS, REPORT, RESULTS, RecordWriter, overlay_name
+from opal_deploy.pipeline.prepare import Request
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do.
+
+    Attributes:
+        out: an existing folder.
+        explain: draw overlays and write the report.
+        boxes: crops, by image; None: whole pictures.
+        engine: how the loop works.
+        facts: for the report's head: (name, value) pairs.
+        report_limit: images shown in the report; all are counted.
+    """
+
+    out: Path
+    explain: bool = False
+    boxes: Boxes | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    facts: tuple[tuple[str, str], ...] = ()
+    report_limit: int = 200
+
+
+@dataclass
+class Summary:
+    """What happened.
+
+    Attributes:
+        statuses: records by status. errors: error records by code.
+        seconds: from the first image to the last record. to_first: until the first record was written.
+    """
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    to_first: float | None = None
+
+    @property
+    def total(self) -> int:
+        """Records written."""
+        return self.statuses.total()
+
+    def count(self, record: Record) -> None:
+        """Add one record."""
+        self.statuses[record["status"]] += 1
+        if record["status"] == "error":
+            self.errors[record["error"]["code"]] += 1
+
+
+def run(
+    items: Iterable[Item],
+    sessions: Sequence[Session],
+    job: Job,
+    report_progress: Callable[[Summary], None] = lambda _: None,
+) -> Summary:
+    """Explain every item; exactly one record each, in their order.
+
+    Raises:
+        StoppedEarly: the disk is full or a device was lost; records so far are whole.
+        UsageError: an input is no image, file or folder (raised by the iteration over `items`).
+    """
+    summary = Summary()
+    started = time.perf_counter()
+    results = explain_all(requests(items, job.boxes), sessions, job.engine)
+    with ExitStack() as stack:
+        writer = stack.enter_context(RecordWriter(job.out / RESULTS))
+        report = None
+        if job.explain:
+            (job.out / OVERLAYS).mkdir(exist_ok=True)
+            report = stack.enter_context(
+                ReportWriter(job.out / REPORT, title="OPAL explanations", facts=job.facts, limit=job.report_limit)
+            )
+            drawers = stack.enter_context(ThreadPoolExecutor(job.engine.workers, "overlay"))
+            drawn = _with_overlays(results, job, drawers)
+        else:
+            drawn = ((result.record, None) for result in results)
+        for record, overlay in drawn:
+            writer.write(record)
+            if report is not None:
+                _add(report, record, overlay)
+            summary.count(record)
+            if summary.to_first is None:
+                summary.to_first = time.perf_counter() - started
+            report_progress(summary)
+    summary.seconds = time.perf_counter() - started
+    return summary
+
+
+def requests(items: Iterable[Item], boxes: Boxes | None) -> Iterator[Request]:
+    """What the engine is asked for: each item with its name and its box."""
+    for item in items:
+        box = None
+        if boxes is not None:
+            try:
+                box = boxes.find(item)
+            except ImageError as error:
+                yield Request(escape_name(str(item.path)), item.path, error)
+                continue
+        yield Request(escape_name(str(item.path)), item.path, box)
+
+
+def _with_overlays(
+    results: Iterable[Result], job: Job, drawers: ThreadPoolExecutor
+) -> Iterator[tuple[Record, bytes | None]]:
+    """Records with their overlays drawn and written, in order; a bounded number is in work."""
+
+    def submitted() -> Iterator[Future[tuple[Record, bytes | None]]]:
+        for index, result in enumerate(results):
+            yield drawers.submit(_draw, index, result, job)
+
+    return ahead(submitted(), 2 * job.engine.workers)
+
+
+def _draw(index: int, result: Result, job: Job) -> tuple[Record, bytes | None]:
+    record = result.record
+    if record["status"] == "error":
+        return record, None
+    picture = result.prepared.picture or _again(result.prepared.request, job.engine.max_pixels)
+    overlay = encode_overlay(picture, record)
+    name = overlay_name(index, record["image"])
+    try:
+        (job.out / name).write_bytes(overlay)
+    except OSError as error:
+        raise StoppedEarly(
+            f"{job.out / name}: cannot be written ({error.strerror or error}); make room and run again"
+        ) from None
+    return {**record, "overlay": name}, overlay if index < job.report_limit else None
+
+
+def _again(request: Request, max_pixels: int) -> Image.Image:
+    """A picture too large to be kept while its batch was answered."""
+    return decode(request.source, max_pixels=max_pixels)
+
+
+def _add(report: ReportWriter, record: Record, overlay: bytes | None) -> None:
+    try:
+        report.add(record, overlay)
+    except OSError as error:
+        raise StoppedEarly(
+            f"the report cannot be written ({error.strerror or error}); make room and run again"
+        ) from None

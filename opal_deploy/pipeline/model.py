@@ -1,0 +1,124 @@
+"""The library's front door: `opal_deploy.load(path).explain(images)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast, overload
+
+import numpy as np
+from PIL import Image
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.explain.records import Record
+from opal_deploy.pipeline.engine import EngineOptions, explain_all
+from opal_deploy.pipeline.names import escape_name
+from opal_deploy.pipeline.prepare import Request
+from opal_deploy.preprocess.decode import MAX_PIXELS, Source
+from opal_deploy.preprocess.resize import Box
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.session import Session
+
+
+class Model:
+    """A loaded model that explains pictures.
+
+    Attributes:
+        metadata: classes, m, grid, input size, evidence kind, verification report, ...
+        description: engine, device, threads and precision, one line.
+    """
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self._sessions = list(sessions)
+        self.metadata: Metadata = sessions[0].metadata
+        self.description: str = sessions[0].description
+
+    @overload
+    def explain(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
+        self,
+        images: Source,
+        *,
+        boxes: Box | None = None,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+    ) -> Record: ...
+
+    @overload
+    def explain(
+        self,
+        images: Sequence[Source],
+        *,
+        boxes: Sequence[Box | None] | None = None,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+    ) -> list[Record]: ...
+
+    def explain(
+        self,
+        images: Source | Sequence[Source],
+        *,
+        boxes: Sequence[Box | None] | Box | None = None,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+    ) -> Record | list[Record]:
+        """The records that `opal-deploy infer` writes, for one image or many.
+
+        Args:
+            images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array
+                [N, H, W, 3] is a sequence of N.
+            boxes: to crop to first, (x0, y0, x1, y1) in pixels of the whole oriented picture; one an image.
+            top: classes listed in `top`.
+            min_margin: answers whose margin is below it are marked `abstained`.
+            batch: images a forward pass.
+            max_pixels: width times height above which an image gets an error record.
+
+        Returns:
+            A record, or a list of records in the order of the images. `image` is the path where one was given, else
+            None. An image that cannot be used has an error record and raises nothing.
+
+        Raises:
+            ValueError: as many boxes as images are needed. StoppedEarly: the device was lost.
+        """
+        one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
+            isinstance(images, np.ndarray) and images.ndim < 4
+        )
+        sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
+        given = (
+            [cast("Box | None", boxes)] if one else list(cast("Sequence[Box | None]", boxes or [None] * len(sources)))
+        )
+        if len(given) != len(sources):
+            raise ValueError(f"{len(given)} boxes for {len(sources)} images; give one for each, None for none")
+        options = EngineOptions(batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels)
+        requests = (Request(_name(s), s, box) for s, box in zip(sources, given, strict=True))
+        records = [result.record for result in explain_all(requests, self._sessions, options)]
+        return records[0] if one else records
+
+    def __repr__(self) -> str:
+        about = self.metadata
+        return f"<opal_deploy.Model {about.backbone}, {about.num_classes} classes, {self.description}>"
+
+
+def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
+    """Load a model: an ONNX file that `opal-deploy export` wrote, or a checkpoint (which needs torch).
+
+    Args:
+        path: of the model.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
+        threads: on the CPU; None: as many as this process may use.
+
+    Raises:
+        ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
+        UsageError: a device that is not there.
+    """
+    return Model(open_sessions(Path(path), device=device, threads=threads))
+
+
+def _name(source: Source) -> str | None:
+    return escape_name(os.fspath(source)) if isinstance(source, str | os.PathLike) else None
