@@ -31,7 +31,7 @@ def read_index(path: Path) -> dict[str, Any]:
     """The checkpoint's dictionary with a TensorInfo in place of every tensor.
 
     Raises:
-        ArtifactError: no such file, not a zip of torch's, or or a description that needs more than tensors
+        ArtifactError: no such file, not a zip of torch's, or a description that needs more than tensors
             and plain values.
     """
     if not path.is_file():
@@ -47,7 +47,9 @@ def read_index(path: Path) -> dict[str, Any]:
         raise ArtifactError(
             f"{path}: not a readable PyTorch checkpoint ({error}); expected the zip format of torch.save"
         ) from None
-    except (pickle.UnpicklingError, AttributeError, IndexError, TypeError, ValueError, KeyError) as error:
+    except ArtifactError:
+        raise
+    except Exception as error:  # damaged bytes make zipfile and pickle fail in any way
         raise ArtifactError(f"{path}: refused or damaged ({error}); save its state_dict alone") from None
     if not isinstance(found, dict):
         raise ArtifactError(f"{path}: expected a dictionary, found {type(found).__name__}")

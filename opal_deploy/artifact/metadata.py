@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from opal_deploy.errors import ArtifactError
 
@@ -108,7 +108,7 @@ class Metadata:
         """
         try:
             raw = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArtifactError(f"{origin}: its opal metadata is not valid JSON ({error}); export it again") from None
         if not isinstance(raw, dict):
             raise ArtifactError(f"{origin}: its opal metadata is not a JSON object; export it again")
@@ -131,18 +131,40 @@ class Metadata:
         return metadata
 
     def _check(self, origin: str) -> None:
-        if self.evidence not in ("exact", "map", "none"):
-            raise ArtifactError(f"{origin}: evidence {self.evidence!r} is not exact, map or none; export it again")
-        positive_pairs = (("grid", self.grid), ("input_size", self.input_size))
-        for name, pair in positive_pairs:
-            if len(pair) != 2 or not all(isinstance(v, int) and v > 0 for v in pair):
-                raise ArtifactError(f"{origin}: {name} {pair!r} is not two positive integers; export it again")
-        if not self.class_names or self.prototypes_per_class < 1:
-            raise ArtifactError(f"{origin}: it names no classes or no prototypes; export it again")
+        def refuse(what: str) -> ArtifactError:
+            return ArtifactError(f"{origin}: {what}; export it again")
+
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise refuse(f"{name} {getattr(self, name)!r} is not {' or '.join(known)}")
+        for name in ("grid", "input_size"):
+            pair = getattr(self, name)
+            if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(v) is int and v > 0 for v in pair):
+                raise refuse(f"{name} {pair!r} is not two positive integers")
+        for name in ("mean", "std"):
+            triple = getattr(self, name)
+            if not isinstance(triple, tuple) or len(triple) != 3 or not all(isinstance(v, int | float) for v in triple):
+                raise refuse(f"{name} {triple!r} is not three numbers")
+        for name in ("class_names", "outputs"):
+            texts = getattr(self, name)
+            if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
+                raise refuse(f"{name} is not a list of names")
+        if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
+            raise refuse(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
+        for name in ("head", "source", "training", "exporter", "verification", "test_vectors"):
+            if not isinstance(getattr(self, name), dict):
+                raise refuse(f"{name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
-            raise ArtifactError(f"{origin}: its head lacks distance or epsilon; export it again")
+            raise refuse("its head lacks distance or epsilon")
+        if not isinstance(self.file_sha256, str):
+            raise refuse("file_sha256 is not a text")
 
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "evidence": get_args(Evidence),
+    "precision": get_args(Precision),
+    "input_kind": get_args(InputKind),
+}
 _TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
 
 

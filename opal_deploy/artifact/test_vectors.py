@@ -60,7 +60,7 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
         images = np.stack([_pixels(text) for text in document["pictures"]])
         arrays = {name: _unpacked(document[name]) for name in ("logits", "argmax", "scores", "gap") if name in document}
         outputs = Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
-    except (KeyError, TypeError, ValueError, OSError, zlib.error) as error:
+    except (KeyError, TypeError, ValueError, OSError, SyntaxError, AttributeError, zlib.error) as error:
         raise ArtifactError(f"{origin}: its test vectors are damaged ({error}); export it again") from None
     return Reference(images, outputs, arrays.get("gap"))
 

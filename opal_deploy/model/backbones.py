@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from opal_deploy.errors import CheckpointError, UsageError
 
@@ -157,7 +158,7 @@ def load_torch_file(path: Path) -> Any:
             f"{path}: refused, since it holds more than tensors and plain values or is damaged ({reason[:160]}); "
             "save its state_dict alone, or copy the file again"
         ) from None
-    except (RuntimeError, EOFError, KeyError, ValueError, OSError, UnicodeDecodeError) as error:
+    except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path}: not a readable PyTorch file ({reason[:160]}); copy or save it again") from None
 
@@ -190,11 +191,26 @@ def full_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
         try:
             model: nn.Module = torchvision.models.get_model(name, weights=None)
         except NotImplementedError:
-            # RegNet computes its widths with tensors, which meta has no values for
-            with torch.device("cpu"):
+            # RegNet computes its widths with tensors, which meta has no values for; its largest is 2.6 GB, so only
+            # what parameters are made with goes to `device`
+            with torch.device("cpu"), _ParametersOn(device):
                 model = torchvision.models.get_model(name, weights=None)
             model = model.to(device)
     return model
+
+
+class _ParametersOn(TorchFunctionMode):
+    """Makes what layers allocate their parameters and buffers with on a device, and every other tensor as usual."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones):
+            kwargs["device"] = self.device
+        return func(*args, **kwargs)
 
 
 def _node_before_pooling(name: str, full: nn.Module) -> str:

@@ -35,7 +35,10 @@ PAPER_BACKBONES = (
 
 # the authors' names to ours
 _AUTHORS_PREFIXES = (("backbone.", "backbone.body."), ("final_conv_layer.", "head.projection."))
+_AUTHORS_HEAD = ("final_conv_layer.weight", "final_conv_layer.bias")
 _AUTHORS_ANCHORS = "classifier.prototypes"
+# what torchvision's networks have behind their pooling
+_CLASSIFIERS = ("fc.", "classifier.")
 
 
 @dataclass
@@ -147,7 +150,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         )
     try:
         config = NetworkConfig.from_dict(raw["config"])
-        stored_names, state = list(raw["class_names"]), raw["state_dict"]
+        stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
@@ -158,7 +161,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     _load_state(path, network, state)
     return Checkpoint(
         network,
-        _checked_names(path, class_names or stored_names, config.num_classes),
+        _checked_names(path, stored_names if class_names is None else class_names, config.num_classes),
         crop=raw.get("crop"),
         metrics=dict(raw.get("metrics") or {}),
         training=dict(raw.get("training") or {}),
@@ -170,25 +173,31 @@ def _load_authors(
     path: Path, raw: dict[str, Tensor], class_names: list[str] | None, assumptions: Assumptions
 ) -> Checkpoint:
     # DistributedDataParallel's prefix says nothing about the network
-    state = {key.removeprefix("module."): value for key, value in raw.items()}
-    wanted = ("final_conv_layer.weight", "final_conv_layer.bias", _AUTHORS_ANCHORS)
-    missing = [key for key in wanted if key not in state]
-    if missing:
+    state = {str(key).removeprefix("module."): value for key, value in raw.items()}
+    wanted = (*_AUTHORS_HEAD, _AUTHORS_ANCHORS)
+    body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
+    if not body or not any(key in state for key in wanted):
         raise CheckpointError(
-            f"{path}: a bare state dict without {', '.join(missing)}; the authors' OPAL checkpoints have "
-            f"backbone.*, {', '.join(wanted)}"
+            f"{path}: a state dict that is no OPAL network's (found {_sample(state)}); the authors' OPAL checkpoints "
+            f"have backbone.*, {', '.join(wanted)}"
+        )
+    backbone, missing, unexpected, mismatched = _infer_backbone(path, body)
+    missing += [key for key in wanted if key not in state]
+    unexpected += [key for key in state if key not in wanted and not key.startswith("backbone.")]
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"{path} does not fit {backbone}, the nearest of torchvision's networks: "
+            f"{backbones.key_report(sorted(missing), sorted(unexpected), sorted(mismatched))}"
         )
     stored_anchors = state.pop(_AUTHORS_ANCHORS)
     num_classes, prototypes = _classes_and_prototypes(path, stored_anchors, state["final_conv_layer.weight"])
-    body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
-    backbone = _infer_backbone(path, body)
     head = HeadConfig(**{**assumptions.head.to_dict(), "prototypes_per_class": prototypes})
     if not head.anchors:
-        raise UsageError(f"{path}: it has anchors; --variant must be one of the four that keep them")
+        raise UsageError(f"{path}: it has anchors; only a head with anchors can be assumed for it")
     config = NetworkConfig(backbone, num_classes, assumptions.input_size, head)
     network = OpalNetwork(config)
     _load_state(path, network, _renamed(state))
-    names = class_names or [f"class {index}" for index in range(num_classes)]
+    names = [f"class {index}" for index in range(num_classes)] if class_names is None else class_names
     assumed: dict[str, Any] = {"distance": head.distance, "pooling": head.pooling, "cws": head.cws}
     assumed["input_size"] = list(assumptions.input_size)
     if class_names is None:
@@ -220,26 +229,47 @@ def _classes_and_prototypes(path: Path, stored: Tensor, projection: Tensor) -> t
     return num_classes, prototypes
 
 
-def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
-    """The torchvision network that has exactly these parameters before its pooling."""
-    shapes = {key: value.shape for key, value in body.items() if not key.endswith("num_batches_tracked")}
+def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str], list[str], list[str]]:
+    """The torchvision network with these parameters before its pooling, or the nearest to it.
+
+    Returns:
+        its name, then the keys that are missing, unexpected, and of another shape; all empty where it fits.
+    """
+    shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
     others = [name for name in backbones.names() if name not in PAPER_BACKBONES]
+    nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
-        full = {
-            key: value.shape
-            for key, value in backbones.full_model(name, "meta").state_dict().items()
-            if not key.endswith("num_batches_tracked")
-        }
-        beyond = full.keys() - shapes.keys()
-        if all(full.get(key) == shape for key, shape in shapes.items()) and all(
-            key.startswith(("fc.", "classifier.")) for key in beyond
-        ):
-            return name
-    sample = ", ".join(sorted(shapes)[:3])
-    raise CheckpointError(
-        f"{path}: no torchvision network has its {len(shapes)} backbone parameters ({sample}, ...); "
-        f"the authors use {', '.join(PAPER_BACKBONES)}"
+        state = backbones.full_model(name, "meta").state_dict()
+        full = {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
+        wrong = len(full.keys() ^ shapes.keys()) + sum(full[k] != shapes[k] for k in full.keys() & shapes.keys())
+        if wrong < fewest:
+            nearest, fewest, fitting = name, wrong, full
+        if not wrong:
+            break
+    if not nearest:
+        raise CheckpointError(
+            f"{path}: no torchvision network is like its {len(shapes)} backbone parameters ({_sample(shapes)}); "
+            f"the authors use {', '.join(PAPER_BACKBONES)}"
+        )
+    return (
+        nearest,
+        [f"backbone.{key}" for key in fitting.keys() - shapes.keys()],
+        [f"backbone.{key}" for key in shapes.keys() - fitting.keys()],
+        [
+            f"backbone.{key} {list(shapes[key])} instead of {list(fitting[key])}"
+            for key in shapes.keys() & fitting.keys()
+            if shapes[key] != fitting[key]
+        ],
     )
+
+
+def _is_counter(key: str) -> bool:
+    return key.endswith("num_batches_tracked")
+
+
+def _sample(state: dict[str, Any]) -> str:
+    keys = sorted(map(str, state))
+    return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
 
 
 def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -256,7 +286,7 @@ def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
     """Strict, but with every wrong key in one error."""
     own = network.state_dict()
-    missing = sorted(k for k in own.keys() - state.keys() if not k.endswith("num_batches_tracked"))
+    missing = sorted(k for k in own.keys() - state.keys() if not _is_counter(k))
     unexpected = sorted(state.keys() - own.keys())
     mismatched = sorted(
         f"{key} {list(state[key].shape)} instead of {list(own[key].shape)}"

@@ -1,0 +1,117 @@
+"""Batches: the same pixels as everywhere, whatever the cache and the number of workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.errors import UsageError
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.resize import lay_out, normalise, to_input
+from opal_deploy.train.pictures import Batches, Pictures, normalised
+from opal_deploy.train.samples import Sample
+from opal_deploy.train.transforms import PaperAugmentation
+
+
+def _nothing(done: int, total: int | None, note: str) -> None: ...
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    for index in range(9):
+        Image.fromarray(rng.integers(0, 256, (50, 40, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    return [Sample(tmp_path / f"{index}.png", index % 3, (5.0, 5.0, 35.5, 45.0)) for index in range(9)]
+
+
+def _epoch(samples: list[Sample], *, epoch: int = 1, seed: int = 0, workers: int = 0, cached: bool = False) -> bytes:
+    pictures = Pictures(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
+    if cached:
+        pictures.fill_cache(_nothing)
+    batches = Batches(pictures, 4, shuffle_seed=seed, workers=workers)
+    batches.epoch = epoch
+    return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
+
+
+def test_evaluation_pictures_are_those_of_preprocess(samples: list[Sample]) -> None:
+    (images, labels), *_ = Batches(Pictures(samples, (32, 64)), 9)
+    assert images.dtype == torch.uint8
+    assert labels.tolist() == [sample.label for sample in samples]
+    for image, sample in zip(images, samples, strict=True):
+        picture = decode(sample.path)
+        assert np.array_equal(image.numpy(), to_input(picture, lay_out(picture, sample.box), (32, 64)))
+
+
+def test_normalisation_is_that_of_preprocess_bit_for_bit(samples: list[Sample]) -> None:
+    (images, _), *_ = Batches(Pictures(samples, (32, 32)), 9)
+    ours = normalised(images, IMAGENET_MEAN, IMAGENET_STD)
+    assert np.array_equal(ours.numpy(), normalise(images.numpy(), IMAGENET_MEAN, IMAGENET_STD))
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_exif_orientation_is_applied(tmp_path: Path, augmented: bool) -> None:
+    # stored lying on its side, with the tag that turns it 90 degrees clockwise for a viewer
+    upright = np.zeros((60, 40, 3), np.uint8)
+    upright[:30] = (250, 0, 0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = tmp_path / "phone.jpg"
+    Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
+    augmentation = PaperAugmentation((32, 32)) if augmented else None
+    pictures = Pictures([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
+    pictures.augmentation = None  # the squashed picture itself, at the size that augmentation starts from
+    (images, _), *_ = Batches(pictures, 2)
+    assert images.shape[1] == (33 if augmented else 32)
+    rows = images[0].numpy()[..., 0].mean(axis=1)
+    assert rows[:12].min() > 200
+    assert rows[-12:].max() < 50
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_epoch_does_not_depend_on_workers_or_cache(samples: list[Sample]) -> None:
+    plain = _epoch(samples)
+    assert _epoch(samples, workers=2) == plain
+    assert _epoch(samples, cached=True) == plain
+
+
+def test_epochs_and_seeds_differ(samples: list[Sample]) -> None:
+    assert len({_epoch(samples), _epoch(samples, epoch=2), _epoch(samples, seed=1)}) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_kept_workers_see_the_next_epoch(samples: list[Sample]) -> None:
+    pictures = Pictures(samples, (32, 32), augmentation=PaperAugmentation((32, 32)))
+    batches = Batches(pictures, 4, shuffle_seed=0, workers=1)
+    for epoch in (1, 2):
+        batches.epoch = epoch
+        seen = b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
+        assert seen == _epoch(samples, epoch=epoch)
+
+
+def test_an_epoch_has_every_picture_once_and_no_batch_of_one(samples: list[Sample]) -> None:
+    plan = Batches(Pictures(samples, (32, 32)), 4, shuffle_seed=0).plan()
+    assert [len(batch) for batch in plan] == [4, 5]
+    assert sorted(index for batch in plan for _, index in batch) == list(range(9))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_breaks_off_is_named_in_one_line(samples: list[Sample], workers: int) -> None:
+    bad = samples[4].path
+    bad.write_bytes(bad.read_bytes()[:1500])
+    with pytest.raises(UsageError, match=r"4\.png: .*remove or replace this picture$") as caught:
+        list(Batches(Pictures(samples, (32, 32)), 4, workers=workers))
+    assert "\n" not in str(caught.value)
+
+
+def test_filling_the_cache_names_every_bad_picture(samples: list[Sample]) -> None:
+    for index in (2, 6):
+        samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
+    with pytest.raises(UsageError, match=r"2 picture\(s\) cannot be decoded.*2\.png.*6\.png"):
+        Pictures(samples, (32, 32)).fill_cache(_nothing)

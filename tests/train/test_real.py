@@ -1,0 +1,22 @@
+"""A real fine-tuning, short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opal_deploy.train.data import read
+from opal_deploy.train.loop import Options, fit
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_three_epochs_on_ten_species_are_far_above_chance(
+    cub_mini: Path, resnet18_weights: Path, tmp_path: Path
+) -> None:
+    result = fit(read(cub_mini), Options(backbone="resnet18", weights=str(resnet18_weights), epochs=3), tmp_path)
+    assert result.test is not None
+    assert result.test.accuracy > 0.5
+    assert result.test.spatial_prototype_collapse is not None
+    assert result.test.spatial_prototype_collapse < 0.15

@@ -1,0 +1,166 @@
+"""The paper's augmentation: sizes, bounds, and that only the given generator matters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from opal_deploy.train.transforms import Operation, PaperAugmentation, _resized_crop, geometric, photometric
+
+
+def _noise(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("input_size", "resize_size", "crop_size"),
+    [((224, 224), (232, 232), (228, 228)), ((448, 448), (464, 464), (456, 456)), ((224, 448), (232, 464), (228, 456))],
+)
+def test_sizes_are_the_authors_scaled_to_the_input(
+    input_size: tuple[int, int], resize_size: tuple[int, int], crop_size: tuple[int, int]
+) -> None:
+    augmentation = PaperAugmentation(input_size)
+    assert augmentation.resize_size == resize_size
+    assert augmentation.crop_size == crop_size
+
+
+@pytest.mark.parametrize("input_size", [(224, 224), (64, 96), (32, 32)])
+def test_every_draw_is_uint8_of_the_input_size(input_size: tuple[int, int]) -> None:
+    augmentation = PaperAugmentation(input_size)
+    pixels = _noise(*augmentation.resize_size)
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        drawn = augmentation(pixels, rng)
+        assert drawn.shape == (*input_size, 3)
+        assert drawn.dtype == np.uint8
+
+
+def test_the_same_generator_gives_the_same_picture() -> None:
+    augmentation = PaperAugmentation((64, 64))
+    pixels = _noise(*augmentation.resize_size)
+    first = [augmentation(pixels, np.random.default_rng(seed)) for seed in range(20)]
+    again = [augmentation(pixels, np.random.default_rng(seed)) for seed in range(20)]
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len({a.tobytes() for a in first}) > 15
+
+
+def test_the_source_pixels_are_not_changed() -> None:
+    augmentation = PaperAugmentation((64, 64))
+    pixels = _noise(*augmentation.resize_size)
+    before = pixels.copy()
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        augmentation(pixels, rng)
+    assert np.array_equal(pixels, before)
+
+
+class _Scripted:
+    """Stands in for a generator: one choice of operation, the largest strength, and a sign."""
+
+    def __init__(self, choice: int, *, negative: bool) -> None:
+        self.choice, self.negative = choice, negative
+
+    def integers(self, stop: int) -> int:
+        assert self.choice < stop
+        return self.choice
+
+    def uniform(self, low: float, high: float) -> float:
+        return high
+
+    def random(self) -> float:
+        return 0.0 if self.negative else 1.0
+
+
+def _dot(rows: slice, cols: slice, size: int = 201) -> Image.Image:
+    pixels = np.zeros((size, size, 3), np.uint8)
+    pixels[rows, cols] = 255
+    return Image.fromarray(pixels)
+
+
+def _centre(image: Image.Image) -> tuple[float, float]:
+    rows, cols = np.nonzero(np.asarray(image)[..., 0] > 127)
+    return float(rows.mean()), float(cols.mean())
+
+
+@pytest.mark.parametrize(
+    ("choice", "negative", "expected"),
+    [
+        (0, False, (40.0, 80.0)),
+        (1, False, (40.0, 60.0)),  # x moves by half of y
+        (1, True, (40.0, 100.0)),
+        (2, False, (0.0, 80.0)),  # y moves by half of x
+        (2, True, (80.0, 80.0)),
+        (3, False, (40.0, 96.0)),
+        (3, True, (40.0, 64.0)),
+        (4, False, (56.0, 80.0)),
+        (4, True, (24.0, 80.0)),
+    ],
+    ids=["identity", "shear x", "shear -x", "shear y", "shear -y", "right", "left", "down", "up"],
+)
+def test_geometric_operations_at_their_strongest(choice: int, negative: bool, expected: tuple[float, float]) -> None:
+    moved = geometric(_dot(slice(39, 42), slice(79, 82)), _Scripted(choice, negative=negative))  # type: ignore[arg-type]
+    assert _centre(moved) == pytest.approx(expected, abs=1.6)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_rotation_is_at_most_sixty_degrees_about_the_centre(negative: bool) -> None:
+    turned = geometric(_dot(slice(19, 22), slice(99, 102)), _Scripted(5, negative=negative))  # type: ignore[arg-type]
+    row, col = _centre(turned)
+    # 80 pixels above the centre; positive angles turn counterclockwise
+    side = 1 if negative else -1
+    assert (row, col) == pytest.approx((100 - 80 * 0.5, 100 + side * 80 * 0.866), abs=1.5)
+
+
+class _Counting(np.random.Generator):
+    """Remembers which operations were drawn."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(np.random.PCG64(seed))
+        self.drawn: list[int] = []
+
+    def integers(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        self.drawn.append(int(super().integers(*args, **kwargs)))  # type: ignore[call-overload]
+        return self.drawn[-1]
+
+
+@pytest.mark.parametrize(("operation", "count"), [(geometric, 6), (photometric, 8)])
+def test_every_operation_is_drawn_about_equally_often(operation: Operation, count: int) -> None:
+    rng = _Counting(0)
+    for _ in range(400):
+        operation(Image.fromarray(_noise(8, 8)), rng)
+    shares = np.bincount(rng.drawn, minlength=count) / 400
+    assert len(shares) == count
+    assert np.abs(shares - 1 / count).max() < 0.06
+
+
+@pytest.mark.parametrize("choice", range(8))
+@pytest.mark.parametrize("negative", [False, True])
+def test_photometric_operations_keep_size_and_mode(choice: int, negative: bool) -> None:
+    image = Image.fromarray(_noise(40, 30) // 2 + 40)  # leaves room at both ends
+    changed = photometric(image, _Scripted(choice, negative=negative))  # type: ignore[arg-type]
+    assert (changed.size, changed.mode) == (image.size, "RGB")
+    assert (changed == image) == (choice == 0)
+
+
+def test_brightness_changes_by_at_most_half() -> None:
+    grey = Image.new("RGB", (4, 4), (100, 100, 100))
+    up = photometric(grey, _Scripted(1, negative=False))  # type: ignore[arg-type]
+    down = photometric(grey, _Scripted(1, negative=True))  # type: ignore[arg-type]
+    assert (up.getpixel((0, 0)), down.getpixel((0, 0))) == ((150, 150, 150), (50, 50, 50))
+
+
+@pytest.mark.parametrize("size", [(232, 232), (464, 232)], ids=["square", "wide"])
+def test_the_resized_crop_takes_at_least_95_percent_of_the_area(size: tuple[int, int]) -> None:
+    image = Image.new("RGB", size)
+    rng = np.random.default_rng(0)
+    areas = []
+    for _ in range(300):
+        top, left, rows, cols = _resized_crop(image, rng)
+        assert top >= 0
+        assert left >= 0
+        assert top + rows <= image.height
+        assert left + cols <= image.width
+        areas.append(rows * cols / (image.width * image.height))
+    assert min(areas) > 0.94
+    assert len(set(areas)) > 20
