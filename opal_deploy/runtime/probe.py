@@ -20,7 +20,6 @@ from enum import StrEnum
 from typing import Any
 
 NVML = "libnvidia-ml.so.1"
-NVIDIA_INDEX = "https://pypi.nvidia.com"  # NVIDIA's own package index: the libraries of TensorRT
 # the lowest compute capability that each CUDA major version has kernels for
 OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # what nobody has seen working yet: `doctor` prints it, and nothing may claim more
@@ -265,7 +264,7 @@ def _tensorrt(name: str, module: str, extra: str) -> RuntimeFact:
     if version is None:
         return RuntimeFact(name, None, problem="not installed; no session of this version uses it", advice=install)
     if not all(_importable(module + part) for part in ("", "_bindings", "_libs")):
-        advice = f"{install} --extra-index-url {NVIDIA_INDEX}"
+        advice = f"{install} --extra-index-url with NVIDIA's package index, see TensorRT's installation guide"
         return RuntimeFact(name, version, problem="incomplete: its bindings or libraries are missing", advice=advice)
     return RuntimeFact(name, version, problem="complete, but no session of this version uses it")
 

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# One run on a machine with an NVIDIA GPU, in order of importance; stops itself after 9 minutes.
+#
+#   bench/gpu_run.sh WHEELS OUT
+#
+# WHEELS: a folder with wheels this machine's Python lacks (and onnxruntime-gpu, whole or as `split` parts *.whl.part-*);
+#         "-" if nothing has to be installed.
+# OUT:    a folder for small result files: log, junit.xml, *.json.
+#
+# Everything runs from the repository's root without installing the project.
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+wheels=${1:?a folder of wheels, or -}
+out=${2:?a folder for results}
+mkdir -p "$out"
+deadline=$((SECONDS + 540))
+site=$(mktemp -d)
+export PYTHONPATH="$PWD:$site" PYTHONUNBUFFERED=1
+opal=(python3 -c 'from opal_deploy.cli import main; main()')
+
+left() { echo $((deadline - SECONDS)); }
+step() { # name, least seconds worth starting with, command...
+  local name=$1 least=$2
+  shift 2
+  if [ "$(left)" -lt "$least" ]; then
+    echo "SKIPPED $name: $(left) s left" | tee -a "$out/log"
+    return 0
+  fi
+  echo "== $name" | tee -a "$out/log"
+  timeout "$(left)" "$@" >"$out/$name.out" 2>&1
+  echo "   exit $?, $(left) s left" | tee -a "$out/log"
+}
+
+if [ "$wheels" != - ]; then
+  for first in "$wheels"/*.part-aa; do
+    [ -e "$first" ] && cat "${first%-aa}"-* >"$site/$(basename "${first%.part-aa}")"
+  done
+  step install 10 python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" \
+    $(ls "$wheels"/*.whl "$site"/*.whl 2>/dev/null)
+fi
+
+step doctor 5 "${opal[@]}" doctor --json
+step gpu_tests 60 python3 -m pytest -m gpu -p no:cacheprovider --junitxml "$out/junit.xml" tests
+
+# the demo's pictures and model are made here: photographs do not travel
+work=$(mktemp -d)
+step demo 200 "${opal[@]}" demo --out "$work/demo"
+model=$work/demo/run/best.onnx
+if [ -f "$model" ]; then
+  cp "$work/demo/demo.json" "$out/demo.json"
+  step export_fp16 30 "${opal[@]}" export "$model" --precision fp16 --json
+  step verify_cuda 20 "${opal[@]}" verify "$model" --device cuda --json
+  step verify_cuda_fp16 20 "${opal[@]}" verify "${model%.onnx}.fp16.onnx" --device cuda --json
+  step pipeline_cuda 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$model" --device cuda \
+    --batch 64 --limit 900 --json
+fi
+echo "done, $(left) s left" | tee -a "$out/log"

@@ -1,0 +1,174 @@
+"""The closed forms of the six distances against their definitions, written out in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from opal_deploy.model.config import DISTANCES, HeadConfig
+from opal_deploy.model.distances import distances
+from opal_deploy.model.head import OpalHead, anchors
+
+# from the differences d = z - a_c, float64 [N, C, K]; kl from z and a themselves
+DEFINITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "l1": lambda z, a: (z - a).abs().sum(2),
+    "l2": lambda z, a: (z - a).pow(2).sum(2).sqrt(),
+    "l3": lambda z, a: (z - a).abs().pow(3).sum(2).pow(1 / 3),
+    "linf": lambda z, a: (z - a).abs().amax(2),
+    "kl": lambda z, a: (z * ((z + 1e-8).log() - (a + 1e-8).log())).sum(2),
+    "tropical": lambda z, a: (z - a).amax(2) - (z - a).amin(2),
+}
+# what a root takes its argument to: two close numbers are compared before the root, which magnifies their rounding
+POWERS = {"l2": 2, "l3": 3}
+
+
+def _by_definition(z: Tensor, num_classes: int, m: int, distance: str) -> Tensor:
+    """float64 [N, C] from the explicit [N, C, K] differences."""
+    wide = z.double()[:, None, :]
+    return DEFINITIONS[distance](wide, anchors(num_classes, m, torch.float64)[None])
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+
+
+def _softmax_scores(seed: int, n: int, k: int, gain: float) -> Tensor:
+    """Non-negative unit rows, as channel-wise softmax and max pooling leave them."""
+    generator = torch.Generator().manual_seed(seed)
+    return _unit((gain * torch.randn(n, k, 6, generator=generator)).softmax(1).amax(2))
+
+
+def _assert_as_defined(z: Tensor, num_classes: int, m: int, distance: str) -> None:
+    found = distances(z, m, distance).double()
+    expected = _by_definition(z, num_classes, m, distance)
+    power = POWERS.get(distance, 1)
+    torch.testing.assert_close(found**power, expected**power, rtol=2e-6, atol=2e-6)
+
+
+SIZES = [(2, 1), (2, 5), (3, 1), (7, 2), (10, 5), (200, 5)]
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize(("num_classes", "m"), SIZES)
+class TestEmbeddingsOfASoftmax:
+    @pytest.mark.parametrize("gain", [0.01, 1.0, 10.0], ids=["nearly uniform", "usual", "peaked"])
+    def test_agree_with_the_definition(self, distance: str, num_classes: int, m: int, gain: float) -> None:
+        z = _softmax_scores(num_classes, 9, num_classes * m, gain)
+        _assert_as_defined(z, num_classes, m, distance)
+
+    def test_saturated_and_nearly_saturated_agree(self, distance: str, num_classes: int, m: int) -> None:
+        anchor = anchors(num_classes, m)
+        nearly = _unit(anchor + 1e-5 * torch.rand(anchor.shape, generator=torch.Generator().manual_seed(1)))
+        _assert_as_defined(torch.cat([anchor, nearly]), num_classes, m, distance)
+
+    def test_equal_classes_get_equal_distances(self, distance: str, num_classes: int, m: int) -> None:
+        z = _unit(torch.ones(1, num_classes * m))
+        found = distances(z, m, distance)
+        torch.testing.assert_close(found, found[:, :1].expand_as(found), rtol=1e-6, atol=1e-6)
+        _assert_as_defined(z, num_classes, m, distance)
+
+    def test_two_tied_leaders_agree_with_the_definition(self, distance: str, num_classes: int, m: int) -> None:
+        # the largest value outside a block is then found in the other leader's
+        z = torch.full((1, num_classes * m), 1e-3)
+        z[0, 0] = z[0, m] = 0.7
+        _assert_as_defined(_unit(z), num_classes, m, distance)
+
+
+@pytest.mark.parametrize("distance", [d for d in DISTANCES if d != "kl"])
+def test_embeddings_with_negative_entries_agree_with_the_definition(distance: str) -> None:
+    # without the softmax; kl is refused there
+    z = _unit(torch.randn(16, 20, generator=torch.Generator().manual_seed(0)))
+    _assert_as_defined(z, 4, 5, distance)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_nearest_anchor_is_the_embeddings_own(distance: str) -> None:
+    found = distances(anchors(6, 3), 3, distance)
+    assert found.argmin(1).tolist() == list(range(6))
+
+
+def test_l2_is_the_root_of_two_minus_two_cosines() -> None:
+    z = _softmax_scores(3, 5, 20, 5.0)
+    cosine = z @ anchors(4, 5).T
+    torch.testing.assert_close(distances(z, 5, "l2"), (2 - 2 * cosine).sqrt(), rtol=1e-5, atol=1e-6)
+
+
+def test_l2_logits_stay_within_minus_root_two_and_zero() -> None:
+    z = torch.cat([anchors(4, 5), _softmax_scores(4, 50, 20, 20.0)])
+    found = distances(z, 5, "l2")
+    assert found.min() >= 0
+    assert found.max() <= math.sqrt(2) + 1e-6
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("off", [0.0, 1e-9, 1e-7, 1e-5, 1e-3])
+def test_gradients_are_finite_at_and_near_an_anchor(distance: str, off: float) -> None:
+    z = anchors(4, 5) + off * torch.rand(4, 20, generator=torch.Generator().manual_seed(0))
+    z.requires_grad_(True)
+    distances(z, 5, distance).sum().backward()
+    assert z.grad is not None
+    assert torch.isfinite(z.grad).all()
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_gradients_agree_with_the_definitions_away_from_anchors(distance: str) -> None:
+    z = _softmax_scores(2, 4, 15, 3.0).double()
+    ours, plain = z.clone().requires_grad_(True), z.clone().requires_grad_(True)
+    weights = torch.linspace(-1, 1, 4 * 3, dtype=torch.float64).reshape(4, 3)
+    (distances(ours, 5, distance) * weights).sum().backward()
+    (_by_definition(plain, 3, 5, distance) * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_whole_head_trains_at_saturation(distance: str) -> None:
+    # one slot of each picture takes all of the softmax: the embedding is as far from uniform as float32 goes
+    head = OpalHead(6, 3, HeadConfig(prototypes_per_class=1, distance=distance))  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert isinstance(head.projection, torch.nn.Conv2d)
+        head.projection.weight.zero_()
+        head.projection.bias.copy_(torch.tensor([200.0, 0.0, 0.0]))  # type: ignore[union-attr]
+    logits = head(torch.rand(2, 6, 2, 2))
+    torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1])).backward()
+    assert all(torch.isfinite(p.grad).all() for p in head.parameters() if p.grad is not None)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation makes, in elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return made
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance: str) -> None:
+    n, num_classes, m = 64, 1000, 5
+    z = _softmax_scores(0, n, num_classes * m, 3.0).requires_grad_(True)
+    with _LargestTensor() as largest:
+        distances(z, m, distance).sum().backward()
+    assert largest.elements <= n * num_classes * m
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_no_tensor_of_the_whole_head_is_larger_than_the_attention_map(distance: str) -> None:
+    n, num_classes, m, cells = 64, 1000, 5, 49
+    head = OpalHead(8, num_classes, HeadConfig(distance=distance))  # type: ignore[arg-type]
+    features = torch.rand(n, 8, 7, 7, device="meta")
+    with _LargestTensor() as largest:
+        head.to("meta")(features)
+    assert largest.elements == n * num_classes * m * cells

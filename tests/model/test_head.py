@@ -1,0 +1,163 @@
+"""The head: which variants there are, what they answer, and the numbers they are made of."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from opal_deploy.errors import UsageError
+from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig, NetworkConfig
+from opal_deploy.model.head import OpalHead, anchors
+
+# projection, max pooling, CWS, anchors: the rows of the paper's Table 3, top to bottom, and their evidence
+ABLATION = [
+    ((False, False, False, False), "none"),
+    ((True, False, False, False), "none"),
+    ((False, True, False, False), "none"),
+    ((False, False, True, False), "none"),
+    ((True, True, False, False), "none"),
+    ((False, True, True, False), "none"),
+    ((True, False, True, False), "none"),
+    ((True, False, False, True), "map"),
+    ((True, True, False, True), "exact"),
+    ((True, False, True, True), "map"),
+    ((True, True, True, True), "exact"),
+]
+OTHERS = sorted(set(product((False, True), repeat=4)) - {row for row, _ in ABLATION})
+
+
+def _parts(row: tuple[bool, bool, bool, bool]) -> dict[str, Any]:
+    projection, gmp, cws, orthonormal = row
+    return {"projection": projection, "pooling": "max" if gmp else "avg", "cws": cws, "anchors": orthonormal}
+
+
+class TestVariants:
+    @pytest.mark.parametrize(("row", "evidence"), ABLATION)
+    def test_a_row_of_the_ablation_table_is_accepted_with_its_evidence(self, row: Any, evidence: str) -> None:
+        assert HeadConfig(**_parts(row)).evidence == evidence
+
+    @pytest.mark.parametrize("row", OTHERS)
+    def test_any_other_combination_is_refused_in_one_line(self, row: Any) -> None:
+        with pytest.raises(UsageError) as refusal:
+            HeadConfig(**_parts(row))
+        assert "\n" not in str(refusal.value)
+
+    def test_five_combinations_are_refused(self) -> None:
+        assert len(OTHERS) == 5
+
+    @pytest.mark.parametrize(("row", "evidence"), ABLATION)
+    def test_evidence_says_what_is_answered(self, row: Any, evidence: str) -> None:
+        head = OpalHead(6, 3, HeadConfig(**_parts(row), prototypes_per_class=2))
+        found = head.explain(head.project(torch.rand(4, 6, 2, 5)))
+        assert found.logits.shape == (4, 3)
+        if evidence == "none":
+            assert (found.scores, found.argmax, found.attention) == (None, None, None)
+        else:
+            assert found.scores is not None
+            assert found.argmax is not None
+            assert found.attention is not None
+            assert (found.scores.shape, found.argmax.shape) == ((4, 6), (4, 6))
+            assert found.attention.shape == (4, 6, 2, 5)
+            assert found.argmax.dtype == torch.int32
+
+    @pytest.mark.parametrize(("row", "evidence"), ABLATION)
+    def test_training_and_explaining_give_the_same_logits(self, row: Any, evidence: str) -> None:
+        head = OpalHead(6, 3, HeadConfig(**_parts(row), prototypes_per_class=2))
+        features = torch.rand(4, 6, 2, 5)
+        torch.testing.assert_close(head(features), head.explain(head.project(features)).logits, rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"pooling": "median"},
+            {"distance": "cosine"},
+            {"prototypes_per_class": 0},
+            {"distance": "kl", "cws": False},
+        ],
+        ids=str,
+    )
+    def test_a_part_that_does_not_exist_is_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(UsageError):
+            HeadConfig(**wrong)
+
+    def test_one_class_is_no_classifier(self) -> None:
+        with pytest.raises(UsageError, match="at least 2"):
+            NetworkConfig("resnet18", 1)
+
+    def test_a_config_survives_its_dictionary(self) -> None:
+        config = NetworkConfig("resnet18", 7, (64, 96), HeadConfig(prototypes_per_class=3, distance="l3"))
+        assert NetworkConfig.from_dict(config.to_dict()) == config
+
+
+class TestForwardPass:
+    def test_attention_sums_to_one_over_the_channels_of_each_cell(self) -> None:
+        head = OpalHead(6, 3, HeadConfig())
+        attention = head.attend(head.project(torch.rand(2, 6, 3, 4)))
+        torch.testing.assert_close(attention.sum(1), torch.ones(2, 3, 4))
+
+    def test_a_score_is_the_attention_at_its_cell(self) -> None:
+        head = OpalHead(6, 3, HeadConfig())
+        found = head.explain(head.project(torch.rand(2, 6, 3, 4)))
+        assert found.attention is not None
+        assert found.argmax is not None
+        at_cell = found.attention.flatten(2).gather(2, found.argmax.long()[..., None]).squeeze(2)
+        torch.testing.assert_close(found.scores, at_cell, rtol=0, atol=0)
+
+    def test_of_equal_maxima_the_lowest_cell_is_named(self) -> None:
+        head = OpalHead(6, 3, HeadConfig())
+        found = head.explain(torch.zeros(1, 15, 3, 4))
+        assert found.argmax is not None
+        assert found.argmax.unique().tolist() == [0]
+
+    def test_a_cell_is_row_times_width_plus_column(self) -> None:
+        head = OpalHead(6, 2, HeadConfig(prototypes_per_class=1))
+        projected = torch.zeros(1, 2, 3, 4)
+        projected[0, 0, 2, 1] = 5.0
+        found = head.explain(projected)
+        assert found.argmax is not None
+        assert found.argmax[0, 0] == 2 * 4 + 1
+
+    def test_contributions_of_a_class_add_up_to_its_cosine(self) -> None:
+        # promise 1 of the design: the explanation is the computation
+        head = OpalHead(6, 3, HeadConfig())
+        found = head.explain(head.project(torch.rand(4, 6, 2, 5)))
+        assert found.scores is not None
+        z = (found.scores / found.scores.norm(dim=1, keepdim=True)).double()
+        cosine = z @ anchors(3, 5, torch.float64).T
+        torch.testing.assert_close(-(2 - 2 * cosine).sqrt(), found.logits.double(), rtol=1e-6, atol=1e-6)
+
+    def test_epsilon_is_added_to_the_norm(self) -> None:
+        head = OpalHead(6, 2, HeadConfig(prototypes_per_class=1, distance="l1", epsilon=1.0))
+        # z = (3, 4) / (5 + 1); |z - a_0| = |0.5 - 1| + 4/6
+        logits = head.classify(torch.tensor([[3.0, 4.0]]))
+        torch.testing.assert_close(logits, -torch.tensor([[0.5 + 4 / 6, 0.5 + abs(4 / 6 - 1)]]))
+
+    def test_the_linear_baseline_normalises_its_pooled_features(self) -> None:
+        head = OpalHead(6, 3, LINEAR_BASELINE)
+        features = torch.rand(2, 6, 3, 4)
+        torch.testing.assert_close(head(features), head(7.0 * features))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_everything_after_the_projection_is_float32(self, dtype: torch.dtype) -> None:
+        head = OpalHead(6, 3, HeadConfig()).to(dtype)
+        assert head.project(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
+        assert head(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
+
+
+class TestAnchors:
+    @pytest.mark.parametrize(("num_classes", "m"), [(2, 1), (3, 5), (10, 4)])
+    def test_they_are_orthonormal(self, num_classes: int, m: int) -> None:
+        matrix = anchors(num_classes, m, torch.float64)
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(num_classes, dtype=torch.float64))
+
+    def test_a_class_has_a_contiguous_block(self) -> None:
+        assert anchors(3, 2).nonzero().tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_the_head_never_holds_anchors_among_its_parameters_or_buffers(distance: str) -> None:
+    head = OpalHead(6, 3, HeadConfig(distance=distance))  # type: ignore[arg-type]
+    assert set(head.state_dict()) == {"projection.weight", "projection.bias"}
