@@ -59,7 +59,6 @@ def build_candidate(checkpoint: Checkpoint, options: ExportOptions, say: Say = l
     reference = in_batches(session.reference, pictures, join_references)
     vectors = _storable(session.reference(vector_pictures(metadata)))
 
-
     def rounding() -> Rounding:
         say("Measuring how far PyTorch's own answers move when its convolutions sum in another order")
         other = in_batches(session.run_channels_last, pictures, Outputs.concatenate)

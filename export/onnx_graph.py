@@ -27,7 +27,7 @@ def trace(graph: ExportGraph) -> onnx.ModelProto:
     Raises:
         UsageError: it would be over ONNX's 2 GB.
     """
-    parameters = sum(p.numel() * p.element_size() for p in graph.parameters())
+    parameters = sum(t.numel() * t.element_size() for t in (*graph.parameters(), *graph.buffers()))
     if parameters > MAX_BYTES:
         raise UsageError(
             f"the network has {parameters / 1e9:.1f} GB of parameters, over ONNX's limit of 2 GB for one file; "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from typing import Annotated
 
 import typer
 
 from opal_deploy._version import __version__
 from opal_deploy.cli.bench import bench
-from opal_deploy.cli.console import say
+from opal_deploy.cli.console import one_line, say
 from opal_deploy.cli.demo import demo
 from opal_deploy.cli.doctor import doctor
 from opal_deploy.cli.evaluate import evaluate
@@ -60,30 +61,25 @@ def main() -> None:
     # before the verb is parsed, so that it works wherever it stands
     debug = "--debug" in sys.argv
     sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument != "--debug")]
+    # Pillow warns of odd metadata, which is no user's business: what matters becomes an error record
+    warnings.filterwarnings("ignore", module=r"PIL\b")
     try:
         app()
+    except SystemExit as stop:
+        # typer has turned the interrupt into this
+        if stop.code == INTERRUPTED:
+            say("opal-deploy: interrupted")
+        raise
     except OpalError as error:
         if debug:
             traceback.print_exc()
-        say(f"opal-deploy: {_one_line(str(error))}")
+        say(f"opal-deploy: {one_line(str(error))}")
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        say("opal-deploy: interrupted")
-        raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:
-        # the reader of stdout went away, as `head` does
-        sys.stderr.close()
-        raise SystemExit(0) from None
     except Exception as error:
         if debug:
             traceback.print_exc()
         say(
-            f"opal-deploy: this is a bug of ours: {type(error).__name__}: {_one_line(str(error))}; "
+            f"opal-deploy: this is a bug of ours: {type(error).__name__}: {one_line(str(error))}; "
             "please report it with the output of the same command with --debug"
         )
         raise SystemExit(BUG) from None
-
-
-def _one_line(text: str) -> str:
-    """Names may hold newlines and undecodable bytes; a terminal line may not."""
-    return text.replace("\n", "\\n").encode("utf-8", "backslashreplace").decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +11,24 @@ from typing import Any, Protocol
 
 
 def say(text: str = "") -> None:
-    """A line for a person."""
-    print(text, file=sys.stderr, flush=True)
+    """A line for a person; a person who is gone stops nothing."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+
+
+def one_line(text: str) -> str:
+    """Text with names from outside in it, fit for one line of a terminal: what does not print is shown as \\x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def emit_json(document: Any) -> None:
-    """A document for a machine, on stdout."""
-    print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
+    """A document for a machine, on stdout; its reader may have gone away, as `head` does."""
+    try:
+        print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
 class Advance(Protocol):

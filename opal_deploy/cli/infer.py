@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.console import emit_json, progress, say
+from opal_deploy.cli.console import emit_json, one_line, progress, say
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,14 +75,17 @@ def infer(
     index, count = parse_shard(shard) if shard else (1, 1)
     crops = read_boxes(boxes) if boxes else None
     path = model or _found(device)
+    _raise_pillows_limit(max_pixels)
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
     _check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
     skipped = finding.Skipped()
-    items = finding.shard(finding.discover(images, skipped, sys.stdin, recursive=recursive), index, count)
+    found = finding.discover(images, skipped, sys.stdin, recursive=recursive)
+    # a call that names no image at all fails here, before anything is written
+    items = finding.shard(itertools.chain([next(found)], found), index, count)
     folder = new_folder(out, overwrite=overwrite)
     options = EngineOptions(
-        batch=batch or (_CPU_BATCH if "CPU" in sessions[0].description else _GPU_BATCH),
+        batch=batch or (_CPU_BATCH if "on cpu" in sessions[0].description.lower() else _GPU_BATCH),
         workers=workers or min(8, available_cpus()),
         max_pixels=max_pixels,
         top=top,
@@ -106,9 +110,17 @@ def parse_shard(text: str) -> tuple[int, int]:
         UsageError: something else.
     """
     parts = text.split("/")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
         raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
     return int(parts[0]), int(parts[1])
+
+
+def _raise_pillows_limit(max_pixels: int) -> None:
+    from PIL import Image
+
+    # Pillow refuses twice its own limit before ours is asked
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
 
 
 def _found(device: str) -> Path:
@@ -164,7 +176,8 @@ def _tell(summary: Summary, skipped: Skipped, results: Path, report: Path | None
     for code, count in summary.errors.most_common():
         say(f"  {code}: {count}")
     if skipped.count:
-        say(f"Passed over {skipped.count} files that are hidden or no images by name ({', '.join(skipped.examples)})")
+        examples = one_line(", ".join(skipped.examples))
+        say(f"Passed over {skipped.count} files that are hidden or no images by name ({examples})")
     say(f"Records: {results}")
     if report is not None:
         say(f"Report: {report}")

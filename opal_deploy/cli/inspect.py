@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.console import emit_json, one_line, say
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
 
 _NAMES_SHOWN = 8
+# model.checkpoint.FORMAT, whose module imports torch
+_OUR_FORMAT = "opal-deploy checkpoint"
 
 
 def inspect(
@@ -34,7 +36,7 @@ def inspect(
         return
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        say(f"{name:<{width}}  {value}")
+        say(f"{name:<{width}}  {one_line(value)}")
 
 
 def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -99,8 +101,10 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact.files import sha256_of_file
 
     index = read_index(path)
-    ours = "config" in index and "state_dict" in index
-    state = index["state_dict"] if ours else index
+    ours = index.get("format") == _OUR_FORMAT
+    state = index.get("state_dict") if ours else index
+    if not isinstance(state, dict):
+        raise _damaged(path)
     tensors = {key: value for key, value in state.items() if isinstance(value, TensorInfo)}
     parameters = sum(_product(tensor.shape) for tensor in tensors.values())
     digest = sha256_of_file(path)
@@ -116,24 +120,42 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         document |= {
             key: index.get(key) for key in ("schema", "version", "config", "class_names", "crop", "metrics", "training")
         }
-        config = index["config"]
-        lines += [
-            ("written by", f"opal-deploy {index.get('version')}"),
-            ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"),
-            ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
-            ("classes", _names(list(index["class_names"]))),
-            ("metrics", ", ".join(f"{k} {_short(v)}" for k, v in (index.get("metrics") or {}).items()) or "none"),
-        ]
+        try:
+            lines += _about_ours(index)
+        except (AttributeError, KeyError, TypeError):
+            raise _damaged(path) from None
+    elif tensors:
+        lines.append(("kind", _state_dict_kind(tensors)))
     else:
-        lines += [("kind", _state_dict_kind(tensors))]
+        keys = ", ".join(map(str, list(index)[:_NAMES_SHOWN]))
+        raise ArtifactError(
+            f"{path}: no tensors in it, only {keys or 'nothing'}; expected a checkpoint or a state dict"
+        )
     lines.append(("tensors", f"{len(tensors)}, {parameters / 1e6:.1f} million values"))
     return document, lines
+
+
+def _about_ours(index: dict[str, Any]) -> list[tuple[str, str]]:
+    config = index["config"]
+    return [
+        ("written by", f"opal-deploy {index.get('version')}"),
+        ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"),
+        ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
+        ("classes", _names(list(index["class_names"]))),
+        ("metrics", ", ".join(f"{k} {_short(v)}" for k, v in (index.get("metrics") or {}).items()) or "none"),
+    ]
+
+
+def _damaged(path: Path) -> ArtifactError:
+    return ArtifactError(f"{path}: an opal-deploy checkpoint with parts missing; train or copy it again")
 
 
 def _state_dict_kind(tensors: dict[str, Any]) -> str:
     anchors = tensors.get("classifier.prototypes")
     if anchors is None or "final_conv_layer.weight" not in tensors:
         return "a bare state dict, not an OPAL checkpoint"
+    if len(anchors.shape) != 2 or 0 in anchors.shape:
+        return f"a state dict whose classifier.prototypes has the shape {list(anchors.shape)}, not an OPAL checkpoint"
     classes, channels = anchors.shape
     return f"an OPAL checkpoint of the authors: {classes} classes, m = {channels // classes}"
 

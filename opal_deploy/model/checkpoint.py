@@ -7,6 +7,7 @@ leave no trace in it, so they are options, recorded as `assumed`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,13 @@ def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assum
 
 
 def read_class_names(path: Path) -> list[str]:
-    """One name a line, UTF-8; blank lines at the end do not count.
+    """One name a line, UTF-8 (with or without a byte order mark); blank lines at the end do not count.
 
     Raises:
         UsageError: unreadable, empty, or a name is blank or doubled.
     """
     try:
-        lines = path.read_text(encoding="utf-8").rstrip().split("\n")
+        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not a readable UTF-8 file of class names ({error})") from None
     names = [line.strip() for line in lines]
@@ -239,8 +240,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
     others = [name for name in backbones.names() if name not in PAPER_BACKBONES]
     nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
-        state = backbones.full_model(name, "meta").state_dict()
-        full = {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
+        full = _body_shapes(name)
         wrong = len(full.keys() ^ shapes.keys()) + sum(full[k] != shapes[k] for k in full.keys() & shapes.keys())
         if wrong < fewest:
             nearest, fewest, fitting = name, wrong, full
@@ -261,6 +261,13 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
             if shapes[key] != fitting[key]
         ],
     )
+
+
+@functools.cache
+def _body_shapes(name: str) -> dict[str, torch.Size]:
+    """Of torchvision's network, without what follows its pooling."""
+    state = backbones.full_model(name, "meta").state_dict()
+    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
 
 
 def _is_counter(key: str) -> bool:

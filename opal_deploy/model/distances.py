@@ -27,6 +27,11 @@ def distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
     return DISTANCE_FUNCTIONS[distance](blocks, 1.0 / math.sqrt(prototypes_per_class))
 
 
+def epsilon_for(tensor: Tensor, value: float) -> Tensor:
+    """An addend that survives export: [1], since ONNX optimisers take a scalar of 1e-8 for zero and drop the sum."""
+    return tensor.new_full((1,), value)
+
+
 def _l2(blocks: Tensor, anchor: float) -> Tensor:
     # |z - a|^2 = 2 - 2 <z, a> for unit vectors (paper, Sec. 3.4); slightly negative near saturation, hence the clamp
     cosine = blocks.sum(2) * anchor
@@ -45,7 +50,7 @@ def _l3(blocks: Tensor, anchor: float) -> Tensor:
 
 def _kl(blocks: Tensor, anchor: float) -> Tensor:
     # sum z (log(z + e) - log(a + e)): the first term is common to all classes, the second takes two values
-    entropy = (blocks * (blocks + KL_EPSILON).log()).sum((1, 2)).unsqueeze(1)
+    entropy = (blocks * (blocks + epsilon_for(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
     inside = blocks.sum(2)
     outside = _sum_outside(inside)
     return entropy - inside * math.log(anchor + KL_EPSILON) - outside * math.log(KL_EPSILON)

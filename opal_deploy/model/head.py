@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.model.distances import distances
+from opal_deploy.model.distances import distances, epsilon_for
 
 
 @dataclass
@@ -81,7 +81,8 @@ class OpalHead(nn.Module):
 
     def classify(self, scores: Tensor) -> Tensor:
         """Scores [N, K] to logits [N, C] (paper, Eq. 4)."""
-        z = scores / (torch.linalg.vector_norm(scores, dim=1, keepdim=True) + self.config.epsilon)
+        norm = torch.linalg.vector_norm(scores, dim=1, keepdim=True)
+        z = scores / (norm + epsilon_for(norm, self.config.epsilon))
         if self.classifier is not None:
             logits: Tensor = self.classifier(z)
             return logits

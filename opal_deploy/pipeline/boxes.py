@@ -7,6 +7,7 @@ CSV: a header with `image` and either `x0,y0,x1,y1` or `x,y,width,height`. COCO:
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,19 @@ _SIZED = ("x", "y", "width", "height")
 
 
 class Boxes:
-    """Looks up an image's box by its path, its path below the given folder, or its bare name where that is unique."""
+    """Looks up an image's box by its path, or by as much of its end as the file names: `a/b.jpg` names `data/a/b.jpg`.
+
+    Where the file's names begin further up (`data/a/b.jpg` for an image given as `a/b.jpg`), one that ends in the whole
+    path that was given will do, if it is the only one. Names that differ in a folder never meet: `x/1.jpg` is not
+    `y/1.jpg`, and a wrong box would be a wrong answer without a word.
+    """
 
     def __init__(self, by_name: dict[str, Box], origin: str) -> None:
         self._by_name = by_name
         self._origin = origin
-        self._by_base: dict[str, Box | None] = {}
-        for name, box in by_name.items():
-            base = Path(name).name
-            # a bare name that two entries share names neither
-            self._by_base[base] = None if base in self._by_base else box
+        self._by_base: dict[str, list[str]] = {}
+        for name in by_name:
+            self._by_base.setdefault(name.rpartition("/")[2], []).append(name)
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -40,13 +44,17 @@ class Boxes:
         Raises:
             ImageError: no_box.
         """
-        for key in (item.path.as_posix(), item.relative):
+        path = item.path.as_posix()
+        parts = path.split("/")
+        for start in range(len(parts)):
+            key = "/".join(parts[start:])
             if key in self._by_name:
                 return self._by_name[key]
-        box = self._by_base.get(item.path.name)
-        if box is None:
-            raise ImageError("no_box", f"{self._origin} has no box for it")
-        return box
+        longer = [name for name in self._by_base.get(parts[-1], []) if name.endswith("/" + path)]
+        if len(longer) != 1:
+            why = "no box" if not longer else f"{len(longer)} boxes ({longer[0]}, {longer[1]}, ...)"
+            raise ImageError("no_box", f"{self._origin} has {why} for it")
+        return self._by_name[longer[0]]
 
 
 def read_boxes(path: Path) -> Boxes:
@@ -56,12 +64,15 @@ def read_boxes(path: Path) -> Boxes:
         UsageError: unreadable, of another shape, a number that is none, an image with two boxes.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+        # line ends as they are: a quoted name may hold one
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+            text = stream.read()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a CSV or COCO file") from None
     rows = _coco(path, text) if text.lstrip().startswith("{") else _csv(path, text)
     by_name: dict[str, Box] = {}
     for name, box in rows:
+        name = name.removeprefix("./")
         if name in by_name:
             raise UsageError(f"{path}: two boxes for {name}; expected one an image")
         by_name[name] = box
@@ -71,7 +82,13 @@ def read_boxes(path: Path) -> Boxes:
 
 
 def _csv(path: Path, text: str) -> list[tuple[str, Box]]:
-    reader = csv.DictReader(text.splitlines())
+    try:
+        return _csv_rows(path, csv.DictReader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise UsageError(f"{path}: not a CSV file ({error}); expected a CSV or COCO file") from None
+
+
+def _csv_rows(path: Path, reader: csv.DictReader[str]) -> list[tuple[str, Box]]:
     header = [name.strip() for name in reader.fieldnames or []]
     columns = next((c for c in (_CORNERS, _SIZED) if {"image", *c} <= set(header)), None)
     if columns is None:
@@ -85,6 +102,8 @@ def _csv(path: Path, text: str) -> list[tuple[str, Box]]:
             values = [float(row[column]) for column in columns]
         except (TypeError, ValueError):
             raise UsageError(f"{path}: line {reader.line_num} has no four numbers in {', '.join(columns)}") from None
+        if not row["image"]:
+            raise UsageError(f"{path}: line {reader.line_num} has no image's name")
         rows.append((row["image"], _corners(values, sized=columns is _SIZED)))
     return rows
 
@@ -95,7 +114,7 @@ def _coco(path: Path, text: str) -> list[tuple[str, Box]]:
         names = {image["id"]: str(image["file_name"]) for image in document["images"]}
         annotations = document["annotations"]
         return [(names[a["image_id"]], _corners([float(v) for v in a["bbox"]], sized=True)) for a in annotations]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path}: not a COCO file ({error!r}); expected images with id and file_name, annotations with bbox"
         ) from None

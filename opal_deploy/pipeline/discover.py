@@ -6,13 +6,15 @@ Lazily, in sorted order, one folder's names in memory at a time.
 from __future__ import annotations
 
 import glob
+import io
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.pipeline.output import OVERLAYS, RESULTS
 
 # in a folder these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
 IMAGE_SUFFIXES = frozenset(
@@ -28,10 +30,12 @@ class Item:
     Attributes:
         path: as a person would open it from the working directory.
         relative: to the folder that it was found in; the file's name for one named directly.
+        problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
     """
 
     path: Path
     relative: str
+    problem: ImageError | None = None
 
 
 @dataclass
@@ -47,6 +51,11 @@ class Skipped:
         if len(self.examples) < 3:
             self.examples.append(path.name)
 
+    def merge(self, other: Skipped) -> None:
+        """Add another's."""
+        self.count += other.count
+        self.examples = (self.examples + other.examples)[:3]
+
 
 def discover(
     inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None, *, recursive: bool = True
@@ -60,8 +69,24 @@ def discover(
         recursive: look into subfolders of folders.
 
     Raises:
-        UsageError: an input is nothing of the kind, or a folder holds no image. Raised when the iteration gets there.
+        UsageError: not one image was found. Inputs without an image beside others that have some are items with a
+            `problem`: one empty folder costs the other folders nothing.
     """
+    held: list[Item] = []
+    found = False
+    for item in _items(inputs, skipped, stdin, recursive):
+        if item.problem is not None and not found:
+            held.append(item)
+            continue
+        if not found:
+            found = True
+            yield from held
+        yield item
+    if not found:
+        raise UsageError(f"{held[0].path}: {held[0].problem}" if held else "not one image was given")
+
+
+def _items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool) -> Iterator[Item]:
     for text in inputs:
         if text == "-":
             yield from _from_list(stdin)
@@ -74,7 +99,8 @@ def discover(
         elif glob.has_magic(text):
             yield from _from_glob(text, skipped, recursive)
         else:
-            raise UsageError(f"{text}: no such file or folder")
+            # it was there when the call was checked; its record will say not_found
+            yield Item(path, path.name)
 
 
 def check_inputs(inputs: Iterable[str]) -> None:
@@ -93,54 +119,84 @@ def check_inputs(inputs: Iterable[str]) -> None:
 
 def _from_folder(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
     found = False
-    for path in _walk(folder, skipped, recursive):
+    others = Skipped()
+    for item in _walk(folder, others, recursive):
         found = True
-        yield Item(path, path.relative_to(folder).as_posix())
+        yield item
+    skipped.merge(others)
     if not found:
-        more = f" ({skipped.count} other files, such as {', '.join(skipped.examples)})" if skipped.count else ""
-        raise UsageError(f"{folder}: no images in it or below{more}; expected files such as .jpg or .png")
+        more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
+        below = " or below" if recursive else ""
+        yield _nothing(folder, f"no images in it{below}{more}; expected files such as .jpg or .png")
 
 
-def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Path]:
+def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
     """Depth first, sorted by bytes; links to folders are not followed, or a loop would never end."""
+    # a stack of our own: folders may be nested deeper than Python's
+    waiting = [_list(folder, skipped, recursive)]
+    while waiting:
+        path = next(waiting[-1], None)
+        if path is None:
+            waiting.pop()
+        elif isinstance(path, Item):
+            yield Item(path.path, path.path.relative_to(folder).as_posix(), path.problem)
+        else:
+            waiting.append(_list(path, skipped, recursive))
+
+
+def _list(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item | Path]:
+    """One folder's images as items, its subfolders as paths."""
     try:
         with os.scandir(folder) as entries:
             listed = sorted(entries, key=lambda entry: os.fsencode(entry.name))
-    except OSError:
-        # reading it will be refused in the same way, and that is an error record
-        yield folder
+    except OSError as error:
+        problem = ImageError("unreadable", f"the folder cannot be listed: {error.strerror or error}")
+        yield Item(folder, folder.name, problem)
         return
+    ours = any(entry.name == RESULTS for entry in listed)
     for entry in listed:
         path = folder / entry.name
-        if entry.name.startswith("."):
+        # overlays of an earlier run, or of this one, are no photographs
+        if entry.name.startswith(".") or (ours and entry.name == OVERLAYS):
             skipped.add(path)
         elif entry.is_dir(follow_symlinks=False):
             if recursive:
-                yield from _walk(path, skipped, recursive)
+                yield path
         elif path.suffix.lower() in IMAGE_SUFFIXES:
-            yield path
+            yield Item(path, entry.name)
         else:
             skipped.add(path)
+
+
+def _nothing(path: Path, message: str) -> Item:
+    return Item(path, path.name, ImageError("no_images", message))
 
 
 def _from_glob(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
     matches = sorted(glob.glob(pattern, recursive=True), key=os.fsencode)
-    if not matches:
-        raise UsageError(f"{pattern}: nothing matches")
+    found = False
     for match in matches:
         path = Path(match)
         if path.is_dir():
             if "**" not in pattern:
+                found = True
                 yield from _from_folder(path, skipped, recursive)
         elif path.suffix.lower() in IMAGE_SUFFIXES:
+            found = True
             yield Item(path, path.name)
         else:
             skipped.add(path)
+    if not found:
+        what = f"none of its {len(matches)} matches is an image by its name" if matches else "nothing matches"
+        yield _nothing(Path(pattern), what)
 
 
 def _from_list(stdin: TextIO | None) -> Iterator[Item]:
     if stdin is None:
         raise UsageError("-: there is no standard input to read paths from")
+    if isinstance(stdin, io.TextIOWrapper):
+        # names are bytes; one that is not UTF-8 names a file all the same
+        stdin.reconfigure(errors="surrogateescape")
     found = False
     for line in stdin:
         name = line.rstrip("\n")
@@ -148,7 +204,7 @@ def _from_list(stdin: TextIO | None) -> Iterator[Item]:
             found = True
             yield Item(Path(name), name)
     if not found:
-        raise UsageError("-: standard input named no image; expected one path a line")
+        yield _nothing(Path("-"), "standard input named no image; expected one path a line")
 
 
 def shard(items: Iterable[Item], index: int, count: int) -> Iterator[Item]:

@@ -11,13 +11,15 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.explain.records import Record, build_record
+from opal_deploy.errors import OpalError
+from opal_deploy.explain.records import Record, build_record, error_record
 from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.preprocess.decode import MAX_PIXELS
 from opal_deploy.preprocess.geometry import Geometry
@@ -64,21 +66,24 @@ def explain_all(requests: Iterable[Request], sessions: Sequence[Session], option
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
+        OpalError: `requests` raised it; everything before it was yielded.
     """
     input_size = sessions[0].metadata.input_size
-    with (
-        ThreadPoolExecutor(options.workers, "decode") as decoders,
-        _Pools(len(sessions)) as runners,
-    ):
+    ended: list[OpalError] = []
+    with ExitStack() as stack:
+        decoders = stack.enter_context(thread_pool(options.workers, "decode"))
+        # one thread a session: a session answers one batch at a time
+        runners = [stack.enter_context(thread_pool(1, f"session-{index}")) for index in range(len(sessions))]
 
         def prepared(request: Request) -> Prepared:
             return prepare(request, input_size, options.max_pixels, keep_picture=options.keep_pictures)
 
         # each session has a batch in work and the next one ready
         decoding = ahead(
-            (decoders.submit(prepared, request) for request in requests), options.batch * (len(sessions) + 1)
+            (decoders.submit(prepared, request) for request in _until_error(requests, ended)),
+            options.batch * (len(sessions) + 1),
         )
-        turn = itertools.cycle(zip(sessions, runners.pools, strict=True))
+        turn = itertools.cycle(zip(sessions, runners, strict=True))
         running = ahead(
             (
                 pool.submit(_answer, session, batch, options)
@@ -88,21 +93,47 @@ def explain_all(requests: Iterable[Request], sessions: Sequence[Session], option
         )
         for results in running:
             yield from results
+    if ended:
+        raise ended[0]
+
+
+@contextmanager
+def thread_pool(workers: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """A pool that drops what waits when its block is left, so that an interrupted run ends at once."""
+    pool = ThreadPoolExecutor(workers, name)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def ahead(futures: Iterator[Future[T]], distance: int) -> Iterator[T]:
-    """Results in order, with at most `distance` futures begun beyond the one that is awaited."""
+    """Results in order, with at most `distance` futures begun beyond the one that is awaited.
+
+    Where `futures` itself raises an OpalError, the results of those before come first.
+    """
     pending: deque[Future[T]] = deque()
+    ended: list[OpalError] = []
     try:
-        for future in futures:
+        for future in _until_error(futures, ended):
             pending.append(future)
             if len(pending) > distance:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+        if ended:
+            raise ended[0]
     finally:
         for future in pending:
             future.cancel()
+
+
+def _until_error(items: Iterable[T], ended: list[OpalError]) -> Iterator[T]:
+    """`items` up to the OpalError that ends them, which is put into `ended`: read-ahead must not outrun its results."""
+    try:
+        yield from items
+    except OpalError as error:
+        ended.append(error)
 
 
 def _batches(prepared: Iterator[Prepared], size: int) -> Iterator[list[Prepared]]:
@@ -118,6 +149,9 @@ def _answer(session: Session, batch: list[Prepared], options: EngineOptions) -> 
     results = []
     for entry in batch:
         record = entry.error
+        if record is None and not np.isfinite(cast(Outputs, outputs).logits[rows[id(entry)]]).all():
+            # half precision overflows for some pictures; NaN is no answer, and no JSON
+            record = error_record(entry.request.name, "not_finite", "the model's answer for it is not a finite number")
         if record is None:
             record = build_record(
                 entry.request.name,
@@ -130,17 +164,3 @@ def _answer(session: Session, batch: list[Prepared], options: EngineOptions) -> 
             )
         results.append(Result(record, entry))
     return results
-
-
-class _Pools:
-    """One thread a session: a session answers one batch at a time."""
-
-    def __init__(self, count: int) -> None:
-        self.pools = [ThreadPoolExecutor(1, f"session-{index}") for index in range(count)]
-
-    def __enter__(self) -> _Pools:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pool in self.pools:
-            pool.shutdown(wait=True, cancel_futures=True)

@@ -6,23 +6,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from PIL import Image
 
-from opal_deploy.errors import ImageError, StoppedEarly
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.explain.overlay import encode_overlay
 from opal_deploy.explain.records import Record
 from opal_deploy.explain.report import ReportWriter
 from opal_deploy.pipeline.boxes import Boxes
 from opal_deploy.pipeline.discover import Item
-from opal_deploy.pipeline.engine import EngineOptions, Result, ahead, explain_all
+from opal_deploy.pipeline.engine import EngineOptions, Result, ahead, explain_all, thread_pool
 from opal_deploy.pipeline.names import escape_name
 from opal_deploy.pipeline.output import OVERLAYS, REPORT, RESULTS, RecordWriter, overlay_name
 from opal_deploy.pipeline.prepare import Request
 from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.resize import Box
 from opal_deploy.runtime.session import Session
 
 
@@ -83,7 +84,7 @@ def run(
 
     Raises:
         StoppedEarly: the disk is full or a device was lost; records so far are whole.
-        UsageError: an input is no image, file or folder (raised by the iteration over `items`).
+        UsageError: not one image was found (raised by the iteration over `items`), or `job.out` cannot be written to.
     """
     summary = Summary()
     started = time.perf_counter()
@@ -92,11 +93,8 @@ def run(
         writer = stack.enter_context(RecordWriter(job.out / RESULTS))
         report = None
         if job.explain:
-            (job.out / OVERLAYS).mkdir(exist_ok=True)
-            report = stack.enter_context(
-                ReportWriter(job.out / REPORT, title="OPAL explanations", facts=job.facts, limit=job.report_limit)
-            )
-            drawers = stack.enter_context(ThreadPoolExecutor(job.engine.workers, "overlay"))
+            report = stack.enter_context(_report(job))
+            drawers = stack.enter_context(thread_pool(job.engine.workers, "overlay"))
             drawn = _with_overlays(results, job, drawers)
         else:
             drawn = ((result.record, None) for result in results)
@@ -115,14 +113,32 @@ def run(
 def requests(items: Iterable[Item], boxes: Boxes | None) -> Iterator[Request]:
     """What the engine is asked for: each item with its name and its box."""
     for item in items:
-        box = None
-        if boxes is not None:
+        box: Box | ImageError | None = item.problem
+        if box is None and boxes is not None:
             try:
                 box = boxes.find(item)
             except ImageError as error:
-                yield Request(escape_name(str(item.path)), item.path, error)
-                continue
+                box = error
         yield Request(escape_name(str(item.path)), item.path, box)
+
+
+@contextmanager
+def _report(job: Job) -> Iterator[ReportWriter]:
+    """The report, and the folder of the overlays; not being able to write them is the disk's fault, not ours."""
+    try:
+        (job.out / OVERLAYS).mkdir(exist_ok=True)
+        report = ReportWriter(job.out / REPORT, title="OPAL explanations", facts=job.facts, limit=job.report_limit)
+    except OSError as error:
+        raise UsageError(f"{job.out}: cannot be written ({error.strerror or error}); choose another --out") from None
+    try:
+        yield report
+    except BaseException:
+        report.discard()
+        raise
+    try:
+        report.close()
+    except OSError as error:
+        raise _report_failed(error) from None
 
 
 def _with_overlays(
@@ -141,7 +157,13 @@ def _draw(index: int, result: Result, job: Job) -> tuple[Record, bytes | None]:
     record = result.record
     if record["status"] == "error":
         return record, None
-    picture = result.prepared.picture or _again(result.prepared.request, job.engine.max_pixels)
+    try:
+        picture = result.prepared.picture or _again(result.prepared.request, job.engine.max_pixels)
+        if picture.size != (record["width"], record["height"]):
+            return record, None
+    except ImageError:
+        # it was answered as it was, and is gone or another by now: the answer stands, without a picture
+        return record, None
     overlay = encode_overlay(picture, record)
     name = overlay_name(index, record["image"])
     try:
@@ -162,6 +184,8 @@ def _add(report: ReportWriter, record: Record, overlay: bytes | None) -> None:
     try:
         report.add(record, overlay)
     except OSError as error:
-        raise StoppedEarly(
-            f"the report cannot be written ({error.strerror or error}); make room and run again"
-        ) from None
+        raise _report_failed(error) from None
+
+
+def _report_failed(error: OSError) -> StoppedEarly:
+    return StoppedEarly(f"the report cannot be written ({error.strerror or error}); make room and run again")

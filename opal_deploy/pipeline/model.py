@@ -90,9 +90,10 @@ class Model:
             isinstance(images, np.ndarray) and images.ndim < 4
         )
         sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
-        given = (
-            [cast("Box | None", boxes)] if one else list(cast("Sequence[Box | None]", boxes or [None] * len(sources)))
-        )
+        if one:
+            given = [cast("Box | None", boxes)]
+        else:
+            given = [None] * len(sources) if boxes is None else list(cast("Sequence[Box | None]", boxes))
         if len(given) != len(sources):
             raise ValueError(f"{len(given)} boxes for {len(sources)} images; give one for each, None for none")
         options = EngineOptions(batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels)
@@ -121,4 +122,5 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
 
 
 def _name(source: Source) -> str | None:
-    return escape_name(os.fspath(source)) if isinstance(source, str | os.PathLike) else None
+    # as the CLI names it
+    return escape_name(str(Path(source))) if isinstance(source, str | os.PathLike) else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +31,8 @@ def new_folder(wanted: Path | None, *, overwrite: bool) -> Path:
         UsageError: it holds an earlier run, or cannot be made.
     """
     folder = wanted or _first_free(Path("explanations"))
-    if (folder / RESULTS).exists() and not overwrite:
+    # os.path: unlike pathlib's it is False, not an error, where the answer is refused
+    if os.path.lexists(folder / RESULTS) and not overwrite:
         raise UsageError(f"{folder}: it holds the results of an earlier run; choose another --out, or give --overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,8 @@ class RecordWriter:
             while written < len(line):
                 written += self._stream.write(line[written:])
         except OSError as error:
-            self._stream.truncate(start)
+            with contextlib.suppress(OSError):  # a device that is gone cannot be cut either
+                self._stream.truncate(start)
             raise StoppedEarly(
                 f"{self.path}: cannot be written any more ({error.strerror or error}); "
                 f"the {self.count} records before are whole; make room and run again"

@@ -61,5 +61,8 @@ def prepare(request: Request, input_size: tuple[int, int], max_pixels: int, *, k
         pixels = to_input(picture, geometry, input_size)
     except ImageError as error:
         return Prepared(request, error=error_record(request.name, error.code, str(error)))
+    except MemoryError:
+        message = "it needs more memory than there is; lower --max-pixels or --workers"
+        return Prepared(request, error=error_record(request.name, "too_many_pixels", message))
     small = picture.width * picture.height <= _KEEP_PIXELS
     return Prepared(request, geometry, pixels, picture if keep_picture and small else None)

@@ -10,19 +10,22 @@ Every way in which a file can be wrong ends in an ImageError with one of these c
     truncated_image    it starts well and ends early
     corrupt_image      a decoder gave up inside it
     too_many_pixels    it claims more pixels than the limit
-    unsupported_image  it decodes, but to values without a defined meaning as 8-bit RGB (32-bit floats)
+    unsupported_image  values without a defined meaning as 8-bit RGB (32-bit floats), no pixels at all, or a format
+                       whose decoder runs another program on the file (EPS)
     bad_box            the box given for it has no pixel of the picture (see `resize`)
 
-Colour: CMYK, YCCK, Lab, grey and palette pictures are converted by Pillow; 16 bits are scaled to 8 (v / 257);
-transparency is laid over white, as viewers do; ICC profiles are not applied, here or in training.
+Colour: CMYK, YCCK, Lab, grey and palette pictures are converted by Pillow; 16-bit grey is scaled to 8 bits (v / 257,
+rounded), of 16-bit RGB Pillow keeps the upper 8; transparency is laid over white, as viewers do; ICC profiles are not
+applied, here or in training.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import stat
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +38,12 @@ Source: TypeAlias = str | Path | bytes | Image.Image | NDArray[np.uint8]
 # above this a picture is refused before its pixels are decoded: 100 megapixels are 300 MB of RGB
 MAX_PIXELS = 100_000_000
 
-# Pillow has a limit of its own that it cannot be told per call; ours comes first for all but headers of absurd size
+# Pillow has a limit of its own, which is no argument of its functions: it refuses from 178 956 970 pixels on
 _16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
-_16_TO_8 = 257.0
+# round(v / 257) for every 16-bit v; 257 is odd, so there are no halves
+_16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
+# Pillow hands these to Ghostscript: no file from outside may start a program
+_RUNS_A_PROGRAM = ("EPS",)
 
 
 def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -58,14 +64,20 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if isinstance(source, Image.Image):
         _check_pixels(source.size, max_pixels)
         return _to_rgb(_guarded(source))
-    data = source if isinstance(source, bytes) else read_file(Path(source))
-    if not data:
+    if isinstance(source, bytes):
+        return _from_stream(io.BytesIO(source), len(source), max_pixels)
+    with _open(Path(source)) as stream:
+        return _from_stream(stream, os.fstat(stream.fileno()).st_size, max_pixels)
+
+
+def _from_stream(stream: BinaryIO, size: int, max_pixels: int) -> Image.Image:
+    if not size:
         raise ImageError("empty_file", "the file has zero bytes")
-    return _to_rgb(_guarded(io.BytesIO(data), max_pixels))
+    return _to_rgb(_guarded(stream, max_pixels))
 
 
-def read_file(path: Path) -> bytes:
-    """A regular file's bytes.
+def _open(path: Path) -> BinaryIO:
+    """A regular file, opened. Not read as a whole: a file of any length may be called .jpg.
 
     Raises:
         ImageError: not_found, not_a_file or unreadable.
@@ -75,7 +87,7 @@ def read_file(path: Path) -> bytes:
         if not stat.S_ISREG(mode):
             # a named pipe would block for ever
             raise ImageError("not_a_file", "it is a folder, a pipe or a device, not a file")
-        return path.read_bytes()
+        return path.open("rb")
     except FileNotFoundError:
         raise ImageError("not_found", "no such file") from None
     except (OSError, ValueError) as error:
@@ -83,11 +95,13 @@ def read_file(path: Path) -> bytes:
         raise ImageError("unreadable", f"cannot be read: {reason}") from None
 
 
-def _guarded(source: io.BytesIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def _guarded(source: BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Open, check, load and orient; whatever Pillow raises becomes an ImageError."""
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         _check_pixels(image.size, max_pixels)
+        if image.format in _RUNS_A_PROGRAM:
+            raise ImageError("unsupported_image", f"{image.format} is a program to be run, not pixels; save it as PNG")
         image.load()
         return _oriented(image)
     except ImageError:
@@ -110,6 +124,8 @@ def _is_truncation(error: Exception) -> bool:
 
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
     width, height = size
+    if not width * height:
+        raise ImageError("unsupported_image", f"{width}x{height} has no pixels")
     if width * height > max_pixels:
         raise ImageError(
             "too_many_pixels", f"{width}x{height} is {width * height:,} pixels, over the limit of {max_pixels:,}"
@@ -141,13 +157,15 @@ def _convert(image: Image.Image) -> Image.Image:
             "unsupported_image", "its pixels are 32-bit floats, whose range is not defined; save it as 8-bit"
         )
     if image.mode in _16_BIT_MODES or image.mode == "I":
-        values = np.asarray(image, dtype=np.float64)
-        if values.size and (values.min() < 0 or values.max() > 65535):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 65535:
             raise ImageError("unsupported_image", "its pixels are 32-bit integers beyond 16 bits; save it as 8-bit")
-        grey = np.rint(values / _16_TO_8).astype(np.uint8)
+        grey = _16_TO_8[values]
+        if isinstance(image.info.get("transparency"), int):
+            grey[values == image.info["transparency"]] = 255
         return Image.fromarray(grey).convert("RGB")
-    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
-        rgba = image.convert("RGBA")
+    if image.has_transparency_data:
+        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")

@@ -44,13 +44,25 @@ class Gate:
         return replace(
             self,
             cosine=max(self.cosine, min(2 * rounding.cosine, WIDEST.cosine)),
-            score=max(self.score, min(2 * rounding.score, WIDEST.cosine)),
+            score=max(self.score, min(2 * rounding.score, WIDEST.score)),
             tie=max(self.tie, min(2 * rounding.relative_score, WIDEST.tie)),
         )
 
     def elsewhere(self) -> Gate:
-        """For another machine than the one that exported: its kernels sum in an order of their own."""
-        return replace(self, cosine=10 * self.cosine, score=10 * self.score, tie=10 * self.tie)
+        """For another machine than the one that exported, whose kernels sum in an order of their own.
+
+        Ten times as wide where rounding is what the gate allows for; half precision's gate is wide enough already.
+        """
+
+        def wider(own: float, widest: float) -> float:
+            return min(10 * own, max(own, widest))
+
+        return replace(
+            self,
+            cosine=wider(self.cosine, WIDEST.cosine),
+            score=wider(self.score, WIDEST.score),
+            tie=wider(self.tie, WIDEST.tie),
+        )
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,9 @@ class Rounding:
 
 # a network noisier than this has no answers to reproduce
 WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
+
+# float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
+_RESOLUTION = 1e-6
 
 GATES = {
     "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
@@ -165,6 +180,8 @@ def _shape_failures(expected: Outputs, candidate: Outputs) -> tuple[str, ...]:
             failures.append(f"{name}: {found}, expected {before.dtype} {list(before.shape)}")
         elif not np.isfinite(after).all():
             failures.append(f"{name}: {int((~np.isfinite(after)).sum())} values are not finite")
+        elif not np.isfinite(before).all():
+            failures.append(f"{name}: {int((~np.isfinite(before)).sum())} values of the reference are not finite")
     return tuple(failures)
 
 
@@ -181,7 +198,7 @@ def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[fl
 def _decided(values: FloatArray, difference: float) -> Any:
     """Pictures whose best class leads by more than twice the difference measured: bool [N]."""
     best = np.sort(values, axis=1)
-    return best[:, -1] - best[:, -2] > 2 * difference
+    return best[:, -1] - best[:, -2] > 2 * max(difference, _RESOLUTION)
 
 
 def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> dict[str, int]:

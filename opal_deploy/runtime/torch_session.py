@@ -91,6 +91,9 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"device {name}: PyTorch sees no CUDA GPU; see `opal-deploy doctor`, or use --device cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {name}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs, counted from 0")
+    return device

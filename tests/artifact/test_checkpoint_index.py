@@ -1,0 +1,149 @@
+"""What a checkpoint holds, read without torch: torch's own answer, and nothing in the file is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
+from opal_deploy.errors import ArtifactError
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.head import anchors
+from opal_deploy.model.network import OpalNetwork
+
+
+def _save(path: Path, document: Any, **options: Any) -> Path:
+    torch.save(document, path, **options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def network() -> OpalNetwork:
+    return OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64)))
+
+
+def _assert_same_tensors(state: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    assert list(state) == list(expected)
+    for key, tensor in expected.items():
+        assert isinstance(state[key], TensorInfo)
+        assert state[key].shape == tuple(tensor.shape)
+
+
+def test_it_agrees_with_torch_on_our_format(network: OpalNetwork, tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    checkpoint.save(path, checkpoint.Checkpoint(network, ["a", "b", "ü"], metrics={"x": 0.5}))
+    found, expected = read_index(path), torch.load(path, weights_only=True)
+    _assert_same_tensors(found.pop("state_dict"), expected.pop("state_dict"))
+    assert found == expected
+
+
+def test_it_agrees_with_torch_on_the_authors_format(network: OpalNetwork, tmp_path: Path) -> None:
+    state = {f"backbone.{key}": value for key, value in network.backbone.body.state_dict().items()}
+    state["final_conv_layer.weight"] = torch.nn.Parameter(torch.zeros(15, 1024, 1, 1))
+    state["classifier.prototypes"] = anchors(3, 5)
+    path = _save(tmp_path / "c.pt", state)
+    _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
+
+
+def test_a_modules_own_state_dict_is_read(network: OpalNetwork, tmp_path: Path) -> None:
+    # an OrderedDict with an attribute of torch's
+    path = _save(tmp_path / "c.pt", network.state_dict())
+    _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_a_tensor_of_any_usual_type_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = _save(tmp_path / "c.pt", {"x": torch.zeros(2, 3, dtype=dtype), "scalar": torch.zeros((), dtype=dtype)})
+    found = read_index(path)
+    assert (found["x"].shape, found["scalar"].shape) == ((2, 3), ())
+
+
+def test_views_have_their_own_shape(tmp_path: Path) -> None:
+    base = torch.zeros(10, 10)
+    found = read_index(_save(tmp_path / "c.pt", {"view": base[2:5, ::2], "turned": base[:3].T}))
+    assert (found["view"].shape, found["turned"].shape) == ((3, 5), (10, 3))
+
+
+class _Payload:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.proof),)
+
+
+def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    path = _save(tmp_path / "c.pt", {"x": _Payload(tmp_path / "executed")})
+    with pytest.raises(ArtifactError, match="refused"):
+        read_index(path)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["builtins.eval", "os.system", "torch.load", "torch.storage._load_from_bytes", "collections.Counter"]
+)
+def test_only_listed_names_can_be_reached(tmp_path: Path, name: str) -> None:
+    module, attribute = name.rsplit(".", 1)
+    pickled = b"\x80\x02c" + module.encode() + b"\n" + attribute.encode() + b"\n."
+    path = tmp_path / "c.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("c/data.pkl", pickled)
+    with pytest.raises(ArtifactError, match="refused"):
+        read_index(path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99])
+def test_a_truncated_file_is_refused_in_one_line(network: OpalNetwork, tmp_path: Path, share: float) -> None:
+    path = _save(tmp_path / "c.pt", network.state_dict())
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ArtifactError) as refusal:
+        read_index(path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_flipped_bit_never_ends_in_another_error(tmp_path: Path) -> None:
+    path = _save(tmp_path / "c.pt", {"a": torch.arange(6.0), "b": [1, "x"]})
+    content, source, refused = path.read_bytes(), random.Random(0), 0
+    for position in range(0, len(content), 2):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << source.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            read_index(path)
+        except ArtifactError:
+            refused += 1
+    assert refused > 100
+
+
+def test_other_zips_and_files_are_refused(tmp_path: Path) -> None:
+    other = io.BytesIO()
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("readme.txt", "no checkpoint")
+    legacy = io.BytesIO()
+    torch.save({"x": torch.zeros(1)}, legacy, _use_new_zipfile_serialization=False)
+    path = tmp_path / "c.pt"
+    for content in (other.getvalue(), legacy.getvalue(), b"text", b""):
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError, match="PyTorch checkpoint"):
+            read_index(path)
+
+
+@pytest.mark.parametrize("document", [[1], "text", 3])
+def test_what_is_no_dictionary_is_refused(tmp_path: Path, document: Any) -> None:
+    with pytest.raises(ArtifactError, match="expected a dictionary"):
+        read_index(_save(tmp_path / "c.pt", document))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"nowhere\.pt"):
+        read_index(tmp_path / "nowhere.pt")

@@ -1,0 +1,125 @@
+"""Stored inputs and answers: exact in, exact out; damage is one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact import test_vectors
+from opal_deploy.artifact.outputs import Outputs, cosines, embedding
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import ArtifactError
+
+RNG = np.random.default_rng(0)
+REFERENCE = Reference(
+    RNG.integers(0, 256, (3, 32, 48, 3), dtype=np.uint8),
+    Outputs(
+        RNG.standard_normal((3, 4)).astype(np.float32),
+        RNG.integers(0, 2, (3, 20)).astype(np.int32),
+        np.nextafter(RNG.random((3, 20)).astype(np.float32), np.float32(2)),
+    ),
+    np.where(RNG.random((3, 20)) < 0.1, np.inf, RNG.random((3, 20))).astype(np.float16),
+)
+
+
+def _assert_equal(one: Reference, other: Reference) -> None:
+    pairs = [
+        (one.images, other.images),
+        (one.outputs.logits, other.outputs.logits),
+        (one.outputs.argmax, other.outputs.argmax),
+        (one.outputs.scores, other.outputs.scores),
+        (one.gap, other.gap),
+    ]
+    for before, after in pairs:
+        if before is None:
+            assert after is None
+        else:
+            np.testing.assert_array_equal(before, after)
+            assert after is not None
+            assert before.dtype == after.dtype
+
+
+def test_pictures_and_answers_come_back_exactly() -> None:
+    _assert_equal(REFERENCE, test_vectors.unpack(test_vectors.pack(REFERENCE), "m"))
+
+
+def test_a_model_without_evidence_has_logits_alone() -> None:
+    bare = Reference(REFERENCE.images, Outputs(REFERENCE.outputs.logits))
+    _assert_equal(bare, test_vectors.unpack(test_vectors.pack(bare), "m"))
+
+
+def test_special_values_survive() -> None:
+    logits = np.array([[np.inf, -np.inf, np.float32(1e-45), -0.0]] * 3, np.float32)
+    odd = replace(REFERENCE, outputs=replace(REFERENCE.outputs, logits=logits))
+    found = test_vectors.unpack(test_vectors.pack(odd), "m").outputs.logits
+    assert found.tobytes() == logits.tobytes()
+
+
+def test_the_document_is_plain_json() -> None:
+    import json
+
+    document = test_vectors.pack(REFERENCE)
+    assert json.loads(json.dumps(document)) == document
+
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pictures": []},
+        {"pictures": ["not base64!"]},
+        {"pictures": ["AAAA"]},
+        {"pictures": [PNG[:40]]},
+        {"pictures": [3]},
+        {"pictures": 3},
+        {"logits": {}},
+        {"logits": {"dtype": "float32", "shape": [3, 4], "zlib": "AAAA"}},
+        {"logits": {"dtype": "object", "shape": [3, 4], "zlib": ""}},
+        {"logits": {"dtype": "float32", "shape": [99, 4], "zlib": "eJwDAAAAAAE="}},
+        {"logits": {"dtype": 3, "shape": [1], "zlib": ""}},
+        {"scores": None},
+        {"argmax": []},
+    ],
+    ids=str,
+)
+def test_damaged_vectors_are_refused_in_one_line(change: dict[str, Any]) -> None:
+    with pytest.raises(ArtifactError) as refusal:
+        test_vectors.unpack({**test_vectors.pack(REFERENCE), **change}, "m.onnx")
+    assert str(refusal.value).startswith("m.onnx: ")
+    assert "\n" not in str(refusal.value)
+
+
+def test_logits_are_required() -> None:
+    document = test_vectors.pack(REFERENCE)
+    del document["logits"]
+    with pytest.raises(ArtifactError, match="damaged"):
+        test_vectors.unpack(document, "m.onnx")
+
+
+class TestOutputs:
+    def test_rows_are_views_of_the_same_answers(self) -> None:
+        part = REFERENCE.outputs.rows(1, 3)
+        assert len(part) == 2
+        assert part.attention is None
+        np.testing.assert_array_equal(part.scores, REFERENCE.outputs.scores[1:3])  # type: ignore[index]
+
+    def test_concatenating_rows_gives_the_whole(self) -> None:
+        outputs = REFERENCE.outputs
+        joined = Outputs.concatenate([outputs.rows(0, 1), outputs.rows(1, 3)])
+        np.testing.assert_array_equal(joined.logits, outputs.logits)
+        np.testing.assert_array_equal(joined.argmax, outputs.argmax)  # type: ignore[arg-type]
+        assert joined.attention is None
+
+    def test_a_cosine_is_the_embedding_times_the_anchor(self) -> None:
+        scores = REFERENCE.outputs.scores
+        assert scores is not None
+        anchors = np.kron(np.eye(4), np.full((1, 5), 1 / np.sqrt(5)))
+        wide = scores.astype(np.float64)
+        z = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + 0.5)
+        np.testing.assert_allclose(embedding(scores, 0.5), z, rtol=1e-14)
+        np.testing.assert_allclose(cosines(scores, 5, 0.5), z @ anchors.T, rtol=1e-13)

@@ -1,0 +1,113 @@
+"""What tests of several rooms share: three tiny exported models, pictures, and where the real data lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from PIL import Image
+
+if TYPE_CHECKING:
+    from opal_deploy.model.network import OpalNetwork
+
+# the data that lies beside the project, not in it
+SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
+
+# one of them would be markup if anybody forgot to escape it
+CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
+INPUT_SIZE = (96, 96)
+
+
+@pytest.fixture(scope="session")
+def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`exact.onnx`, with its checkpoint `exact.pt` beside it: 4 classes, m = 3, random weights."""
+    return _exported(tmp_path_factory, "exact")
+
+
+@pytest.fixture(scope="session")
+def map_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Average pooling: evidence `map`."""
+    return _exported(tmp_path_factory, "map")
+
+
+@pytest.fixture(scope="session")
+def linear_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The linear baseline: evidence `none`."""
+    return _exported(tmp_path_factory, "none")
+
+
+def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
+    import torch
+
+    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.onnx_export import ExportOptions
+    from opal_deploy.model.checkpoint import Checkpoint, load, save
+    from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
+    from opal_deploy.model.network import OpalNetwork
+
+    heads = {
+        "exact": HeadConfig(prototypes_per_class=3),
+        "map": HeadConfig(prototypes_per_class=3, pooling="avg"),
+        "none": LINEAR_BASELINE,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(CLASSES), INPUT_SIZE, heads[evidence]))
+        _settle(network)
+    path = folders.mktemp(evidence) / f"{evidence}.pt"
+    save(path, Checkpoint(network, CLASSES))
+    return export_checkpoint(load(path), path, ExportOptions(threads=1)).path
+
+
+def _settle(network: OpalNetwork) -> None:
+    """Batch statistics of real pictures: without them random features are all alike, and their maxima ties."""
+    import torch
+
+    from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+    from opal_deploy.demo import example_pictures
+    from opal_deploy.preprocess.resize import normalise
+
+    images = torch.from_numpy(normalise(example_pictures(32, *INPUT_SIZE), IMAGENET_MEAN, IMAGENET_STD))
+    network.train()
+    with torch.inference_mode():
+        for _ in range(20):
+            network(images)
+    network.eval()
+
+
+PictureFolder = Callable[[Path, int], list[Path]]
+
+
+@pytest.fixture(scope="session")
+def make_pictures() -> PictureFolder:
+    """Writes so many different PNG pictures of 96 x 96 into a folder: 000.png, 001.png, ..."""
+    from opal_deploy.demo import example_pictures
+
+    def make(folder: Path, count: int) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{number:03}.png" for number in range(count)]
+        for path, picture in zip(paths, example_pictures(count, *INPUT_SIZE), strict=True):
+            Image.fromarray(picture).save(path)
+        return paths
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def odd_images() -> Path:
+    return _data("odd_images")
+
+
+@pytest.fixture(scope="session")
+def photographs() -> list[Path]:
+    """All photographs of cub_mini, sorted."""
+    return sorted(_data("cub_mini").rglob("*.jpg"))
+
+
+def _data(name: str) -> Path:
+    folder = SHARED_DATA / name
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    return folder

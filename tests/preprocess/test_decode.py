@@ -1,0 +1,410 @@
+"""From a file to the picture that a viewer shows: same pixels everywhere, and one error code for each kind of failure."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image, ImageOps
+
+from opal_deploy.errors import ImageError
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.resize import lay_out, to_input
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def png(width: int, height: int, depth: int, color: int, rows: bytes, **chunks: bytes) -> bytes:
+    """A PNG written by hand, for what Pillow does not write."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0))
+    extra = b"".join(chunk(name.encode(), data) for name, data in chunks.items())
+    return b"\x89PNG\r\n\x1a\n" + header + extra + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def pixels(source: object) -> np.ndarray:
+    return np.asarray(decode(source))  # type: ignore[arg-type]
+
+
+def code_of(source: object, **options: int) -> str:
+    with pytest.raises(ImageError) as caught:
+        decode(source, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return caught.value.code
+
+
+# a picture in which no two pixels are alike, so that no transposition of it looks like another
+PICTURE = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+
+
+@pytest.mark.data
+def test_photographs_have_exactly_plain_pillows_pixels(photographs: list[Path]) -> None:
+    chosen = photographs[:200]
+    assert len(chosen) == 200
+    for path in chosen:
+        with Image.open(path) as image:
+            expected = ImageOps.exif_transpose(image).convert("RGB")
+        found = decode(path)
+        assert np.array_equal(np.asarray(found), np.asarray(expected)), path
+        squashed = expected.resize((224, 160), Image.Resampling.BILINEAR)
+        assert np.array_equal(to_input(found, lay_out(found), (160, 224)), np.asarray(squashed)), path
+
+
+TRANSPOSITIONS = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    # stored as the camera was held: the inverse of what the viewer has to do
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+@pytest.mark.parametrize("orientation", TRANSPOSITIONS)
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_every_exif_orientation_shows_the_same_picture(orientation: int, kind: str) -> None:
+    upright = Image.fromarray(PICTURE)
+    transposition = TRANSPOSITIONS[orientation]
+    stored = upright if transposition is None else upright.transpose(transposition)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    assert np.array_equal(pixels(encoded(stored, kind, exif=exif)), PICTURE)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("reference", "others", "size"),
+    [
+        ("python-pillow-pillow__hopper.jpg", "python-pillow-pillow__hopper_orientation_*.jpg", (128, 128)),
+        ("recurser-exif-orientation-examples__Portrait_1.jpg", "recurser-*__Portrait_[368].jpg", (1200, 1800)),
+    ],
+)
+def test_real_oriented_files_render_alike(
+    odd_images: Path, reference: str, others: str, size: tuple[int, int]
+) -> None:
+    upright = pixels(odd_images / f"exif__{reference}").astype(int)
+    found = sorted(odd_images.glob(f"exif__{others}"))
+    assert len(found) >= 3
+    for path in found:
+        image = decode(path)
+        assert image.size == size
+        # each was compressed for itself
+        assert np.abs(np.asarray(image) - upright).mean() < 8, path
+
+
+def test_a_picture_with_damaged_exif_is_shown_as_it_is_stored() -> None:
+    stored = encoded(Image.fromarray(PICTURE), exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff not a directory")
+    assert np.array_equal(pixels(stored), PICTURE)
+
+
+def _palette(transparent: int | bytes) -> bytes:
+    image = Image.new("P", (2, 1))
+    image.putpalette([200, 10, 20, 30, 220, 40])
+    image.putdata([0, 1])
+    return encoded(image, transparency=transparent)
+
+
+def _frames() -> bytes:
+    red, blue = Image.new("RGB", (2, 1), (255, 0, 0)), Image.new("RGB", (2, 1), (0, 0, 255))
+    return encoded(red, "GIF", save_all=True, append_images=[blue])
+
+
+def _grey16(*values: int) -> bytes:
+    return b"\0" + struct.pack(f">{len(values)}H", *values)
+
+
+# what is stored, and the two pixels that a viewer shows
+COLOURS: dict[str, tuple[Callable[[], bytes], list[tuple[int, int, int]]]] = {
+    "grey": (lambda: encoded(Image.fromarray(np.array([[7, 90]], np.uint8))), [(7, 7, 7), (90, 90, 90)]),
+    "one bit": (
+        lambda: encoded(Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")),
+        [(0, 0, 0), (255, 255, 255)],
+    ),
+    "CMYK": (lambda: encoded(Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "TIFF"), [(255, 0, 0)] * 2),
+    "16-bit grey rounds": (
+        lambda: png(4, 1, 16, 0, _grey16(128, 129, 100 * 257, 65535)),
+        [(0, 0, 0), (1, 1, 1), (100, 100, 100), (255, 255, 255)],
+    ),
+    "16-bit grey, one value transparent": (
+        lambda: png(2, 1, 16, 0, _grey16(1000, 2570), tRNS=struct.pack(">H", 1000)),
+        [(255, 255, 255), (10, 10, 10)],
+    ),
+    "16-bit RGB keeps the upper byte": (
+        lambda: png(2, 1, 16, 2, _grey16(65535, 0, 256, 511, 512, 513)),
+        [(255, 0, 1), (1, 2, 2)],
+    ),
+    "palette": (lambda: _palette(b"\xff\xff"), [(200, 10, 20), (30, 220, 40)]),
+    "palette, one index transparent": (lambda: _palette(0), [(255, 255, 255), (30, 220, 40)]),
+    "palette, one index half transparent": (lambda: _palette(b"\xff\x80"), [(200, 10, 20), (142, 237, 147)]),
+    "grey with alpha": (
+        lambda: encoded(Image.fromarray(np.array([[[0, 0], [50, 255]]], np.uint8), "LA")),
+        [(255, 255, 255), (50, 50, 50)],
+    ),
+    "RGBA over white": (
+        lambda: encoded(Image.fromarray(np.array([[[0, 0, 0, 51], [9, 8, 7, 255]]], np.uint8), "RGBA")),
+        [(204, 204, 204), (9, 8, 7)],
+    ),
+    "RGB with a transparent colour": (
+        lambda: png(2, 1, 8, 2, b"\0\x01\x02\x03\x0a\x0b\x0c", tRNS=struct.pack(">3H", 1, 2, 3)),
+        [(255, 255, 255), (10, 11, 12)],
+    ),
+    "first frame of an animation": (_frames, [(255, 0, 0)] * 2),
+}
+
+
+@pytest.mark.parametrize("name", COLOURS)
+def test_colours_are_a_viewers(name: str) -> None:
+    build, expected = COLOURS[name]
+    image = decode(build())
+    assert image.mode == "RGB"
+    assert [tuple(pixel) for pixel in np.asarray(image)[0]] == expected
+
+
+@pytest.mark.parametrize("mode", ["La", "RGBa", "PA", "RGBX", "HSV", "YCbCr", "I;16B"])
+def test_every_mode_that_pillow_hands_out_becomes_rgb(mode: str) -> None:
+    assert decode(Image.new(mode, (3, 2))).mode == "RGB"
+
+
+@pytest.mark.data
+def test_lab_looks_like_the_same_picture_in_rgb(odd_images: Path) -> None:
+    lab = pixels(odd_images / "colour__python-pillow-pillow__hopper.Lab.tif").astype(int)
+    rgb = pixels(odd_images / "exif__python-pillow-pillow__hopper.jpg").astype(int)
+    assert np.abs(lab - rgb).mean() < 8
+
+
+@pytest.mark.parametrize(
+    ("source", "shape"),
+    [
+        (PICTURE, (5, 7, 3)),
+        (PICTURE[:, ::2], (5, 4, 3)),
+        (PICTURE[..., 0], (5, 7, 3)),
+        (Image.fromarray(PICTURE), (5, 7, 3)),
+        (encoded(Image.fromarray(PICTURE)), (5, 7, 3)),
+    ],
+    ids=["array", "strided array", "grey array", "PIL image", "bytes"],
+)
+def test_sources_other_than_paths_give_their_pixels(source: object, shape: tuple[int, ...]) -> None:
+    found = pixels(source)
+    assert found.shape == shape
+    assert found[0, 0, 0] == PICTURE[0, 0, 0]
+    assert found[-1, 0, 0] == PICTURE[-1, 0, 0]
+
+
+def test_a_pil_image_is_oriented_like_its_file(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    path = tmp_path / "a.png"
+    Image.fromarray(PICTURE).save(path, exif=exif)
+    with Image.open(path) as image:
+        assert np.array_equal(pixels(image), pixels(path))
+
+
+def test_the_callers_pil_image_stays_as_it_was() -> None:
+    image = Image.new("RGBA", (3, 2), (1, 2, 3, 0))
+    decode(image)
+    assert image.mode == "RGBA"
+    assert image.getpixel((0, 0)) == (1, 2, 3, 0)
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+PHOTO = encoded(NOISE, "JPEG")
+BAD_BYTES = {
+    "zero bytes": (b"", "empty_file"),
+    "text": (b"not an image at all", "not_an_image"),
+    "zeros": (bytes(4096), "not_an_image"),
+    "a JPEG cut in half": (PHOTO[: len(PHOTO) // 2], "truncated_image"),
+    "a PNG cut in half": (encoded(NOISE)[:6000], "truncated_image"),
+    "floats": (encoded(Image.new("F", (4, 4), 0.5), "TIFF"), "unsupported_image"),
+    "beyond 16 bits": (encoded(Image.new("I", (4, 4), 70_000), "TIFF"), "unsupported_image"),
+    "negative": (encoded(Image.new("I", (4, 4), -1), "TIFF"), "unsupported_image"),
+    # Pillow would start Ghostscript on it
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n", "unsupported_image"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BYTES)
+def test_bad_bytes_have_their_code(name: str) -> None:
+    data, expected = BAD_BYTES[name]
+    assert code_of(data) == expected
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((4, 4, 3), np.float32),
+        np.zeros((4, 4, 4), np.uint8),
+        np.zeros((3, 4, 4), np.uint8),
+        np.zeros((0, 4, 3), np.uint8),
+        np.zeros(4, np.uint8),
+    ],
+    ids=["float", "four channels", "channels first", "no rows", "one dimension"],
+)
+def test_arrays_that_are_no_pictures_are_refused(array: np.ndarray) -> None:
+    assert code_of(array) == "unsupported_image"
+
+
+def test_a_pil_image_without_pixels_is_refused() -> None:
+    assert code_of(Image.new("RGB", (0, 3))) == "unsupported_image"
+
+
+def test_a_missing_file_has_its_code(tmp_path: Path) -> None:
+    assert code_of(tmp_path / "none.jpg") == "not_found"
+
+
+def test_a_folder_has_its_code(tmp_path: Path) -> None:
+    assert code_of(tmp_path) == "not_a_file"
+
+
+def test_a_dangling_link_has_its_code(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").symlink_to(tmp_path / "gone.jpg")
+    assert code_of(tmp_path / "a.jpg") == "not_found"
+
+
+def test_a_link_to_itself_has_its_code(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").symlink_to(tmp_path / "a.jpg")
+    assert code_of(tmp_path / "a.jpg") == "unreadable"
+
+
+def test_a_name_with_a_null_byte_has_its_code() -> None:
+    assert code_of("a\0.jpg") == "unreadable"
+
+
+@pytest.mark.timeout(20)
+def test_a_named_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    assert code_of(tmp_path / "pipe.jpg") == "not_a_file"
+
+
+def test_a_file_without_permission_has_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(PHOTO)
+
+    # the superuser may read everything, so the refusal is put in by hand
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert code_of(path) == "unreadable"
+
+
+@pytest.mark.timeout(20)
+def test_a_huge_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    with (tmp_path / "huge.jpg").open("wb") as stream:
+        # sparse: more than any memory, and no disk
+        stream.truncate(1 << 40)
+    assert code_of(tmp_path / "huge.jpg") == "not_an_image"
+
+
+def test_a_picture_at_the_limit_passes() -> None:
+    assert decode(encoded(Image.new("RGB", (10, 10))), max_pixels=100).size == (10, 10)
+
+
+def test_a_picture_over_the_limit_is_refused_before_its_pixels_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(Image.new("RGB", (10, 11)))
+
+    def load(_: Image.Image) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
+    assert code_of(data, max_pixels=109) == "too_many_pixels"
+
+
+def test_the_limit_also_holds_for_pil_images() -> None:
+    assert code_of(Image.new("RGB", (10, 11)), max_pixels=109) == "too_many_pixels"
+
+
+def test_truncated_pictures_are_refused_even_if_another_library_wanted_them() -> None:
+    from PIL import ImageFile
+
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+# these claim more than 100 megapixels
+BOMBS = {
+    "max_size.jpg": "too_many_pixels",
+    "Bad_reallybig.bmp": "too_many_pixels",
+    "decompression_bomb.gif": "too_many_pixels",
+    "decompression_bomb.ico": "too_many_pixels",
+    "png_decompression_dos.png": "corrupt_image",
+}
+MEASURE = """
+import resource, sys
+from opal_deploy.errors import ImageError
+from opal_deploy.preprocess.decode import decode
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    decode(sys.argv[1])
+except ImageError as error:
+    print(error.code, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_cost_no_memory(odd_images: Path, name: str) -> None:
+    (path,) = odd_images.glob(f"size__*__{name}")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEASURE, str(path)], capture_output=True, text=True, check=True
+    )
+    code, kilobytes = done.stdout.split()
+    assert code == BOMBS[name]
+    assert int(kilobytes) < 100_000
+
+
+KNOWN_CODES = {
+    "not_found", "unreadable", "not_a_file", "empty_file", "not_an_image", "truncated_image", "corrupt_image",
+    "too_many_pixels", "unsupported_image",
+}  # fmt: skip
+
+
+@pytest.mark.data
+def test_every_odd_file_decodes_or_has_a_known_code(odd_images: Path) -> None:
+    found: dict[str, int] = {}
+    for path in sorted(p for p in odd_images.iterdir() if p.name != "manifest.tsv"):
+        try:
+            code = decode(path).mode
+        except ImageError as error:
+            code = error.code
+        found[code] = found.get(code, 0) + 1
+    assert sum(found.values()) == 149
+    assert set(found) <= KNOWN_CODES | {"RGB"}
+    # Pillow itself decodes about a hundred of them
+    assert found["RGB"] > 90
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("broken__image-rs-jpeg-decoder__empty.jpg", "empty_file"),
+        ("broken__libvips-libvips__truncated.jpg", "truncated_image"),
+        ("broken__libvips-libvips__truncated.gif", "truncated_image"),
+        ("broken__python-pillow-pillow__broken.png", "not_an_image"),
+        ("broken__python-pillow-pillow__broken_data_stream.png", "corrupt_image"),
+        ("broken__python-pillow-pillow__badbitcount.bmp", "corrupt_image"),
+        ("broken__python-pillow-pillow__seek_too_large.tif", "corrupt_image"),
+        ("frames__python-pillow-pillow__chunk_no_fctl.png", "corrupt_image"),
+        ("mislabelled__libvips-libvips__blankpage.svg", "not_an_image"),
+        ("colour__python-pillow-pillow__10ct_32bit_128.tiff", "unsupported_image"),
+    ],
+)
+def test_real_broken_files_have_their_code(odd_images: Path, name: str, expected: str) -> None:
+    assert code_of(odd_images / name) == expected

@@ -1,0 +1,143 @@
+"""Where a cell lies on the picture: the exact inverse of orienting, cropping and squashing."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from opal_deploy.errors import ImageError
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import Box, lay_out, normalise, to_input
+
+GRID = (3, 4)
+INPUT = (48, 64)
+
+
+def brightest_cell(pixels: np.ndarray, grid: tuple[int, int] = GRID) -> tuple[int, int]:
+    rows, cols = grid
+    height, width = pixels.shape[:2]
+    cells = pixels.reshape(rows, height // rows, cols, width // cols, 3).mean(axis=(1, 3, 4))
+    row, col = divmod(int(cells.argmax()), cols)
+    return row, col
+
+
+def with_block(size: tuple[int, int], block: tuple[float, ...]) -> Image.Image:
+    """Dark, with one bright block (x0, y0, x1, y1)."""
+    image = Image.new("RGB", size, (20, 20, 20))
+    image.paste((255, 255, 255), tuple(round(v) for v in block))  # type: ignore[arg-type]
+    return image
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [
+        ((400, 300), None),
+        ((120, 690), None),
+        ((400, 300), (40, 30, 200, 300)),
+        ((400, 300), (0, 0, 33, 300)),
+        ((400, 300), (-50, -10, 900, 900)),
+    ],
+    ids=["whole", "tall", "cropped", "narrow crop", "crop over the edges"],
+)
+def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size: tuple[int, int], box: Box | None) -> None:
+    for row, col in product(range(GRID[0]), range(GRID[1])):
+        geometry = lay_out(Image.new("RGB", size), box)
+        image = with_block(size, geometry.cell_box(row, col, GRID))
+        assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
+
+
+@pytest.mark.parametrize("orientation", [3, 6, 8])
+def test_boxes_are_those_of_the_picture_as_a_viewer_shows_it(orientation: int) -> None:
+    geometry = Geometry.whole(400, 300)
+    block = geometry.cell_box(0, 2, GRID)
+    turned = {
+        3: Image.Transpose.ROTATE_180,
+        6: Image.Transpose.ROTATE_90,
+        8: Image.Transpose.ROTATE_270,
+    }
+    stored = with_block((400, 300), block).transpose(turned[orientation])
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    stream = io.BytesIO()
+    stored.save(stream, "PNG", exif=exif)
+    shown = decode(stream.getvalue())
+    assert lay_out(shown) == geometry
+    assert brightest_cell(to_input(shown, geometry, INPUT)) == (0, 2)
+
+
+def test_cells_tile_the_crop_without_gap_or_overlap() -> None:
+    geometry = Geometry(500, 400, (13, 17, 200, 371))
+    boxes = {cell: geometry.cell_box(*cell, (7, 5)) for cell in product(range(7), range(5))}
+    assert boxes[0, 0][:2] == (13, 17)
+    assert boxes[6, 4][2:] == pytest.approx((200, 371))
+    for (row, col), (x0, y0, x1, y1) in boxes.items():
+        assert x1 - x0 == pytest.approx((200 - 13) / 5)
+        assert y1 - y0 == pytest.approx((371 - 17) / 7)
+        if col < 4:
+            assert boxes[row, col + 1][0] == pytest.approx(x1)
+        if row < 6:
+            assert boxes[row + 1, col][1] == pytest.approx(y1)
+
+
+def test_the_first_number_of_a_cell_is_its_row() -> None:
+    assert Geometry.whole(100, 100).cell_box(1, 0, (2, 4)) == (0, 50, 25, 100)
+
+
+@pytest.mark.parametrize(
+    ("box", "crop"),
+    [
+        ((10.9, 20.9, 30.9, 40.9), (10, 20, 30, 40)),
+        ((-3, -4.5, 30, 40), (0, 0, 30, 40)),
+        ((10, 20, 101, 1e300), (10, 20, 100, 50)),
+        ((0, 0, 100, 50), (0, 0, 100, 50)),
+        ((-0.5, 0, 1, 1), (0, 0, 1, 1)),
+    ],
+    ids=["truncated", "below zero", "over the edge", "whole", "truncated towards zero"],
+)
+def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box: Box, crop: tuple[int, ...]) -> None:
+    assert lay_out(Image.new("RGB", (100, 50)), box).crop == crop
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        (10, 10, 10, 20),
+        (20, 10, 10, 20),
+        (10.1, 10, 10.9, 20),
+        (100, 0, 120, 50),
+        (-20, 0, 0, 50),
+        (math.nan, 0, 10, 10),
+        (0, 0, math.inf, 10),
+    ],
+    ids=["no width", "turned round", "no whole pixel", "right of it", "left of it", "not a number", "infinite"],
+)
+def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box: Box) -> None:
+    with pytest.raises(ImageError) as caught:
+        lay_out(Image.new("RGB", (100, 50)), box)
+    assert caught.value.code == "bad_box"
+
+
+def test_what_lies_outside_the_crop_does_not_bleed_in() -> None:
+    image = Image.new("RGB", (100, 100), (255, 255, 255))
+    image.paste((0, 0, 0), (20, 20, 80, 80))
+    assert to_input(image, lay_out(image, (20, 20, 80, 80)), (32, 32)).max() == 0
+
+
+def test_the_input_has_rows_first() -> None:
+    assert to_input(Image.new("RGB", (9, 9)), Geometry.whole(9, 9), (32, 64)).shape == (32, 64, 3)
+
+
+def test_normalising_takes_mean_and_deviation_channel_by_channel() -> None:
+    images = np.zeros((2, 1, 1, 3), np.uint8)
+    images[1] = (51, 102, 255)
+    found = normalise(images, (0.1, 0.2, 0.5), (0.5, 0.25, 2.0))
+    assert found.shape == (2, 3, 1, 1)
+    assert found.dtype == np.float32
+    assert found[1, :, 0, 0] == pytest.approx([0.2, 0.8, 0.25])
+    assert found[0, :, 0, 0] == pytest.approx([-0.2, -0.8, -0.25])

@@ -1,0 +1,95 @@
+"""A tiny network as a checkpoint and as the files exported from it; another one; real photographs and weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.onnx_export import ExportOptions, export_onnx
+from opal_deploy.model.backbones import Backbone
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.head import OpalHead
+from opal_deploy.model.network import OpalNetwork
+
+# the data that lies beside the project, not in it
+SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
+
+
+class _TinyBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 12, 7, stride=8, padding=3)
+        self.second = nn.Conv2d(12, 24, 5, stride=4, padding=2)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return {"features": torch.relu(self.second(torch.relu(self.first(images))))}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One network as a checkpoint and as the file that was exported from it."""
+
+    checkpoint: Checkpoint
+    path: Path
+
+
+def _tiny_checkpoint(seed: int = 0) -> Checkpoint:
+    torch.manual_seed(seed)
+    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 4, (64, 96)))
+    network.backbone = Backbone("tiny", _TinyBody(), 24, 32)
+    network.head = OpalHead(24, 4, network.config.head)
+    assert isinstance(network.head.projection, nn.Conv2d)
+    with torch.no_grad():
+        network.head.projection.weight.mul_(10)
+    source = {"file": f"c{seed}.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
+    return Checkpoint(network.eval(), ["a", "b", "c", "d"], source=source)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    checkpoint, out = _tiny_checkpoint(), tmp_path_factory.mktemp("tiny") / "c.onnx"
+    return Pair(checkpoint, export_checkpoint(checkpoint, out, ExportOptions(out=out, threads=2)).path)
+
+
+@pytest.fixture(scope="session")
+def tiny_fp16(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tiny16") / "c.fp16.onnx"
+    return export_onnx(tiny.path, ExportOptions(out=out, precision="fp16", threads=2)).path
+
+
+@pytest.fixture(scope="session")
+def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("another") / "other.onnx"
+    return export_checkpoint(_tiny_checkpoint(1), out, ExportOptions(out=out, threads=2)).path
+
+
+@pytest.fixture(scope="session")
+def photographs() -> Path:
+    folder = SHARED_DATA / "cub_mini" / "images"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def resnet18_weights() -> Path:
+    path = SHARED_DATA / "weights" / "resnet18_ktb_small.safetensors"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    return path

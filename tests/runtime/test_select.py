@@ -1,0 +1,118 @@
+"""Which model `infer` takes when none is named, and what it says where it cannot choose."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.select import find_model, open_sessions
+from opal_deploy.runtime.torch_session import TorchSession
+
+
+def _foreign(path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
+
+
+@pytest.fixture
+def folder(tiny: Any, tiny_fp16: Path, tmp_path: Path) -> Path:
+    """Two precisions of one checkpoint, and the checkpoint."""
+    shutil.copy(tiny.path, tmp_path / "ckpt.onnx")
+    shutil.copy(tiny_fp16, tmp_path / "ckpt.fp16.onnx")
+    (tmp_path / "ckpt.pt").write_bytes(b"")
+    return tmp_path
+
+
+class TestOneCheckpoint:
+    @pytest.mark.parametrize(("gpu", "name"), [(False, "ckpt.onnx"), (True, "ckpt.fp16.onnx")])
+    def test_half_precision_is_taken_on_a_gpu_only(self, folder: Path, gpu: bool, name: str) -> None:
+        assert find_model(folder, gpu=gpu).path.name == name
+
+    def test_the_reason_names_what_was_passed_over(self, folder: Path) -> None:
+        assert find_model(folder, gpu=False).reason == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
+
+    def test_the_only_precision_is_taken_anywhere(self, folder: Path) -> None:
+        (folder / "ckpt.onnx").unlink()
+        assert find_model(folder, gpu=False).path.name == "ckpt.fp16.onnx"
+
+    def test_of_equals_the_first_by_name_is_taken(self, folder: Path) -> None:
+        shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
+        assert find_model(folder, gpu=False).path.name == "a.onnx"
+
+    @pytest.mark.parametrize("content", ["foreign", "random", "empty"])
+    def test_other_onnx_files_do_not_get_in_the_way(self, folder: Path, content: str) -> None:
+        other = folder / "aaa.onnx"
+        if content == "foreign":
+            _foreign(other)
+        else:
+            other.write_bytes(b"\x13\x37" * 50 if content == "random" else b"")
+        assert find_model(folder, gpu=False).path.name == "ckpt.onnx"
+
+    def test_subfolders_are_not_looked_into(self, folder: Path, another: Path) -> None:
+        (folder / "sub").mkdir()
+        shutil.copy(another, folder / "sub" / "other.onnx")
+        assert find_model(folder, gpu=False).path.name == "ckpt.onnx"
+
+
+class TestNoChoice:
+    def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder: Path, another: Path) -> None:
+        shutil.copy(another, folder / "other.onnx")
+        with pytest.raises(UsageError) as refusal:
+            find_model(folder, gpu=False)
+        assert refusal.value.exit_code == 2
+        for part in ("ckpt.onnx (of c0.pt)", "ckpt.fp16.onnx (of c0.pt)", "other.onnx (of c1.pt)", "--model"):
+            assert part in str(refusal.value)
+
+    def test_an_empty_folder_says_how_to_go_on(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"no exported model.*--model"):
+            find_model(tmp_path, gpu=False)
+
+    def test_a_checkpoint_alone_is_answered_with_the_command_to_export_it(self, tmp_path: Path) -> None:
+        (tmp_path / "ckpt.pt").write_bytes(b"")
+        with pytest.raises(UsageError, match=r"opal-deploy export ckpt\.pt"):
+            find_model(tmp_path, gpu=False)
+
+    def test_a_foreign_file_alone_is_named_as_foreign(self, tmp_path: Path) -> None:
+        _foreign(tmp_path / "theirs.onnx")
+        with pytest.raises(UsageError, match=r"theirs\.onnx is not one of ours"):
+            find_model(tmp_path, gpu=False)
+
+
+class TestOpening:
+    def test_an_exported_file_runs_in_onnx_runtime(self, tiny: Any) -> None:
+        (session,) = open_sessions(tiny.path, device="cpu", threads=1)
+        assert isinstance(session, OnnxSession)
+
+    def test_a_checkpoint_runs_in_pytorch(self, tmp_path: Path) -> None:
+        from opal_deploy.model import checkpoint
+        from opal_deploy.model.config import NetworkConfig
+        from opal_deploy.model.network import OpalNetwork
+
+        path = tmp_path / "c.pt"
+        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (32, 32)))
+        checkpoint.save(path, checkpoint.Checkpoint(network, ["a", "b"]))
+        (session,) = open_sessions(path, device="cpu")
+        assert isinstance(session, TorchSession)
+
+    @pytest.mark.parametrize("name", ["nowhere.onnx", "nowhere.pt"])
+    def test_a_missing_file_is_named(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ArtifactError, match=name):
+            open_sessions(tmp_path / name)
+
+    def test_a_folder_is_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ArtifactError, match="a folder"):
+            open_sessions(tmp_path)
+
+    def test_another_suffix_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.tflite"
+        path.write_bytes(b"x")
+        with pytest.raises(ArtifactError, match=r"expected \.onnx"):
+            open_sessions(path)

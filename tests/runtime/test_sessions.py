@@ -1,0 +1,268 @@
+"""One protocol, two engines: ONNX Runtime answers as PyTorch does, and refuses what it must."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.demo import example_pictures
+from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
+from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.onnx_export import ExportOptions
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.resize import lay_out, to_input
+from opal_deploy.runtime import onnx_session
+from opal_deploy.runtime.compare import GATES, compare
+from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.runtime.verify import verify_vectors
+
+PICTURES = example_pictures(5, 64, 96)
+
+
+class TestOnnxRuntimeOnTheCpu:
+    def test_it_answers_as_pytorch_does(self, tiny: Any) -> None:
+        reference = TorchSession(tiny.checkpoint, device="cpu").reference(PICTURES)
+        found = OnnxSession(tiny.path, device="cpu", threads=2).run(PICTURES)
+        assert compare(reference, found, onnx_file.read_metadata(tiny.path), GATES["fp32"])
+
+    def test_a_picture_has_the_same_answer_in_any_batch(self, tiny: Any) -> None:
+        session = OnnxSession(tiny.path, device="cpu", threads=2)
+        whole, alone = session.run(PICTURES), session.run(PICTURES[3:4])
+        np.testing.assert_allclose(whole.logits[3:4], alone.logits, rtol=1e-5)
+        np.testing.assert_array_equal(whole.argmax[3:4], alone.argmax)  # type: ignore[index,arg-type]
+
+    def test_a_view_with_other_strides_is_answered_the_same(self, tiny: Any) -> None:
+        session = OnnxSession(tiny.path, device="cpu", threads=2)
+        flipped = PICTURES[:, :, ::-1]
+        np.testing.assert_array_equal(session.run(flipped).logits, session.run(flipped.copy()).logits)
+
+    @pytest.mark.parametrize(
+        "images",
+        [
+            PICTURES.astype(np.float32),
+            PICTURES[0],
+            PICTURES[:0],
+            PICTURES[:, :32],
+            PICTURES.transpose(0, 3, 1, 2),
+            PICTURES[..., :1],
+        ],
+        ids=["float", "no batch", "empty", "small", "channels first", "grey"],
+    )
+    def test_a_batch_of_another_shape_is_the_callers_bug(self, tiny: Any, images: Any) -> None:
+        for session in (OnnxSession(tiny.path, device="cpu"), TorchSession(tiny.checkpoint, device="cpu")):
+            with pytest.raises(ValueError, match=r"expected uint8 \[N, 64, 96, 3\]"):
+                session.run(images)
+
+    def test_threads_are_as_many_as_the_process_may_use_unless_told(self, tiny: Any) -> None:
+        assert OnnxSession(tiny.path, device="cpu").threads == available_cpus()
+        assert OnnxSession(tiny.path, device="cpu", threads=1).threads == 1
+
+    @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
+    def test_affinity_counts_and_not_the_machines_cores(self) -> None:
+        before = os.sched_getaffinity(0)
+        try:
+            os.sched_setaffinity(0, {min(before)})
+            assert available_cpus() == 1
+        finally:
+            os.sched_setaffinity(0, before)
+
+    def test_the_description_names_engine_provider_threads_and_precision(self, tiny: Any, tiny_fp16: Path) -> None:
+        description = OnnxSession(tiny.path, device="cpu", threads=2).description
+        assert description.startswith("ONNX Runtime ")
+        assert description.endswith(" on CPU, 2 threads, fp32")
+        assert OnnxSession(tiny_fp16, device="cpu", threads=1).description.endswith("fp16")
+
+    def test_a_failure_while_running_can_be_resumed(self, tiny: Any) -> None:
+        session = OnnxSession(tiny.path, device="cpu", threads=1)
+
+        class Broken:
+            def run(self, *_: Any) -> None:
+                raise RuntimeError("out of memory\nsecond line")
+
+        session._session = Broken()
+        with pytest.raises(StoppedEarly, match=r"batch of 5 .*out of memory") as stop:
+            session.run(PICTURES)
+        assert "\n" not in str(stop.value)
+
+    def test_a_graph_that_onnx_runtime_refuses_is_one_line(self, tiny: Any, tmp_path: Path) -> None:
+        model = onnx.load(tiny.path)
+        model.graph.node[-1].op_type = "Nonsense"
+        path = tmp_path / "m.onnx"
+        onnx.save(model, path)
+        with pytest.raises(ArtifactError, match="ONNX Runtime refuses it") as refusal:
+            OnnxSession(path, device="cpu", check_digest=False)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.data
+def test_photographs_get_pytorchs_answers_from_onnx_runtime(
+    photographs: Path, resnet18_weights: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    network = OpalNetwork(NetworkConfig("resnet18", 10), weights=resnet18_weights).eval()
+    with torch.no_grad():
+        network.head.projection.weight.mul_(4)  # type: ignore[operator]
+    checkpoint = Checkpoint(network, [str(index) for index in range(10)])
+    out = tmp_path / "c.onnx"
+    done = export_checkpoint(checkpoint, out, ExportOptions(out=out, pictures=photographs, threads=2))
+    # not those that the export was verified on
+    files = islice(sorted(photographs.rglob("*.jpg"))[::-1], 12)
+    shown = np.stack([to_input(image, lay_out(image), (224, 224)) for image in map(decode, files)])
+    reference = TorchSession(checkpoint, device="cpu").reference(shown)
+    found = compare(reference, OnnxSession(out, device="cpu", threads=2).run(shown), done.metadata, GATES["fp32"])
+    assert found, found.failures
+    assert found.cells > 0.9 * 12 * 50, "most cells must be far enough ahead to be compared"
+
+
+class TestDevices:
+    @pytest.mark.parametrize("device", ["gpu", "tpu", "cuda:x", "cuda:-1", ""])
+    def test_an_unknown_device_is_refused_by_both_engines(self, tiny: Any, device: str) -> None:
+        with pytest.raises(UsageError):
+            OnnxSession(tiny.path, device=device)
+        with pytest.raises(UsageError):
+            TorchSession(tiny.checkpoint, device=device)
+
+    def test_cuda_without_its_provider_names_the_extra(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import onnxruntime
+
+        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+        with pytest.raises(UsageError, match=r"opal-deploy\[gpu\]"):
+            OnnxSession(tiny.path, device="cuda")
+
+    def test_cuda_without_a_gpu_is_refused_by_torch(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(UsageError, match="no CUDA GPU"):
+            TorchSession(tiny.checkpoint, device="cuda:0")
+
+    def test_a_gpu_that_is_not_there_is_refused_by_torch(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(UsageError, match="cuda:2: PyTorch sees 2"):
+            TorchSession(tiny.checkpoint, device="cuda:2")
+
+    def test_auto_takes_the_cpu_where_there_is_no_gpu(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(onnx_session, "cuda_is_usable", lambda: False)
+        assert "on CPU" in OnnxSession(tiny.path, device="auto", threads=1).description
+
+    @pytest.mark.parametrize("text", ["0,0", "0,x", "1;2", "-1", ",", "0,"])
+    def test_a_list_of_devices_that_makes_no_sense_is_refused(self, tiny: Any, text: str) -> None:
+        with pytest.raises(UsageError):
+            open_sessions(tiny.path, device=text)
+
+
+class TestTorchReference:
+    def test_channels_last_moves_answers_by_rounding_alone_and_is_undone(self, tiny: Any) -> None:
+        session = TorchSession(tiny.checkpoint, device="cpu")
+        before = session.run(PICTURES)
+        other = session.run_channels_last(PICTURES)
+        after = session.run(PICTURES)
+        np.testing.assert_array_equal(before.logits, after.logits)
+        np.testing.assert_allclose(before.logits, other.logits, atol=1e-5)
+
+    def test_a_lead_is_relative_to_the_best_cell(self, tiny: Any) -> None:
+        session = TorchSession(tiny.checkpoint, device="cpu")
+        reference = session.reference(PICTURES)
+        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+        images = ((torch.from_numpy(PICTURES) / 255 - mean) / std).permute(0, 3, 1, 2)
+        with torch.no_grad():
+            attention = tiny.checkpoint.network.explain(images).attention
+        best = attention.flatten(2).sort(dim=2, descending=True).values
+        expected = (best[..., 0] - best[..., 1]) / best[..., 0]
+        np.testing.assert_allclose(reference.gap, expected, atol=1e-5)
+
+    def test_it_never_uses_tf32(self, tiny: Any) -> None:
+        TorchSession(tiny.checkpoint, device="cpu")
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+
+
+class TestTestVectors:
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    def test_a_file_reproduces_its_own(self, tiny: Any, tiny_fp16: Path, precision: str) -> None:
+        path = tiny.path if precision == "fp32" else tiny_fp16
+        found = verify_vectors(OnnxSession(path, device="cpu", threads=2), "c.onnx")
+        assert found
+        assert found.images == 4
+
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    def test_another_networks_vectors_are_not_reproduced(
+        self, tiny: Any, tiny_fp16: Path, another: Path, precision: str
+    ) -> None:
+        session = OnnxSession(tiny.path if precision == "fp32" else tiny_fp16, device="cpu", threads=2)
+        theirs = onnx_file.read_metadata(another).test_vectors
+        session.metadata = replace(session.metadata, test_vectors=theirs)
+        with pytest.raises(VerificationError, match="does not reproduce its own test vectors"):
+            verify_vectors(session, "c.onnx")
+
+    def test_a_file_without_any_is_refused(self, tiny: Any) -> None:
+        session = OnnxSession(tiny.path, device="cpu", threads=2)
+        session.metadata = replace(session.metadata, test_vectors={})
+        with pytest.raises(ArtifactError, match="no test vectors"):
+            verify_vectors(session, "c.onnx")
+
+
+@pytest.mark.gpu
+class TestCuda:
+    """Not run where there is no NVIDIA GPU; never run on hardware when this was written."""
+
+    def test_it_answers_as_the_cpu_does(self, tiny: Any) -> None:
+        reference = TorchSession(tiny.checkpoint, device="cpu").reference(PICTURES)
+        session = OnnxSession(tiny.path, device="cuda")
+        gate = GATES["fp32"].elsewhere()
+        assert compare(reference, session.run(PICTURES), session.metadata, gate)
+
+    def test_inputs_and_outputs_are_bound(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        session = OnnxSession(tiny.path, device="cuda")
+
+        def unbound(*_: Any) -> None:
+            raise AssertionError("copied twice: the unbound path was taken")
+
+        monkeypatch.setattr(session, "_run_cpu", unbound)
+        found = session.run(PICTURES)
+        assert found.logits.shape == (5, 4)
+        assert found.argmax is not None
+        assert found.argmax.dtype == np.int32
+
+    def test_batches_of_changing_size_run_one_after_the_other(self, tiny: Any) -> None:
+        session = OnnxSession(tiny.path, device="cuda:0")
+        whole = session.run(PICTURES)
+        for start, stop in ((0, 1), (1, 3), (3, 5)):
+            np.testing.assert_allclose(session.run(PICTURES[start:stop]).logits, whole.logits[start:stop], atol=1e-5)
+
+    def test_auto_takes_the_gpu(self, tiny: Any) -> None:
+        assert "CUDA device 0" in OnnxSession(tiny.path, device="auto").description
+
+    def test_tf32_is_off(self, tiny: Any) -> None:
+        session = OnnxSession(tiny.path, device="cuda")
+        options = session._session.get_provider_options()["CUDAExecutionProvider"]
+        assert options["use_tf32"] == "0"
+
+    def test_a_device_that_is_not_there_is_refused(self, tiny: Any) -> None:
+        with pytest.raises(UsageError):
+            OnnxSession(tiny.path, device="cuda:99")
+
+    def test_half_precision_reproduces_its_vectors(self, tiny_fp16: Path) -> None:
+        assert verify_vectors(OnnxSession(tiny_fp16, device="cuda"), "c.fp16.onnx")
+
+    def test_torch_on_the_gpu_answers_as_on_the_cpu(self, tiny: Any) -> None:
+        reference = TorchSession(tiny.checkpoint, device="cpu").reference(PICTURES)
+        try:
+            found = TorchSession(tiny.checkpoint, device="cuda").run(PICTURES)
+        finally:
+            tiny.checkpoint.network.cpu()
+        metadata = onnx_file.read_metadata(tiny.path)
+        assert compare(reference, found, metadata, GATES["fp32"].elsewhere())
