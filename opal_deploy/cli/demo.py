@@ -47,6 +47,9 @@ def demo(
     epochs: Annotated[int, typer.Option(min=1)] = RECIPE.epochs,
     train_per_class: Annotated[int, typer.Option(min=4)] = RECIPE.train_per_class,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    weights: Annotated[
+        Path | None, typer.Option(help=f"ImageNet weights of {RECIPE.backbone} as a file; default: random weights.")
+    ] = None,
 ) -> None:
     """Draw creatures whose species differ in a few parts; train, export and explain; see if the boxes are right."""
     for package in ("torch", "torchvision", "matplotlib"):
@@ -56,7 +59,7 @@ def demo(
     started = time.perf_counter()
     _make_room(out, overwrite=overwrite)
     _draw(out / "data", train_per_class, seed)
-    accuracy = _train(out, epochs, seed)
+    accuracy = _train(out, epochs, seed, weights)
     model = _export(out / "run" / "best.pt")
     summary = _explain(out, model)
     evidence = judge(out / "data", out / "explanations" / "results.jsonl")
@@ -95,7 +98,7 @@ def _draw(folder: Path, train_per_class: int, seed: int) -> None:
     say(f"Drew {sum(drawn.images.values())} pictures of {len(drawn.classes)} species in {folder}")
 
 
-def _train(out: Path, epochs: int, seed: int) -> float:
+def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
     from opal_deploy.model.config import HeadConfig
     from opal_deploy.train.data import read
     from opal_deploy.train.loop import Options, fit
@@ -104,6 +107,7 @@ def _train(out: Path, epochs: int, seed: int) -> float:
     options = Options(
         backbone=r.backbone,
         head=HeadConfig(prototypes_per_class=r.prototypes),
+        weights=None if weights is None else str(weights),
         epochs=epochs,
         batch_size=r.batch_size,
         lr=r.lr,

@@ -30,7 +30,9 @@ class BrightSession:
     description = "brightness on CPU"
 
     def __init__(self, *, fails_at: int | None = None, hold: threading.Event | None = None) -> None:
-        self.metadata = Metadata(("dim", "bright"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, INPUT)
+        self.metadata = Metadata(
+            ("dim", "bright"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, INPUT
+        )
         self.fails_at, self.hold = fails_at, hold
         self.batches: list[int] = []
 

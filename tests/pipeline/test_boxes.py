@@ -79,9 +79,7 @@ def test_coco_boxes_have_corner_and_size(tmp_path: Path) -> None:
         (coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 4]}] * 2), "two boxes for a.jpg"),
     ],
 )
-def test_files_of_another_shape_are_refused_with_what_is_wrong(
-    tmp_path: Path, text: str | bytes, message: str
-) -> None:
+def test_files_of_another_shape_are_refused_with_what_is_wrong(tmp_path: Path, text: str | bytes, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         boxes(tmp_path, text)
 

@@ -151,10 +151,8 @@ def test_an_endless_stream_is_read_a_bounded_distance_ahead(bright_session: Call
 
     batch = 4
     results = explain_all(endless(), [bright_session() for _ in range(count)], EngineOptions(batch=batch))
-    taken = 0
-    for _ in range(60):
+    for taken in range(1, 61):
         next(results)
-        taken += 1
         # being decoded, waiting for or in a session, and the batch whose results are being handed out
         assert begun - taken <= batch * (2 * count + 3)
     results.close()

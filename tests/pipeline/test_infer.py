@@ -209,7 +209,7 @@ def test_a_report_that_cannot_be_finished_stops_the_run_with_the_reason(
     save(tmp_path / "a.png")
     monkeypatch.setattr(ReportWriter, "close", full)
     out = tmp_path / "out"
-    with pytest.raises(StoppedEarly, match="report cannot be written .No space left on device"):
+    with pytest.raises(StoppedEarly, match=r"report cannot be written \(No space left on device\)"):
         run(iter([Item(tmp_path / "a.png", "a.png")]), [bright_session()], job(out, explain=True))
     assert len(results(out)) == 1
 

@@ -33,7 +33,7 @@ def test_what_is_not_utf8_is_escaped_and_nothing_else(name: bytes, escaped: str)
 def test_escaping_is_reversible_for_every_name_a_file_can_have() -> None:
     source = random.Random(7)
     # weighted towards what escaping could trip over
-    alphabet = b'\\\\\\\\xxffdc80\xff\x80\xc3\xa9\n"\'<>' + bytes(range(1, 256))
+    alphabet = b"\\\\\\\\xxffdc80\xff\x80\xc3\xa9\n\"'<>" + bytes(range(1, 256))
     for _ in range(20_000):
         name = os.fsdecode(bytes(source.choice(alphabet) for _ in range(source.randrange(1, 12))))
         text = escape_name(name)

@@ -1,0 +1,62 @@
+"""A bare `pip install opal-deploy`: help, and errors that name what to install."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from opal_deploy._version import __version__
+
+Opal = Callable[..., subprocess.CompletedProcess[str]]
+VERBS = ["train", "evaluate", "export", "infer", "verify", "inspect", "doctor", "demo", "bench"]
+HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
+
+
+@pytest.mark.parametrize("verb", [None, *VERBS, "bench pipeline"])
+def test_help_needs_nothing_but_typer(opal: Opal, verb: str | None) -> None:
+    done = opal(*(verb.split() if verb else []), "--help", blocked=(*HEAVY, "numpy", "PIL"))
+    assert done.returncode == 0, done.stderr
+    assert "Usage: opal-deploy" in done.stdout
+
+
+def test_help_lists_every_verb_and_the_exit_codes(opal: Opal) -> None:
+    shown = opal("--help").stdout
+    assert [verb for verb in VERBS if f" {verb} " not in shown] == []
+    assert "130 interrupted" in shown
+
+
+def test_the_version_is_the_packages(opal: Opal) -> None:
+    assert opal("--version").stdout == f"opal-deploy {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["infer", "{pictures}", "--model", "{model}.onnx"], "cpu"),
+        (["infer", "{pictures}", "--model", "{model}.pt"], "train"),
+        (["verify", "{model}.onnx"], "cpu"),
+        (["export", "{model}.pt"], "export"),
+        (["export", "{model}.onnx", "--precision", "fp16"], "export"),
+        (["train", "{pictures}"], "train"),
+    ],
+    ids=["infer onnx", "infer pt", "verify", "export pt", "export onnx", "train"],
+)
+def test_a_missing_part_is_answered_with_the_extra_to_install(
+    opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path, arguments: list[str], extra: str
+) -> None:
+    make_pictures(tmp_path / "in", 1)
+    filled = [a.format(pictures=tmp_path / "in", model=exact_model.with_suffix("")) for a in arguments]
+    done = opal(*filled, blocked=HEAVY, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"pip install 'opal-deploy[{extra}]'" in line
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".pt"])
+def test_inspect_needs_neither_torch_nor_a_runtime(opal: Opal, exact_model: Path, suffix: str) -> None:
+    done = opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY)
+    assert done.returncode == 0, done.stderr
+    assert "shufflenet_v2_x0_5" in done.stderr

@@ -1,0 +1,420 @@
+"""`opal-deploy infer` end to end: exit codes, messages, files, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+Opal = Callable[..., subprocess.CompletedProcess[str]]
+MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, make_pictures: Callable) -> Path:
+    make_pictures(tmp_path / "in", 4)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def infer(opal: Opal, exact_model: Path, tmp_path: Path) -> Opal:
+    """`infer` with the model and an --out given, in an empty folder."""
+
+    def run(*arguments: str | Path, model: Path | None = exact_model, out: str | None = "out", **options: Any) -> Any:
+        fixed = [*(["--model", model] if model else []), *(["--out", out] if out else []), "--threads", "1"]
+        return opal("infer", *arguments, *fixed, cwd=tmp_path, **options)
+
+    return run
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
+    """The only line of a refused call."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("opal-deploy: ")
+    return line
+
+
+def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "ckpt.onnx").write_bytes(exact_model.read_bytes())
+    done = opal("infer", "in/", "--explain", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Model: ckpt.onnx (fp32, no usable GPU)" in done.stderr or "Model: ckpt.onnx" in done.stderr
+    assert "4 images in" in done.stderr
+    assert done.stdout == ""
+    out = tmp_path / "explanations"
+    assert [Path(record["image"]).name for record in records(out)] == ["000.png", "001.png", "002.png", "003.png"]
+    assert (out / "report.html").is_file()
+    assert len(list((out / "overlays").iterdir())) == 4
+
+
+def test_failed_images_are_counted_and_the_exit_code_says_so(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    (pictures / "bad.jpg").write_bytes(b"no")
+    (pictures / "empty.jpg").write_bytes(b"")
+    done = infer(pictures)
+    assert done.returncode == 3
+    assert "6 images in" in done.stderr
+    assert "2 error, 4 ok" in done.stderr
+    assert "not_an_image: 1" in done.stderr
+    assert "empty_file: 1" in done.stderr
+    assert len(records(tmp_path / "out")) == 6
+
+
+def test_the_summary_is_there_for_machines(infer: Opal, pictures: Path) -> None:
+    document = json.loads(infer(pictures, "--json").stdout)
+    assert document["images"] == 4
+    assert document["statuses"] == {"ok": 4}
+    assert document["errors"] == {}
+    assert document["out"] == "out"
+    assert 0 < document["seconds_to_first_record"] <= document["seconds"]
+
+
+def test_a_reader_of_the_summary_that_has_gone_away_changes_no_exit_code(
+    exact_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "infer", str(pictures), "--model", str(exact_model), "--json"],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert "rror" not in done.stderr
+
+
+def test_a_margin_marks_answers_as_abstained(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    done = infer(pictures, "--min-margin", "2")
+    assert done.returncode == 0
+    assert "4 abstained" in done.stderr
+    assert {record["status"] for record in records(tmp_path / "out")} == {"abstained"}
+
+
+def test_top_limits_the_listed_classes(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    infer(pictures, "--top", "2")
+    assert {len(record["top"]) for record in records(tmp_path / "out")} == {2}
+
+
+def test_shards_make_up_the_whole(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    infer(pictures)
+    for index in (1, 2, 3):
+        assert infer(pictures, "--shard", f"{index}/3", out=f"out{index}").returncode == 0
+    parts = [record["image"] for index in (1, 2, 3) for record in records(tmp_path / f"out{index}")]
+    assert sorted(parts) == [record["image"] for record in records(tmp_path / "out")]
+
+
+def test_a_shard_may_be_empty(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    done = infer(pictures, "--shard", "9/9")
+    assert done.returncode == 0
+    assert records(tmp_path / "out") == []
+
+
+def test_boxes_crop_first(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    rows = "".join(f"{number:03}.png,10,20,70,80\n" for number in range(3))
+    (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\n" + rows)
+    done = infer(pictures, "--boxes", "boxes.csv")
+    assert done.returncode == 3
+    assert "no_box: 1" in done.stderr
+    for record in records(tmp_path / "out")[:3]:
+        for slot in record["evidence"]:
+            assert slot["box"][0] >= 10
+            assert slot["box"][3] <= 80
+
+
+def test_a_list_on_stdin_names_the_images(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    done = infer("-", input="in/002.png\nin/none.png\nin/000.png\n")
+    assert done.returncode == 3
+    assert [record["image"] for record in records(tmp_path / "out")] == ["in/002.png", "in/none.png", "in/000.png"]
+
+
+def test_a_glob_that_the_shell_left_alone_is_understood(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    infer("in/*[13].png")
+    assert [record["image"] for record in records(tmp_path / "out")] == ["in/001.png", "in/003.png"]
+
+
+def test_files_that_were_passed_over_are_mentioned(infer: Opal, pictures: Path) -> None:
+    (pictures / "notes\x1b[31m.txt").write_text("x")
+    done = infer(pictures)
+    assert done.returncode == 0
+    # a name must not drive the terminal
+    assert "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)" in done.stderr
+
+
+def test_one_empty_folder_costs_the_others_nothing(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    done = infer(pictures, "empty")
+    assert done.returncode == 3
+    assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 4 + ["error"]
+
+
+def test_explaining_the_working_directory_leaves_earlier_overlays_out(
+    infer: Opal, pictures: Path, tmp_path: Path
+) -> None:
+    for out in ("out", "out2"):
+        assert infer(".", "--explain", out=out).returncode == 0
+    assert len(records(tmp_path / "out2")) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none/"], "none/: no such file or folder"),
+        (["in", "misspelt"], "misspelt: no such file or folder"),
+        (["empty"], "empty: no images in it or below; expected files such as .jpg or .png"),
+        (["*.jpg"], "*.jpg: nothing matches"),
+        (["-"], "standard input named no image; expected one path a line"),
+        (["in", "--shard", "0/3"], "shard '0/3': expected i/n with i from 1 to n, such as 1/4"),
+        (["in", "--shard", "4/3"], "shard '4/3': expected i/n"),
+        (["in", "--shard", "²/3"], "shard '²/3': expected i/n"),
+        (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),
+        (["in", "--boxes", "bad.csv"], "bad.csv: columns a, b; expected image with x0,y0,x1,y1"),
+        (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
+        (["in", "--device", "0,0"], "device '0,0': expected"),
+    ],
+)
+def test_a_wrong_call_is_answered_in_one_line_and_leaves_nothing(
+    infer: Opal, pictures: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    assert message in one_line(infer(*arguments, input=""))
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_the_traceback_and_the_same_exit_code(infer: Opal) -> None:
+    done = infer("none", "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1] == "opal-deploy: none: no such file or folder"
+
+
+def _corrupt(path: Path, model: Path) -> None:
+    data = bytearray(model.read_bytes())
+    data[len(data) // 4] ^= 1
+    path.write_bytes(data)
+
+
+BAD_MODELS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
+    "missing": ("m.onnx", lambda path, model: None, "no such model; expected an ONNX file of `opal-deploy export`"),
+    "folder": ("m.onnx", lambda path, model: path.mkdir(), "a folder; give the model's file"),
+    "bit flipped": ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
+    "cut short": ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),
+    "empty": ("m.onnx", lambda path, model: path.write_bytes(b""), "the file is empty; export or copy it again"),
+    "text": ("m.onnx", lambda path, model: path.write_text("hello"), "not an ONNX file"),
+    "another suffix": ("m.bin", lambda path, model: path.write_text("hello"), "not a model that this version runs"),
+    "bad checkpoint": ("m.pt", lambda path, model: path.write_text("hello"), "m.pt: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_what_is_no_model_is_refused_before_anything_is_written(
+    infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path, name: str
+) -> None:
+    file, write, message = BAD_MODELS[name]
+    write(tmp_path / file, exact_model)
+    assert message in one_line(infer(pictures, model=tmp_path / file))
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_model_it_says_how_to_get_one(infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+    assert "no exported model in the working directory; give one with --model" in one_line(infer(pictures, model=None))
+    (tmp_path / "ckpt.pt").write_bytes(b"")
+    assert "export one first: opal-deploy export ckpt.pt" in one_line(infer(pictures, model=None))
+    (tmp_path / "foreign.onnx").write_bytes(b"x")
+    assert "foreign.onnx is not one of ours, or damaged" in one_line(infer(pictures, model=None))
+
+
+def test_models_of_several_checkpoints_are_listed(
+    infer: Opal, exact_model: Path, map_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    for model in (exact_model, map_model):
+        (tmp_path / model.name).write_bytes(model.read_bytes())
+    line = one_line(infer(pictures, model=None))
+    assert "exact.onnx (of exact.pt), map.onnx (of map.pt); choose one with --model" in line
+
+
+def test_results_of_an_earlier_run_are_kept_unless_told_otherwise(infer: Opal, pictures: Path) -> None:
+    assert infer(pictures).returncode == 0
+    assert "holds the results of an earlier run; choose another --out, or give --overwrite" in one_line(infer(pictures))
+    assert infer(pictures, "--overwrite").returncode == 0
+
+
+def test_an_out_that_cannot_be_written_is_a_wrong_call(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = infer(pictures, out="file/out")
+    assert "file/out: cannot be written (Not a directory); choose another --out" in one_line(done)
+
+
+def test_explaining_a_linear_baseline_is_refused_with_the_reason(
+    infer: Opal, linear_model: Path, pictures: Path
+) -> None:
+    line = one_line(infer(pictures, "--explain", model=linear_model))
+    assert "a dense layer mixes all channels and no evidence can be shown; leave out --explain" in line
+
+
+def test_a_margin_of_a_linear_baseline_is_refused(infer: Opal, linear_model: Path, pictures: Path) -> None:
+    line = one_line(infer(pictures, "--min-margin", "0.1", model=linear_model))
+    assert "no margin; leave out --min-margin" in line
+
+
+def test_a_linear_baseline_classifies(infer: Opal, linear_model: Path, pictures: Path, tmp_path: Path) -> None:
+    assert infer(pictures, model=linear_model).returncode == 0
+    assert records(tmp_path / "out")[0]["prediction"]["cosine"] is None
+
+
+def test_explaining_a_model_that_averages_says_what_overlays_lack(
+    infer: Opal, map_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    done = infer(pictures, "--explain", model=map_model)
+    assert done.returncode == 0
+    assert "no single cell is its evidence, so overlays show no boxes" in done.stderr
+    assert (tmp_path / "out/report.html").is_file()
+
+
+def test_a_checkpoint_answers_as_its_export(infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+    assert infer(pictures, "--device", "cpu", model=exact_model.with_suffix(".pt"), out="pt").returncode == 0
+    infer(pictures)
+    for one, other in zip(records(tmp_path / "pt"), records(tmp_path / "out"), strict=True):
+        assert one["prediction"]["class_id"] == other["prediction"]["class_id"]
+        assert one["prediction"]["cosine"] == pytest.approx(other["prediction"]["cosine"], abs=1e-5)
+
+
+def test_a_full_disk_stops_early_with_whole_lines(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    done = infer(pictures, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
+    assert done.returncode == 5
+    assert "Traceback" not in done.stderr
+    assert "make room and run again" in done.stderr.splitlines()[-1]
+    written = (tmp_path / "out/results.jsonl").read_bytes()
+    assert written.endswith(b"}\n")
+    assert f"the {len(records(tmp_path / 'out'))} records before are whole" in done.stderr
+
+
+def test_an_interrupted_run_exits_with_130_and_whole_lines(exact_model: Path, tmp_path: Path) -> None:
+    total = 4000
+    folder = tmp_path / "in"
+    folder.mkdir()
+    Image.effect_noise((700, 700), 60).convert("RGB").save(tmp_path / "noise.jpg")
+    for number in range(total):
+        (folder / f"{number:05}.jpg").symlink_to(tmp_path / "noise.jpg")
+    results = tmp_path / "out/results.jsonl"
+    arguments = ["infer", str(folder), "--model", str(exact_model), "--out", str(tmp_path / "out"), "--threads", "1"]
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN, *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell may have told its background jobs to ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (results.exists() and results.stat().st_size > 3000) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        _, said = process.communicate(timeout=60)
+        took = time.monotonic() - sent
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1] == "opal-deploy: interrupted"
+    assert "Traceback" not in said
+    assert took < 5
+    assert results.read_bytes().endswith(b"}\n")
+    assert 0 < len(records(tmp_path / "out")) < total
+
+
+ODD_NAMES = [b"a b.png", b"a\nb.png", b"a'\"b.png", b"<script>alert(1)<.png", b"a\xffb.png", b"a\\xffb.png"]
+
+
+def test_odd_names_go_through_and_come_back(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    from opal_deploy.pipeline.names import unescape_name
+
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    for name in ODD_NAMES:
+        (odd / os.fsdecode(name)).write_bytes((pictures / "000.png").read_bytes())
+    done = infer("odd", "--explain", "--json")
+    assert done.returncode == 0, done.stderr
+    found = [os.fsencode(Path(unescape_name(record["image"])).name) for record in records(tmp_path / "out")]
+    assert found == sorted(ODD_NAMES)
+
+
+def test_a_misspelt_name_with_odd_characters_is_still_one_line(infer: Opal) -> None:
+    assert "a\\nb\\x1b(B\\udcff: no such file" in one_line(infer(os.fsdecode(b"a\nb\x1b(B\xff")))
+
+
+def test_names_on_stdin_need_not_be_utf8(exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.png")).write_bytes((pictures / "000.png").read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "infer", "-", "--model", str(exact_model), "--out", "out"],
+        cwd=tmp_path,
+        input=b"a\xff.png\n",
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "out")[0]["image"] == "a\\xff.png"
+
+
+def test_our_own_bug_is_called_one(exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+    broken = "import opal_deploy.pipeline.infer as i\ndef run(*a): raise KeyError('x\\ny')\ni.run = run\n" + MAIN
+    done = subprocess.run(
+        [sys.executable, "-c", broken, "infer", str(pictures), "--model", str(exact_model)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("opal-deploy: this is a bug of ours: KeyError: ")
+    assert last.endswith("please report it with the output of the same command with --debug")
+    assert "Traceback" not in done.stderr
+
+
+KNOWN_CODES = {
+    "empty_file", "not_an_image", "truncated_image", "corrupt_image", "too_many_pixels", "unsupported_image",
+}  # fmt: skip
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("explain", [False, True])
+def test_every_odd_image_gets_its_record(exact_model: Path, odd_images: Path, tmp_path: Path, explain: bool) -> None:
+    arguments = ["infer", str(odd_images), "--model", str(exact_model), "--out", str(tmp_path / "out")]
+    # not getrusage: what it tells of a child includes the process that started it
+    measure = (
+        "import atexit, re\n"
+        "def peak(): print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "atexit.register(peak)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", measure + MAIN, *arguments, *(["--explain"] if explain else [])],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning:" not in done.stderr
+    # in kilobytes
+    assert int(done.stdout) < 1_000_000
+    found = records(tmp_path / "out")
+    assert len(found) == 149
+    assert [record["image"] for record in found] == sorted(record["image"] for record in found)
+    codes = {record["error"]["code"] for record in found if record["status"] == "error"}
+    assert codes <= KNOWN_CODES
+    assert {record["status"] for record in found} == {"ok", "error"}
+    assert all(("overlay" in record) == (explain and record["status"] == "ok") for record in found)

@@ -1,0 +1,108 @@
+"""`opal-deploy inspect`: what is inside a model file, or why it cannot be said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Opal = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_an_exported_model_tells_its_story(opal: Opal, exact_model: Path) -> None:
+    shown = opal("inspect", exact_model).stderr
+    for part in ("4 classes, m = 3, distance l2, grid 3x3", "matches the file", "exact.pt (opal-deploy)", "verified"):
+        assert part in shown
+
+
+def test_json_goes_to_stdout_alone(opal: Opal, exact_model: Path) -> None:
+    done = opal("inspect", exact_model, "--json")
+    document = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert document["intact"] is True
+    assert document["metadata"]["class_names"][3] == "Übersee-Eiche"
+    # megabytes of test pictures are nothing to read
+    assert document["metadata"]["test_vectors"] == {"pictures": 4}
+
+
+def test_a_checkpoint_of_ours_tells_its_configuration(opal: Opal, exact_model: Path) -> None:
+    document = json.loads(opal("inspect", exact_model.with_suffix(".pt"), "--json").stdout)
+    assert document["kind"] == "checkpoint"
+    assert document["config"]["backbone"] == "shufflenet_v2_x0_5"
+    assert document["tensors"]["head.projection.weight"] == [12, 1024, 1, 1]
+
+
+def test_a_damaged_model_is_shown_as_damaged(opal: Opal, exact_model: Path, tmp_path: Path) -> None:
+    data = bytearray(exact_model.read_bytes())
+    data[len(data) // 4] ^= 1
+    (tmp_path / "m.onnx").write_bytes(data)
+    assert "DOES NOT MATCH" in opal("inspect", tmp_path / "m.onnx").stderr
+
+
+def _saved(path: Path, document: Any) -> None:
+    import torch
+
+    torch.save(document, path)
+
+
+def _write_nothing(_: Path) -> None:
+    pass
+
+
+def _write_foreign(path: Path) -> None:
+    import onnx
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [value])
+    onnx.save(helper.make_model(graph), path)
+
+
+def _tensor(*shape: int) -> Any:
+    import torch
+
+    return torch.zeros(*shape)
+
+
+BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "missing": ("m.onnx", _write_nothing, "no such file; expected an ONNX file or a checkpoint"),
+    "a folder": ("m.onnx", lambda path: path.mkdir(), "no such file"),
+    "another kind of file": ("m.txt", lambda path: path.write_text("x"), "expected .onnx, .pt or .pth"),
+    "empty": ("m.onnx", lambda path: path.write_bytes(b""), "the file is empty; export or copy it again"),
+    "noise": ("m.onnx", lambda path: path.write_bytes(bytes(range(256)) * 20), "not an ONNX file"),
+    "foreign": ("m.onnx", _write_foreign, "an ONNX file without opal metadata"),
+    "not a checkpoint": ("m.pt", lambda path: path.write_text("x"), "not a readable PyTorch checkpoint"),
+    "another program's checkpoint": (
+        "m.pt",
+        lambda path: _saved(path, {"config": {"lr": 1}, "state_dict": {"a": _tensor(2)}}),
+        "no tensors in it, only config, state_dict; expected a checkpoint or a state dict",
+    ),
+    "parts missing": (
+        "m.pt",
+        lambda path: _saved(path, {"format": "opal-deploy checkpoint", "state_dict": {}, "config": {}}),
+        "an opal-deploy checkpoint with parts missing; train or copy it again",
+    ),
+    "no state": ("m.pt", lambda path: _saved(path, {"format": "opal-deploy checkpoint"}), "with parts missing"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_model_is_refused_in_one_line(opal: Opal, tmp_path: Path, name: str) -> None:
+    file, write, message = BAD[name]
+    write(tmp_path / file)
+    done = opal("inspect", tmp_path / file)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"opal-deploy: {tmp_path / file}: ")
+    assert message in line
+
+
+def test_a_state_dict_with_a_strange_anchor_is_no_opal_checkpoint(opal: Opal, tmp_path: Path) -> None:
+    _saved(tmp_path / "m.pt", {"classifier.prototypes": _tensor(0), "final_conv_layer.weight": _tensor(2)})
+    done = opal("inspect", tmp_path / "m.pt")
+    assert done.returncode == 0
+    assert "not an OPAL checkpoint" in done.stderr
