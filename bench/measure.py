@@ -73,3 +73,17 @@ def _processor() -> str:
             return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
+
+
+def peak_megabytes() -> float:
+    """Largest resident memory of this process so far.
+
+    From /proc where there is one: `getrusage` of a child process counts the memory of its parent at the fork.
+    """
+    try:
+        with open("/proc/self/status") as stream:
+            return next(int(line.split()[1]) / 1024 for line in stream if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -7,7 +7,6 @@ machine that slows down slows all three alike.
 from __future__ import annotations
 
 import itertools
-import resource
 import shutil
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from opal_deploy.bench.measure import Rate, machine
+from opal_deploy.bench.measure import Rate, machine, peak_megabytes
 from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.discover import Item
 from opal_deploy.pipeline.engine import EngineOptions
@@ -81,8 +80,7 @@ def measure(
         Rate("infer --explain", tuple(rates["overlays"])),
         len(items),
         options.batch,
-        # Linux counts kilobytes
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        peak_megabytes(),
         session.description,
     )
 

@@ -103,7 +103,7 @@ def _guarded(source: BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Im
         if image.format in _RUNS_A_PROGRAM:
             raise ImageError("unsupported_image", f"{image.format} is a program to be run, not pixels; save it as PNG")
         image.load()
-        return _oriented(image)
+        return _oriented(image, ours=image is not source)
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -132,10 +132,17 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
-def _oriented(image: Image.Image) -> Image.Image:
-    """EXIF orientation applied; a picture whose EXIF cannot be parsed has none, as in a viewer."""
+def _oriented(image: Image.Image, *, ours: bool) -> Image.Image:
+    """EXIF orientation applied; a picture whose EXIF cannot be parsed has none, as in a viewer.
+
+    A picture that we opened is turned in place: Pillow copies even where there is nothing to turn, and a copy of a
+    large picture is hundreds of megabytes. A caller's own picture stays as it is.
+    """
     try:
-        return ImageOps.exif_transpose(image)
+        if not ours:
+            return ImageOps.exif_transpose(image)
+        ImageOps.exif_transpose(image, in_place=True)
+        return image
     except Exception:  # damaged EXIF raises what its parser stumbles over; the pixels are fine
         return image
 

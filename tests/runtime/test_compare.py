@@ -222,9 +222,11 @@ class TestGatesElsewhere:
 
 
 class TestOpenedGates:
-    def test_it_opens_to_twice_the_movement(self) -> None:
+    def test_it_opens_to_four_times_the_movement(self) -> None:
         gate = FP32.opened_for(Rounding(cosine=3e-6, score=2e-5, relative_score=4e-4))
-        assert gate == replace(FP32, cosine=6e-6, score=4e-5, tie=8e-4)
+        assert gate.cosine == pytest.approx(1.2e-5)
+        assert gate.score == pytest.approx(8e-5)
+        assert gate.tie == pytest.approx(1.6e-3)
 
     def test_it_never_closes(self) -> None:
         assert FP32.opened_for(Rounding(0.0, 0.0, 0.0)) == FP32
