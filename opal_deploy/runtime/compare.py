@@ -21,7 +21,6 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
 from opal_deploy.artifact.test_vectors import Reference
 
-
 # how many times a network's own movement its gate opens to
 _MOVEMENTS = 4
 

@@ -210,7 +210,9 @@ class TestMalformedOutputs:
 
 class TestGatesElsewhere:
     def test_rounding_has_ten_times_the_room_on_another_machine(self) -> None:
-        assert FP32.elsewhere() == replace(FP32, cosine=1e-5, score=1e-4, tie=1e-3)
+        gate = FP32.elsewhere()
+        assert (gate.cosine, gate.score, gate.tie) == pytest.approx((1e-5, 1e-4, 1e-3))
+        assert (gate.logit, gate.cells) == (FP32.logit, FP32.cells)
 
     def test_half_precision_gets_no_more_than_it_has(self) -> None:
         gate = FP16.elsewhere()
