@@ -6,10 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from opal_deploy.demo import example_pictures
+from opal_deploy.export import pictures
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -28,6 +32,22 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _pictures_drawn_once() -> Iterator[None]:
+    """Drawing the verification pictures takes longer than the rest of a tiny export; they are always the same."""
+    drawn: dict[tuple[int, int, int], NDArray[np.uint8]] = {}
+
+    def cached(count: int, height: int, width: int) -> NDArray[np.uint8]:
+        key = (count, height, width)
+        if key not in drawn:
+            drawn[key] = example_pictures(count, height, width)
+        return drawn[key].copy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pictures, "example_pictures", cached)
+        yield
 
 
 class _TinyBody(nn.Module):

@@ -17,7 +17,6 @@ from onnx import TensorProto
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.demo import example_pictures
-from opal_deploy.export import pictures
 from opal_deploy.export.checkpoint_export import export_checkpoint
 from opal_deploy.export.onnx_export import Export, ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint
@@ -31,22 +30,6 @@ WITHOUT_ANCHORS: list[dict[str, Any]] = [
     for projection, pooling, cws in product((True, False), ("max", "avg"), (True, False))
     if (projection, pooling, cws) != (True, "max", True)
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _pictures_drawn_once() -> Any:
-    """Drawing the verification pictures takes longer than the rest of a tiny export; they are always the same."""
-    drawn: dict[tuple[int, int, int], Any] = {}
-
-    def cached(count: int, height: int, width: int) -> Any:
-        key = (count, height, width)
-        if key not in drawn:
-            drawn[key] = example_pictures(count, height, width)
-        return drawn[key].copy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "example_pictures", cached)
-        yield
 
 
 def _export(checkpoint: Checkpoint, out: Path, **options: Any) -> Export:
@@ -274,6 +257,7 @@ class TestInputs:
         _matches_torch(done, checkpoint)
 
 
+@pytest.mark.slow
 def test_shufflenet_exports(make_checkpoint: Any, tmp_path: Path) -> None:
     checkpoint = make_checkpoint("shufflenet_v2_x0_5", size=(64, 64))
     assert _export(checkpoint, tmp_path / "c.onnx").comparison

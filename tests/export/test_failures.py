@@ -56,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 @pytest.fixture(scope="module")
 def saved(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "c.pt"
-    checkpoints.save(path, make_checkpoint("shufflenet_v2_x0_5", size=(64, 64)))
+    checkpoints.save(path, make_checkpoint("resnet18", size=(32, 64)))
     return path
 
 
@@ -266,5 +266,5 @@ class TestInspectCommand:
         assert ran.code == 0, ran.stderr
         document = json.loads(ran.stdout)
         assert document["kind"] == "checkpoint"
-        assert document["config"]["backbone"] == "shufflenet_v2_x0_5"
-        assert document["tensors"]["head.projection.weight"] == [20, 1024, 1, 1]
+        assert document["config"]["backbone"] == "resnet18"
+        assert document["tensors"]["head.projection.weight"] == [20, 512, 1, 1]

@@ -154,7 +154,7 @@ class TestFromACheckpoint:
         assert _types(out)["projected"] == TensorProto.FLOAT
         assert {t.data_type for t in onnx.load(out).graph.initializer if "body" in t.name} == {TensorProto.FLOAT16}
 
-    @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
+    @pytest.mark.parametrize("name", ["resnet18", pytest.param("mobilenet_v3_small", marks=pytest.mark.slow)])
     def test_real_architectures_pass(self, make_checkpoint: Any, tmp_path: Path, name: str) -> None:
         out = tmp_path / "c.onnx"
         options = ExportOptions(out=out, precision="fp16", threads=2)

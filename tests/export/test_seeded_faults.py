@@ -207,7 +207,11 @@ NOISIEST = Rounding(cosine=1.0, score=1.0, relative_score=1.0)
 
 @pytest.fixture(scope="module")
 def candidate(resnet18: Checkpoint) -> Candidate:
-    return build_candidate(resnet18, ExportOptions(threads=2))
+    built = build_candidate(resnet18, ExportOptions(threads=2))
+    assert built.rounding is not None
+    # measured once for all faults: it is the network's, not the fault's
+    measured = built.rounding()
+    return replace(built, rounding=lambda: measured)
 
 
 def _with(candidate: Candidate, fault: Fault) -> Candidate:
@@ -293,4 +297,4 @@ def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(candida
     measured = Rounding(cosine=5e-6, score=8e-6, relative_score=8e-6)
     done = write_verified(replace(noisy, rounding=lambda: measured), tmp_path / "m.onnx", _say, 2)
     assert done.metadata.verification["rounding"]["cosine"] == 5e-6
-    assert done.metadata.verification["gate"]["cosine"] == 1e-5
+    assert 1e-5 <= done.metadata.verification["gate"]["cosine"] <= WIDEST.cosine

@@ -48,6 +48,7 @@ LARGE = {
     "densenet121",
     "resnet101",
     "resnet152",
+    "efficientnet_v2_s",
     "efficientnet_v2_m",
     "efficientnet_v2_l",
     "convnext_small",
