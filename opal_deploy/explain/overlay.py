@@ -81,8 +81,12 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
 
 
 def encode_overlay(image: Image.Image, record: Record, quality: int = 90) -> bytes:
-    """`draw_overlay` as JPEG, colour at full resolution: thin coloured lines are what it is for."""
-    overlay = draw_overlay(image, record)
+    """`draw_overlay`, encoded by `as_jpeg`."""
+    return as_jpeg(draw_overlay(image, record), quality)
+
+
+def as_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
+    """An overlay as JPEG, colour at full resolution: thin coloured lines are what it is for."""
     overlay.thumbnail((_JPEG_LIMIT, _JPEG_LIMIT))
     buffer = io.BytesIO()
     overlay.save(buffer, "JPEG", quality=quality, subsampling=0)

@@ -29,6 +29,8 @@ from opal_deploy.explain.report_template import CONTENT_POLICY, HOW_TO_READ, STY
 from opal_deploy.explain.text import visible
 
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
+# a picture that would shrink by less than this is embedded at its own size
+_SMALL_ENOUGH = 0.75
 CLASSES_LISTED = 30
 _MESSAGE_LIMIT = 500
 
@@ -214,11 +216,13 @@ _TAIL = """</div>
 
 
 def thumbnail(overlay: bytes | Image.Image, record: Record) -> bytes:
-    """The overlay's photograph, at most 480 x 640 pixels, as JPEG."""
+    """The overlay's photograph as JPEG, at most 480 x 640 pixels, or a little more where that spares a resize."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
     width, height = photograph_size(record.get("width", whole[0]), record.get("height", whole[1]))
     share = min(1.0, THUMBNAIL_WIDTH / width, THUMBNAIL_HEIGHT / height)
+    if share > _SMALL_ENOUGH:
+        share = 1.0
     if isinstance(overlay, bytes):
         # the decoder itself halves large pictures: a 24-megapixel overlay costs little
         image.draft("RGB", (round(whole[0] * share), round(whole[1] * share)))
@@ -226,9 +230,9 @@ def thumbnail(overlay: bytes | Image.Image, record: Record) -> bytes:
     part = (max(1, width * image.size[0] // whole[0]), max(1, height * image.size[1] // whole[1]))
     size = (max(1, round(width * share)), max(1, round(height * share)))
     cut = image.convert("RGB").crop((0, 0, *part))
-    small = cut.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+    small = cut if cut.size == size else cut.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
     buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=THUMBNAIL_QUALITY, subsampling=0, optimize=True)
+    small.save(buffer, "JPEG", quality=THUMBNAIL_QUALITY, subsampling=0)
     return buffer.getvalue()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.explain.overlay import encode_overlay
+from opal_deploy.explain.overlay import as_jpeg, draw_overlay
 from opal_deploy.explain.records import Record
 from opal_deploy.explain.report import ReportWriter
 from opal_deploy.pipeline.boxes import Boxes
@@ -143,17 +143,17 @@ def _report(job: Job) -> Iterator[ReportWriter]:
 
 def _with_overlays(
     results: Iterable[Result], job: Job, drawers: ThreadPoolExecutor
-) -> Iterator[tuple[Record, bytes | None]]:
+) -> Iterator[tuple[Record, Image.Image | None]]:
     """Records with their overlays drawn and written, in order; a bounded number is in work."""
 
-    def submitted() -> Iterator[Future[tuple[Record, bytes | None]]]:
+    def submitted() -> Iterator[Future[tuple[Record, Image.Image | None]]]:
         for index, result in enumerate(results):
             yield drawers.submit(_draw, index, result, job)
 
     return ahead(submitted(), 2 * job.engine.workers)
 
 
-def _draw(index: int, result: Result, job: Job) -> tuple[Record, bytes | None]:
+def _draw(index: int, result: Result, job: Job) -> tuple[Record, Image.Image | None]:
     record = result.record
     if record["status"] == "error":
         return record, None
@@ -164,10 +164,10 @@ def _draw(index: int, result: Result, job: Job) -> tuple[Record, bytes | None]:
     except ImageError:
         # it was answered as it was, and is gone or another by now: the answer stands, without a picture
         return record, None
-    overlay = encode_overlay(picture, record)
+    overlay = draw_overlay(picture, record)
     name = overlay_name(index, record["image"])
     try:
-        (job.out / name).write_bytes(overlay)
+        (job.out / name).write_bytes(as_jpeg(overlay))
     except OSError as error:
         raise StoppedEarly(
             f"{job.out / name}: cannot be written ({error.strerror or error}); make room and run again"
@@ -180,7 +180,7 @@ def _again(request: Request, max_pixels: int) -> Image.Image:
     return decode(request.source, max_pixels=max_pixels)
 
 
-def _add(report: ReportWriter, record: Record, overlay: bytes | None) -> None:
+def _add(report: ReportWriter, record: Record, overlay: Image.Image | None) -> None:
     try:
         report.add(record, overlay)
     except OSError as error:
