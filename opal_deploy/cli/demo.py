@@ -197,6 +197,9 @@ def _tell(out: Path, model: Path, accuracy: float, summary: Summary, evidence: E
         f"(random cells of the creature: {evidence.control_distinguishing:.1%})"
     )
     say(f"Boxes on any part: {evidence.any_part:.1%} (random cells: {evidence.control_any:.1%})")
+    if evidence.distinguishing <= evidence.control_distinguishing:
+        say("These boxes find the parts no better than random cells: a network of minutes, begun at random weights,")
+        say("answers from cells anywhere. Accuracy does not show that; this is why the demo measures it.")
     say(f"Model:   {model}")
     say(f"Records: {out / 'explanations' / 'results.jsonl'}")
     say(f"Report:  {out / 'explanations' / 'report.html'}")
