@@ -89,8 +89,8 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         "training": checkpoint.training,
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
     }
-    with written_atomically(path) as temporary:
-        torch.save(document, temporary)
+    with written_atomically(path) as temporary, temporary.open("wb") as stream:
+        torch.save(document, stream)
 
 
 def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:

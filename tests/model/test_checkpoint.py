@@ -150,8 +150,8 @@ class TestSaving:
         checkpoint.save(path, _checkpoint())
         before = path.read_bytes()
 
-        def failing(document: Any, where: Path) -> None:
-            Path(where).write_bytes(b"half a file")
+        def failing(document: Any, stream: Any) -> None:
+            stream.write(b"half a file")
             raise RuntimeError("out of memory")
 
         monkeypatch.setattr(torch, "save", failing)
@@ -159,6 +159,18 @@ class TestSaving:
             checkpoint.save(path, _checkpoint(seed=1))
         assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+    def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(self, tmp_path: Path) -> None:
+        resource = pytest.importorskip("resource", reason="this system has no limits on files")
+        written = _checkpoint()
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+        try:
+            with pytest.raises(UsageError, match="cannot be written"):
+                checkpoint.save(tmp_path / "c.pt", written)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_folder_that_cannot_be_made_is_one_line(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
