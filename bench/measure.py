@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from opal_deploy.runtime.onnx_session import available_cpus
+
 # a spread over this is marked: the machine was not quiet
 NOISY = 0.10
 
@@ -59,7 +61,7 @@ def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": available_cpus(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,

@@ -10,7 +10,7 @@ import torch
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.export.graph import ATTENTION, ExportGraph
+from opal_deploy.export.graph import ExportGraph
 from opal_deploy.export.onnx_export import Candidate, Export, ExportOptions, Say, file_name, write_verified
 from opal_deploy.export.onnx_graph import trace
 from opal_deploy.export.pictures import in_batches, vector_pictures, verification_pictures
@@ -82,6 +82,3 @@ def _storable(reference: Reference) -> Reference:
     if reference.gap is None:
         return reference
     return replace(reference, gap=reference.gap.astype(np.float16))
-
-
-__all__ = ["ATTENTION", "build_candidate", "export_checkpoint", "join_references"]

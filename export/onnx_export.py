@@ -17,7 +17,7 @@ from opal_deploy.artifact.metadata import BLANK_DIGEST, METADATA_KEY, InputKind,
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.pictures import BATCHES, Pictures, in_batches, vector_pictures, verification_pictures
+from opal_deploy.export.pictures import BATCHES, in_batches, verification_pictures
 from opal_deploy.export.precision import to_fp16
 from opal_deploy.runtime.compare import GATES, Comparison, Rounding, compare
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -188,8 +188,3 @@ def _exporter(candidate: Candidate) -> dict[str, Any]:
 
 def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes[:-1])) + f" and {sizes[-1]}"
-
-
-__all__ = [
-    "Candidate", "Export", "ExportOptions", "Pictures", "export_onnx", "file_name", "vector_pictures", "write_verified",
-]  # fmt: skip

@@ -7,7 +7,6 @@ an epoch looks like depends on seed, epoch and position alone, not on the number
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import lay_out, to_input
+from opal_deploy.runtime.onnx_session import available_cpus
 from opal_deploy.train.samples import Sample, listed
 from opal_deploy.train.transforms import PaperAugmentation
 
@@ -68,7 +68,7 @@ class Pictures(Dataset[Item | UsageError]):
         """
         cache = np.empty((len(self.samples), *self.squash_size, 3), np.uint8)
         bad = []
-        with ThreadPoolExecutor(cores()) as pool:
+        with ThreadPoolExecutor(available_cpus()) as pool:
             for index, pixels in enumerate(pool.map(self._load, self.samples)):
                 if isinstance(pixels, UsageError):
                     bad.append(str(pixels))
@@ -171,8 +171,3 @@ def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) 
     scaled = images.permute(0, 3, 1, 2).float() / 255.0
     shape = (1, 3, 1, 1)
     return (scaled - scaled.new_tensor(mean).view(shape)) / scaled.new_tensor(std).view(shape)
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

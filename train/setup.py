@@ -16,7 +16,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact.files import sha256_of_file
 from opal_deploy.errors import UsageError
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.pictures import cores
+from opal_deploy.runtime.onnx_session import available_cpus
 
 # more processes than this only wait for one GPU
 _MOST_WORKERS = 8
@@ -51,8 +51,8 @@ def default_workers(device: torch.device, cached: bool) -> int:
     network's cores; otherwise one, to decode ahead. On a GPU all cores but one, at most 8.
     """
     if device.type == "cpu":
-        return 0 if cached or cores() == 1 else 1
-    return max(1, min(cores() - 1, _MOST_WORKERS))
+        return 0 if cached or available_cpus() == 1 else 1
+    return max(1, min(available_cpus() - 1, _MOST_WORKERS))
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 
 if TYPE_CHECKING:
@@ -105,18 +106,6 @@ def _from_checkpoint(
             + ", ".join(f"{k} {v}" for k, v in assumed.items())
         )
     return export_checkpoint(checkpoint, source, options, say)
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """`224` or `HxW` as (H0, W0).
-
-    Raises:
-        UsageError: something else.
-    """
-    parts = text.lower().split("x")
-    if len(parts) not in (1, 2) or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"size {text!r}: expected pixels such as 224, or height x width such as 224x448")
-    return int(parts[0]), int(parts[-1])
 
 
 def _tell(done: Export, as_json: bool) -> None:

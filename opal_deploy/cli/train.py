@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.console import progress, say
+from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -94,18 +95,6 @@ def train(
     with progress("training") as advance:
         result = fit(pictures, options, out, overwrite=overwrite, report=advance, log=say)
     _say_result(result)
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """`224` or `224x448` to (H0, W0).
-
-    Raises:
-        UsageError: anything else.
-    """
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--size {text!r}: expected a number of pixels such as 224, or height x width such as 224x448")
-    return int(parts[0]), int(parts[-1])
 
 
 def head_from_options(

@@ -1,0 +1,17 @@
+"""Options that several verbs read alike."""
+
+from __future__ import annotations
+
+from opal_deploy.errors import UsageError
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`224` or `224x448` (height x width) to (H0, W0).
+
+    Raises:
+        UsageError: anything else.
+    """
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--size {text!r}: expected a number of pixels such as 224, or height x width such as 224x448")
+    return int(parts[0]), int(parts[-1])
