@@ -11,10 +11,18 @@ import torch
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.graph import ExportGraph
-from opal_deploy.export.onnx_export import Candidate, Export, ExportOptions, Say, file_name, write_verified
+from opal_deploy.export.onnx_export import (
+    Candidate,
+    Export,
+    ExportOptions,
+    Say,
+    choose_pictures,
+    file_name,
+    in_precision,
+    write_verified,
+)
 from opal_deploy.export.onnx_graph import trace
-from opal_deploy.export.pictures import in_batches, vector_pictures, verification_pictures
-from opal_deploy.export.precision import to_fp16
+from opal_deploy.export.pictures import Pictures, in_batches, vector_pictures
 from opal_deploy.model.checkpoint import Checkpoint, describe
 from opal_deploy.runtime.compare import Rounding
 from opal_deploy.runtime.torch_session import TorchSession
@@ -33,38 +41,42 @@ def export_checkpoint(
         VerificationError: the graph does not reproduce PyTorch's outputs; nothing was written.
         UsageError: over ONNX's 2 GB, or the place cannot be written to.
     """
-    candidate = build_candidate(checkpoint, options, say)
-    return write_verified(candidate, options.out or file_name(source, options.precision), say, options.threads)
+    candidate, calibration = build_candidate(checkpoint, options, say)
+    candidate = in_precision(candidate, options.precision, calibration, say)
+    out = options.out or file_name(source, options.precision)
+    return write_verified(candidate, out, say, options.threads, verify=options.verify)
 
 
-def build_candidate(checkpoint: Checkpoint, options: ExportOptions, say: Say = lambda _: None) -> Candidate:
-    """The traced graph together with what PyTorch answers for the verification pictures and the test vectors."""
+def build_candidate(
+    checkpoint: Checkpoint, options: ExportOptions, say: Say = lambda _: None
+) -> tuple[Candidate, Pictures | None]:
+    """The traced float32 graph together with what PyTorch answers for the verification pictures and the test vectors.
+
+    Also what `options.precision` is to be calibrated with.
+    """
     described = describe(checkpoint)
     say(f"Tracing {described.backbone}, {described.num_classes} classes")
     graph = ExportGraph(
         checkpoint.network, options.input_kind, described.mean, described.std, attention=options.attention
     )
     model = trace(graph)
-    if options.precision == "fp16":
-        model = to_fp16(model)
     metadata = replace(
         described,
         input_kind=options.input_kind,
-        precision=options.precision,
         outputs=graph.output_names,
         exporter={"torch": torch.__version__},
     )
     session = TorchSession(checkpoint, device="cpu")
-    pictures, what = verification_pictures(metadata, options.pictures)
-    reference = in_batches(session.reference, pictures, join_references)
+    pictures, calibration = choose_pictures(options, metadata)
+    reference = in_batches(session.reference, pictures.pixels, join_references)
     vectors = _storable(session.reference(vector_pictures(metadata)))
 
     def rounding() -> Rounding:
         say("Measuring how far PyTorch's own answers move when its convolutions sum in another order")
-        other = in_batches(session.run_channels_last, pictures, Outputs.concatenate)
+        other = in_batches(session.run_channels_last, pictures.pixels, Outputs.concatenate)
         return Rounding.between(reference.outputs, other, metadata)
 
-    return Candidate(model, metadata, reference, what, session.description, vectors, rounding)
+    return Candidate(model, metadata, reference, pictures, session.description, vectors, rounding), calibration
 
 
 def join_references(parts: list[Reference]) -> Reference:

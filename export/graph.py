@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opal_deploy.artifact.metadata import InputKind
-from opal_deploy.export.precision import BODY_INPUT, BODY_OUTPUT
+from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
 from opal_deploy.model.network import OpalNetwork
 
 ATTENTION = "attention"

@@ -1,8 +1,9 @@
-"""What an export is verified on: pictures, not noise."""
+"""What an export is verified on, and int8 calibrated with: pictures, not noise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,52 +18,93 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import lay_out, to_input
 
-Pictures = NDArray[np.uint8]
+Pixels = NDArray[np.uint8]
 Answer = TypeVar("Answer", Outputs, Reference)
 
-DEFAULT_COUNT = 32
+CREATURES = 32
+PHOTOGRAPHS = 64
 # one, two, and an odd number: a graph that fixed its batch size, or mixes pictures of a batch, fails one of them
 BATCHES = (1, 2, 7)
 _VECTOR_CREATURES = 3
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
-def verification_pictures(metadata: Metadata, folder: Path | None, count: int = DEFAULT_COUNT) -> tuple[Pictures, str]:
-    """uint8 [N, H0, W0, 3] and what they are: photographs of `folder`, or generated creatures.
+@dataclass(frozen=True)
+class Pictures:
+    """Laid out for a model: uint8 [N, H0, W0, 3], a name each, and what they are as a whole."""
+
+    pixels: Pixels
+    names: tuple[str, ...]
+    description: str
+
+
+def verification_pictures(metadata: Metadata, folder: Path | None, leave_out: Sequence[Path] = ()) -> Pictures:
+    """Photographs of `folder`, spread evenly over it, or generated creatures.
+
+    Args:
+        metadata: of the model, for its input size.
+        folder: None for creatures.
+        leave_out: files that something was tuned on, such as int8's ranges; they may not judge it.
 
     Raises:
-        UsageError: the folder has fewer than sum(BATCHES) readable pictures.
+        UsageError: the folder has fewer than sum(BATCHES) readable pictures besides.
     """
     if folder is None:
-        return example_pictures(count, *metadata.input_size), f"{count} generated creatures"
+        names = tuple(f"creature {number}" for number in range(CREATURES))
+        return Pictures(example_pictures(CREATURES, *metadata.input_size), names, f"{CREATURES} generated creatures")
+    found = read_pictures(folder, metadata.input_size, PHOTOGRAPHS, leave_out)
+    if len(found.pixels) < sum(BATCHES):
+        besides = " besides those that it is calibrated with" if leave_out else ""
+        raise UsageError(
+            f"{folder}: {len(found.pixels)} readable pictures{besides}; verification needs at least {sum(BATCHES)}"
+        )
+    return found
+
+
+def read_pictures(folder: Path, input_size: tuple[int, int], count: int, leave_out: Sequence[Path] = ()) -> Pictures:
+    """At most `count` readable photographs of a folder and its subfolders, spread evenly; names are paths.
+
+    Raises:
+        UsageError: no such folder.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder of pictures")
-    pictures: list[NDArray[np.uint8]] = []
-    for path in sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES):
-        if len(pictures) == count:
+    excluded = set(leave_out)
+    paths = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in _SUFFIXES and p not in excluded]
+    pixels: list[Pixels] = []
+    names: list[str] = []
+    for path in _spread(paths, count):
+        if len(pixels) == count:
             break
         try:
             image = decode(path)
         except ImageError:
             continue
-        pictures.append(to_input(image, lay_out(image), metadata.input_size))
-    if len(pictures) < sum(BATCHES):
-        raise UsageError(f"{folder}: {len(pictures)} readable pictures; verification needs at least {sum(BATCHES)}")
-    return np.stack(pictures), f"{len(pictures)} photographs"
+        pixels.append(to_input(image, lay_out(image), input_size))
+        names.append(str(path))
+    stacked = np.stack(pixels) if pixels else np.empty((0, *input_size, 3), np.uint8)
+    return Pictures(stacked, tuple(names), f"{len(pixels)} photographs of {folder.name}")
 
 
-def vector_pictures(metadata: Metadata) -> Pictures:
+def _spread(paths: list[Path], count: int) -> list[Path]:
+    """All paths; `count` of them at equal distances first, then the others, which stand in for unreadable ones."""
+    chosen = {len(paths) * index // count for index in range(min(count, len(paths)))}
+    rest = [path for index, path in enumerate(paths) if index not in chosen]
+    return [paths[index] for index in sorted(chosen)] + rest
+
+
+def vector_pictures(metadata: Metadata) -> Pixels:
     """The pictures of the stored test vectors: creatures, and one of noise; uint8 [N, H0, W0, 3]."""
     height, width = metadata.input_size
     return np.concatenate([example_pictures(_VECTOR_CREATURES, height, width), noise_picture(height, width)[None]])
 
 
-def in_batches(run: Callable[[Pictures], Answer], pictures: Pictures, join: Callable[[list[Answer]], Answer]) -> Answer:
+def in_batches(run: Callable[[Pixels], Answer], pixels: Pixels, join: Callable[[list[Answer]], Answer]) -> Answer:
     """Answers for all pictures, asked for in batches of 1, 2, 7, 7, 7, ..."""
     parts: list[Answer] = []
     start = 0
-    while start < len(pictures):
+    while start < len(pixels):
         size = BATCHES[min(len(parts), len(BATCHES) - 1)]
-        parts.append(run(pictures[start : start + size]))
+        parts.append(run(pixels[start : start + size]))
         start += size
     return join(parts)

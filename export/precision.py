@@ -1,38 +1,77 @@
-"""Half precision, on the ONNX graph itself, so that a target machine needs no torch for it.
+"""Lower precision, on the ONNX graph itself, so that a target machine needs no torch for it.
 
 The body, from the normalised picture to the projection, is cast; softmax, maximum and everything behind them stay
 float32. TensorRT 11 builds strongly typed networks only, so precision is a property of this graph and of nothing else.
+
+bfloat16 has 8 significant bits: a projection rounded to that makes neighbouring cells equal, so it stays float32.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import ArtifactError
+from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, projection_input
 
-# the values that `export.graph` names: where the body begins and ends
-BODY_INPUT = "normalised"
-BODY_OUTPUT = "projected"
+# convolutions take bfloat16 from here on; nothing else changed in the operators of our graphs
+_BF16_OPSET = 22
 
-_HALF_MAX = float(np.finfo(np.float16).max)
+
+@dataclass(frozen=True)
+class FloatType:
+    """A floating-point type as ONNX and numpy know it, and its largest finite value."""
+
+    name: str
+    onnx_type: int
+    numpy_type: Any
+    largest: float
+
+
+FP16 = FloatType("fp16", TensorProto.FLOAT16, np.float16, 65504.0)
+BF16 = FloatType("bf16", TensorProto.BFLOAT16, ml_dtypes.bfloat16, 3.3895313892515355e38)
 
 
 def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a float32 graph with its body in float16.
+    """A copy of a float32 graph with its body, projection included, in float16.
 
     Raises:
         ArtifactError: the graph does not name its body, or a weight is beyond float16's range.
     """
-    half = onnx.ModelProto()
-    half.CopyFrom(model)
-    graph = half.graph
-    start = BODY_INPUT if any(BODY_INPUT in node.output for node in graph.node) else "images"
-    body = _nodes_between(graph, start, BODY_OUTPUT)
+    return _cast_body(model, FP16, BODY_OUTPUT)
+
+
+def to_bf16(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy of a float32 graph with its backbone in bfloat16, at opset 22.
+
+    ONNX Runtime has no bfloat16 convolution for CPUs: such a file is for TensorRT.
+
+    Raises:
+        ArtifactError: the graph does not name its body.
+    """
+    cast = _cast_body(model, BF16, projection_input(model.graph))
+    for opset in cast.opset_import:
+        if opset.domain in ("", "ai.onnx"):
+            opset.version = max(opset.version, _BF16_OPSET)
+    return cast
+
+
+def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelProto:
+    cast = onnx.ModelProto()
+    cast.CopyFrom(model)
+    graph = cast.graph
+    start = body_input(graph)
+    nodes_between(graph, start, BODY_OUTPUT)  # refuses a graph that is not ours
+    body = nodes_between(graph, start, end)
     weights = {tensor.name: tensor for tensor in graph.initializer}
     outside = {name for node in graph.node if node.output[0] not in body for name in node.input}
-    cast_in, cast_out = f"{start}_fp16", f"{BODY_OUTPUT}_fp16"
+    cast_in, cast_out = f"{start}_{to.name}", f"{end}_{to.name}"
     converted: dict[str, str] = {}
     for node in graph.node:
         if node.output[0] not in body:
@@ -40,63 +79,52 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
         for index, name in enumerate(node.input):
             if name == start:
                 node.input[index] = cast_in
+            elif name == end:
+                node.input[index] = cast_out
             elif name in weights and weights[name].data_type == TensorProto.FLOAT:
-                node.input[index] = converted.setdefault(name, _halve(graph, weights[name], shared=name in outside))
+                if name not in converted:
+                    converted[name] = _convert(graph, weights[name], to, shared=name in outside)
+                node.input[index] = converted[name]
         for index, name in enumerate(node.output):
-            if name == BODY_OUTPUT:
+            if name == end:
                 node.output[index] = cast_out
-        _retype(node)
+        _retype(node, to)
     nodes = list(graph.node)
     first = min(i for i, node in enumerate(nodes) if cast_in in node.input)
     last = max(i for i, node in enumerate(nodes) if cast_out in node.output)
-    nodes.insert(last + 1, helper.make_node("Cast", [cast_out], [BODY_OUTPUT], to=TensorProto.FLOAT))
-    nodes.insert(first, helper.make_node("Cast", [start], [cast_in], to=TensorProto.FLOAT16))
+    nodes.insert(last + 1, helper.make_node("Cast", [cast_out], [end], name=f"{cast_out}_back", to=TensorProto.FLOAT))
+    nodes.insert(first, helper.make_node("Cast", [start], [cast_in], name=cast_in, to=to.onnx_type))
     del graph.node[:]
     graph.node.extend(nodes)
-    return half
+    return cast
 
 
-def _nodes_between(graph: onnx.GraphProto, start: str, end: str) -> set[str]:
-    """The nodes that compute `end` from `start` and from weights, each by its first output's name."""
-    producer = {name: node for node in graph.node for name in node.output}
-    if end not in producer:
-        raise ArtifactError(
-            f"the graph does not name its body's output {end!r}; give an ONNX file that `opal-deploy export` wrote"
-        )
-    body: set[str] = set()
-    pending = [end]
-    while pending:
-        name = pending.pop()
-        node = producer.get(name)
-        if node is None or name == start or node.output[0] in body:
-            continue
-        body.add(node.output[0])
-        pending.extend(node.input)
-    return body
-
-
-def _halve(graph: onnx.GraphProto, tensor: onnx.TensorProto, *, shared: bool) -> str:
-    """Turn a weight into float16; one that float32 nodes read too gets a float16 twin. Returns the name to read."""
+def _convert(graph: onnx.GraphProto, tensor: onnx.TensorProto, to: FloatType, *, shared: bool) -> str:
+    """Change a weight's type; one that float32 nodes read too gets a twin. Returns the name to read."""
     values = numpy_helper.to_array(tensor)
     finite = values[np.isfinite(values)]
-    if finite.size and float(np.abs(finite).max()) > _HALF_MAX:
+    if finite.size and float(np.abs(finite).max()) > to.largest:
         raise ArtifactError(
-            f"weight {tensor.name} reaches {float(np.abs(finite).max()):.3g}, beyond float16's {_HALF_MAX:g}; keep fp32"
+            f"weight {tensor.name} reaches {float(np.abs(finite).max()):.3g}, beyond {to.name}'s {to.largest:g}; "
+            "keep fp32"
         )
-    name = f"{tensor.name}_fp16" if shared else tensor.name
-    halved = numpy_helper.from_array(values.astype(np.float16), name)
+    name = f"{tensor.name}_{to.name}" if shared else tensor.name
+    narrowed = _as_tensor(values, to, name)
     if shared:
-        graph.initializer.append(halved)
+        graph.initializer.append(narrowed)
     else:
-        tensor.CopyFrom(halved)
+        tensor.CopyFrom(narrowed)
     return name
 
 
-def _retype(node: onnx.NodeProto) -> None:
+def _as_tensor(values: NDArray[Any], to: FloatType, name: str) -> onnx.TensorProto:
+    return numpy_helper.from_array(values.astype(to.numpy_type), name)
+
+
+def _retype(node: onnx.NodeProto, to: FloatType) -> None:
     """Attributes that carry a float32 type or tensor."""
     for attribute in node.attribute:
         if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
-            attribute.i = TensorProto.FLOAT16
+            attribute.i = to.onnx_type
         if attribute.HasField("t") and attribute.t.data_type == TensorProto.FLOAT:
-            halved = numpy_helper.to_array(attribute.t).astype(np.float16)
-            attribute.t.CopyFrom(numpy_helper.from_array(halved, attribute.t.name))
+            attribute.t.CopyFrom(_as_tensor(numpy_helper.to_array(attribute.t), to, attribute.t.name))

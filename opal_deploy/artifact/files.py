@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ArtifactError, UsageError
 
 _CHUNK = 1 << 20
 
@@ -23,9 +23,25 @@ def sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def check_pinned(path: Path, expected: str) -> str:
+    """Compare a file's sha256 with one that came by a trusted way; returns it.
+
+    Raises:
+        ArtifactError: it is another file.
+    """
+    found = sha256_of_file(path)
+    if found != expected.strip().lower():
+        raise ArtifactError(
+            f"{path}: sha256 {found}, expected {expected.strip().lower()}; this is not the file you were told of"
+        )
+    return found
+
+
 @contextmanager
-def written_atomically(path: Path) -> Iterator[Path]:
+def written_atomically(path: Path, *, keep: bool = True) -> Iterator[Path]:
     """A temporary path beside `path`; renamed to it when the block ends, removed when the block raises.
+
+    With `keep=False` it is removed in either case: room to work in, where the result is known to fit.
 
     Raises:
         UsageError: the folder cannot be written to, or the disk is full.
@@ -43,6 +59,9 @@ def written_atomically(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
+        if not keep:
+            temporary.unlink()
+            return
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)

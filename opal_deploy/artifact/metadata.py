@@ -19,7 +19,7 @@ METADATA_KEY = "opal"
 BLANK_DIGEST = "0" * 64
 
 Evidence = Literal["exact", "map", "none"]
-Precision = Literal["fp32", "fp16"]
+Precision = Literal["fp32", "fp16", "bf16", "int8"]
 InputKind = Literal["uint8", "float32"]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -43,11 +43,12 @@ class Metadata:
         mean, std: per channel R, G, B, of pixels scaled to [0, 1].
         resize: how a picture becomes H0 x W0; `squash-bilinear`: aspect ratio not kept, antialiased bilinear.
         crop: `boxes` where training pictures were cropped to annotated boxes first, else None.
-        precision: of the graph's body; softmax, max and everything after them are float32 always.
+        precision: of the graph's body; softmax, max and everything after them are float32 always. `bf16` keeps the
+            projection in float32 too, `int8` the projection and everything that is not a convolution or matrix product.
         source: checkpoint file name, sha256, format and the settings that its format does not record (`assumed`).
         training: summary of the run that made the checkpoint.
         exporter: versions and the opset.
-        verification: the report of the comparison that the file passed.
+        verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
         test_vectors: inputs with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         file_sha256: digest of the file with this field blanked; see `artifact.digest`.
@@ -94,6 +95,11 @@ class Metadata:
     def epsilon(self) -> float:
         """What the embedding's norm is increased by: z = s / (|s| + epsilon)."""
         return float(self.head["epsilon"])
+
+    @property
+    def unverified(self) -> str:
+        """Why nobody compared the file with its reference; empty if it was compared."""
+        return str(self.verification.get("skipped", ""))
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` reads it back to an equal object."""

@@ -51,6 +51,12 @@ def infer(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads that decode and draw; default: as many as cores, at most 8.")
     ] = None,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Engines: record the kernels once a batch size, launch them as one.")
+    ] = False,
+    expect_sha256: Annotated[
+        str | None, typer.Option("--expect-sha256", help="Of the model's file, as given to you by a trusted way.")
+    ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
     shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,
     report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 200,
@@ -63,6 +69,7 @@ def infer(
 
     With --explain also an overlay an image (the forward pass's own evidence for its answer) and report.html.
     """
+    from opal_deploy.artifact.files import check_pinned
     from opal_deploy.pipeline import discover as finding
     from opal_deploy.pipeline.boxes import read_boxes
     from opal_deploy.pipeline.engine import EngineOptions
@@ -76,7 +83,9 @@ def infer(
     crops = read_boxes(boxes) if boxes else None
     path = model or _found(device)
     _raise_pillows_limit(max_pixels)
-    sessions = open_sessions(path, device=device, threads=threads)
+    if expect_sha256 is not None:
+        check_pinned(path, expect_sha256)
+    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
     metadata = sessions[0].metadata
     _check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
     skipped = finding.Skipped()
@@ -126,8 +135,12 @@ def _raise_pillows_limit(max_pixels: int) -> None:
 def _found(device: str) -> Path:
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model
+    from opal_deploy.runtime.tensorrt.fitness import misfit_here
 
-    choice = find_model(Path(), gpu=device != "cpu" and cuda_is_usable())
+    if device == "cpu":
+        choice = find_model(Path(), gpu=False, engine_misfit=lambda _: "an engine runs on a GPU, and --device is cpu")
+    else:
+        choice = find_model(Path(), gpu=cuda_is_usable(), engine_misfit=misfit_here)
     say(f"Model: {choice.path} ({choice.reason})")
     return choice.path
 
@@ -142,6 +155,8 @@ def _check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool,
         raise UsageError(f"{path}: it has no cosines, so no margin; leave out --min-margin")
     if metadata.evidence == "map" and explain:
         say("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
+    if metadata.unverified:
+        say(f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's")
     if metadata.crop == "boxes" and not boxed:
         say("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
 
@@ -156,6 +171,8 @@ def _facts(path: Path, metadata: Metadata, sessions: list[Session]) -> list[tupl
         facts.append(("Model digest", metadata.file_sha256))
     if metadata.source.get("sha256"):
         facts.append(("Checkpoint", f"{metadata.source.get('file')}, sha256 {metadata.source['sha256']}"))
+    if metadata.unverified:
+        facts.append(("Not verified", metadata.unverified))
     if metadata.verification.get("reference"):
         facts.append(
             ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['pictures']}")

@@ -19,7 +19,9 @@ _OUR_FORMAT = "opal-deploy checkpoint"
 
 
 def inspect(
-    model: Annotated[Path, typer.Argument(help="An ONNX file of ours, or a checkpoint (ours or the authors').")],
+    model: Annotated[
+        Path, typer.Argument(help="An ONNX file or engine of ours, or a checkpoint (ours or the authors').")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Write everything to stdout as JSON.")] = False,
 ) -> None:
     """Show what a model is, where it comes from, and what was checked. Nothing in the file is run."""
@@ -27,10 +29,12 @@ def inspect(
         raise ArtifactError(f"{model}: no such file; expected an ONNX file or a checkpoint")
     if model.suffix == ".onnx":
         document, lines = _onnx(model)
+    elif model.suffix == ".engine":
+        document, lines = _engine(model)
     elif model.suffix in (".pt", ".pth"):
         document, lines = _checkpoint(model)
     else:
-        raise UsageError(f"{model}: expected .onnx, .pt or .pth")
+        raise UsageError(f"{model}: expected .onnx, .engine, .pt or .pth")
     if as_json:
         emit_json(document)
         return
@@ -40,8 +44,6 @@ def inspect(
 
 
 def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    from dataclasses import asdict
-
     from opal_deploy.artifact import onnx_file
 
     header = onnx_file.read_header(path)
@@ -51,7 +53,7 @@ def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         intact, state = True, "matches the file"
     except ArtifactError as error:
         intact, state = False, f"DOES NOT MATCH: {error}"
-    shown = {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
+    shown = _without_vectors(metadata)
     document = {"path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version}
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
@@ -59,6 +61,44 @@ def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         *_about(metadata),
     ]
     return {**document, "intact": intact, "metadata": shown}, lines
+
+
+def _engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    from dataclasses import asdict
+
+    from opal_deploy.artifact.engine_file import open_engine, read_checks, read_sidecar
+
+    sidecar = read_sidecar(path)
+    try:
+        open_engine(path)
+        intact, state = True, "matches the file"
+    except ArtifactError as error:
+        intact, state = False, f"DOES NOT MATCH: {error}"
+    metadata, checks = sidecar.metadata, read_checks(path)
+    builder, target, built = sidecar.builder, sidecar.target, sidecar.built
+    options = ", ".join(f"{k} {v}" for k, v in sidecar.options.items() if v and k != "batch")
+    gpu = f" ({target['gpu']})" if target.get("gpu") else ""
+    ours = asdict(sidecar) | {"metadata": _without_vectors(metadata)}
+    document = {"path": str(path), "kind": "engine", "intact": intact, **ours, "checks": [asdict(c) for c in checks]}
+    lines = [
+        ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), an engine: executable code"),
+        ("sha256", f"{sidecar.engine['sha256']} {state}"),
+        ("built by", f"{builder['name']} {builder['version']} (CUDA {builder.get('cuda')}) in {built['seconds']} s, "
+            f"{built['when']}, opal-deploy {built['opal_deploy']}"),
+        ("for", f"{target['sm']}{gpu}, batches {sidecar.batch}" + (f", {options}" if options else "")),
+        ("built from", f"{sidecar.onnx['file']}, digest {str(sidecar.onnx['sha256'])[:16]}..."),
+        ("state", f"{sidecar.state['state']}: {sidecar.state.get('why') or 'on ' + sidecar.state['machine']['gpu']}"),
+        *[("checked", f"{c.when} on {c.machine.get('gpu')}, driver {c.machine.get('driver')}: "
+           f"{'test vectors reproduced' if c.passed else 'FAILED'}") for c in checks],
+        *_about(metadata),
+    ]  # fmt: skip
+    return document, lines
+
+
+def _without_vectors(metadata: Metadata) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
 
 
 def _about(metadata: Metadata) -> list[tuple[str, str]]:
@@ -87,7 +127,9 @@ def _about(metadata: Metadata) -> list[tuple[str, str]]:
         lines.append(("training", ", ".join(f"{k} {_short(v)}" for k, v in metrics.items())))
     if made:
         lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
-    if report:
+    if metadata.unverified:
+        lines.append(("verified", f"NO: {metadata.unverified}"))
+    elif report:
         against = f"{report.get('reference')} on {report.get('pictures')}, batches {report.get('batches')}"
         cosine = _short(report.get("max_cosine"))
         cells = f"{report.get('cells_different')} of {report.get('cells')} cells differ"

@@ -12,7 +12,7 @@ from opal_deploy.errors import ArtifactError, UsageError
 
 
 def verify(
-    model: Annotated[Path, typer.Argument(help="An ONNX file that `opal-deploy export` wrote.")],
+    model: Annotated[Path, typer.Argument(help="An ONNX file or an engine that `opal-deploy export` wrote.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="On the CPU.")] = None,
     expect_sha256: Annotated[
@@ -24,19 +24,16 @@ def verify(
 
     Needs neither the checkpoint nor PyTorch.
     """
-    from opal_deploy.artifact.files import sha256_of_file
+    from opal_deploy.artifact.engine_file import ENGINE_SUFFIX
+    from opal_deploy.artifact.files import check_pinned, sha256_of_file
     from opal_deploy.runtime.select import ONNX_SUFFIX, open_sessions
     from opal_deploy.runtime.verify import verify_vectors
 
     if not model.is_file():
-        raise ArtifactError(f"{model}: no such file; expected an ONNX file of `opal-deploy export`")
-    if model.suffix != ONNX_SUFFIX:
+        raise ArtifactError(f"{model}: no such file; expected a file of `opal-deploy export`")
+    if model.suffix not in (ONNX_SUFFIX, ENGINE_SUFFIX):
         raise UsageError(f"{model}: only exported models carry test vectors; export the checkpoint, then verify that")
-    found = sha256_of_file(model)
-    if expect_sha256 is not None and found != expect_sha256.lower():
-        raise ArtifactError(
-            f"{model}: sha256 {found}, expected {expect_sha256.lower()}; this is not the file you were told of"
-        )
+    found = check_pinned(model, expect_sha256) if expect_sha256 is not None else sha256_of_file(model)
     session = open_sessions(model, device=device, threads=threads)[0]
     comparison = verify_vectors(session, str(model))
     say(f"{model}: {comparison.images} test vectors reproduced in {session.description}")
@@ -45,5 +42,7 @@ def verify(
             f"largest differences: logit {comparison.max_logit:.2g}, cosine {comparison.max_cosine:.2g}, "
             f"score {comparison.max_score:.2g}; {comparison.cells_different} of {comparison.cells} cells differ"
         )
+    if session.metadata.unverified:
+        say(f"NOT VERIFIED on pictures: this model was {session.metadata.unverified}")
     if as_json:
         emit_json({"path": str(model), "sha256": found, "session": session.description, **comparison.to_dict()})

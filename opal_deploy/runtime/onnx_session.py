@@ -67,6 +67,10 @@ class OnnxSession:
         options.log_severity_level = 3
         # waiting threads must not burn the cores that decode the next pictures
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if self._device_id is None and self.metadata.precision == "int8":
+            # its fused int8 kernels add up in 16 bits on processors without VNNI, and saturate; plain quantise and
+            # dequantise nodes around float32 operations give every processor the answers of exact int8 arithmetic
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         providers: list[Any] = [CPU]
         if self._device_id is not None:
             _load_cuda_libraries(onnxruntime)
@@ -74,6 +78,11 @@ class OnnxSession:
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:  # ONNX Runtime's exceptions share no base class that it exports
+            if self.metadata.precision == "bf16":
+                raise UsageError(
+                    f"{path}: ONNX Runtime has no bfloat16 convolutions here; build an engine from it "
+                    f"(opal-deploy export {path.name} --trt), or run the fp32 or fp16 file"
+                ) from None
             raise ArtifactError(f"{path}: ONNX Runtime refuses it ({_first_line(error)}); export it again") from None
         used = self._session.get_providers()
         if self._device_id is not None and CUDA not in used:
@@ -88,10 +97,7 @@ class OnnxSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        check_batch(images, self.metadata)
-        feed: np.ndarray[Any, Any] = np.ascontiguousarray(images)
-        if self.metadata.input_kind == "float32":
-            feed = normalise(images, self.metadata.mean, self.metadata.std)
+        feed = self.feed(images)
         names = self.metadata.outputs
         try:
             values = self._run_cpu(feed, names) if self._device_id is None else self._run_cuda(feed, names)
@@ -102,6 +108,13 @@ class OnnxSession:
             ) from None
         found = dict(zip(names, values, strict=True))
         return Outputs(found["logits"], found.get("argmax"), found.get("scores"), found.get("attention"))
+
+    def feed(self, images: ImageBatch) -> np.ndarray[Any, Any]:
+        """What the graph's input takes for these pictures: themselves, or float32 [N, 3, H0, W0] normalised."""
+        check_batch(images, self.metadata)
+        if self.metadata.input_kind == "float32":
+            return normalise(images, self.metadata.mean, self.metadata.std)
+        return np.ascontiguousarray(images)
 
     def _run_cpu(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> list[Any]:
         return list(self._session.run(list(names), {"images": feed}))

@@ -25,7 +25,7 @@ OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
 # what nobody has seen working yet: `doctor` prints it, and nothing may claim more
 NEVER_RUN = (
     "CUDA session: never run on hardware",
-    "TensorRT and TensorRT for RTX sessions: not part of this version",
+    "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run on hardware",
 )
 
 _ASK_ONNXRUNTIME = """
@@ -170,7 +170,7 @@ def installed(*distributions: str) -> str | None:
 
 
 def _importable(module: str) -> bool:
-    """Whether a top-level package is there, without importing it; an empty folder left behind does not count."""
+    """Whether a package is there, without importing it; an empty folder left behind does not count."""
     try:
         found = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -183,7 +183,12 @@ def ask_onnxruntime(timeout: float = 60) -> dict[str, Any]:
 
     If the import itself fails, the answer is `{"problem": ...}` alone.
     """
-    command = [sys.executable, "-P", "-c", _ASK_ONNXRUNTIME]
+    return _ask(_ASK_ONNXRUNTIME, timeout=timeout)
+
+
+def _ask(program: str, *arguments: str, timeout: float = 60) -> dict[str, Any]:
+    """What a program prints as JSON in its last line, run in a child process; `{"problem": ...}` where it fails."""
+    command = [sys.executable, "-P", "-c", program, *arguments]
     try:
         child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -204,13 +209,25 @@ def _why_not_cuda(answer: dict[str, Any], driver: Driver) -> tuple[str, str]:
     """Why this onnxruntime cannot use a GPU here, and what to do; two empty strings if nothing is in the way."""
     if "CUDAExecutionProvider" not in answer["providers"]:
         return "has no CUDA provider", "pip install --force-reinstall 'opal-deploy[gpu]'"
+    digits = answer["cuda"].partition(".")[0]
+    problem = _why_no_gpu(driver, int(digits) if digits.isdigit() else 13)
+    if problem[0]:
+        return problem
+    if "libcuda.so" in answer["problem"]:
+        needed = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
+        return f"the driver's CUDA library does not load: {answer['problem']}", needed
+    if answer["problem"]:
+        return f"its CUDA libraries do not load: {answer['problem']}", "pip install 'opal-deploy[gpu]'"
+    return "", ""
+
+
+def _why_no_gpu(driver: Driver, major: int) -> tuple[str, str]:
+    """Why no GPU here runs programs made for a CUDA version, and what to do; two empty strings if one does."""
     if not driver.gpus:
         return driver.problem, "install the NVIDIA driver (in a container: docker run --gpus all)"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-    digits = answer["cuda"].partition(".")[0]
-    major = int(digits) if digits.isdigit() else 13
     if driver.cuda and driver.cuda[0] < major:
         newest = ".".join(map(str, driver.cuda))
         return f"driver {driver.version} runs CUDA {newest} at most, and this needs {major}", "update the NVIDIA driver"
@@ -219,11 +236,6 @@ def _why_not_cuda(answer: dict[str, Any], driver: Driver) -> tuple[str, str]:
         names = ", ".join(gpu.name for gpu in driver.gpus)
         needed = ".".join(map(str, oldest))
         return f"CUDA {major} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
-    if "libcuda.so" in answer["problem"]:
-        needed = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
-        return f"the driver's CUDA library does not load: {answer['problem']}", needed
-    if answer["problem"]:
-        return f"its CUDA libraries do not load: {answer['problem']}", "pip install 'opal-deploy[gpu]'"
     return "", ""
 
 
@@ -258,22 +270,62 @@ def _onnxruntime(driver: Driver) -> list[RuntimeFact]:
     return [*facts, fact]
 
 
-def _tensorrt(name: str, module: str, extra: str) -> RuntimeFact:
-    version = installed(f"{name}-cu13", name, f"{name}-cu12")
+def installed_tensorrt(name: str, module: str) -> str | None:
+    """The version of TensorRT (`tensorrt`) or TensorRT for RTX (`tensorrt-rtx`), if all of its parts are installed."""
+    version = installed(*_distributions(name))
+    return version if version and all(_importable(module + part) for part in _PARTS) else None
+
+
+def cuda_major_of(name: str) -> int:
+    """The CUDA major version that the installed distribution of a TensorRT is made for; 13 where nothing tells."""
+    for distribution in _distributions(name):
+        if installed(distribution):
+            return 12 if distribution.endswith("-cu12") else 13
+    return 13
+
+
+def _distributions(name: str) -> tuple[str, ...]:
+    return (f"{name}-cu13", name, f"{name}-cu12")
+
+
+# a TensorRT consists of three distributions, and pip leaves the first in place where NVIDIA's own index was not asked
+_PARTS = ("", "_bindings", "_libs")
+
+_ASK_TENSORRT = """
+import importlib, json, sys
+module = importlib.import_module(sys.argv[1])
+print()
+print(json.dumps({"version": module.__version__}))
+"""
+
+
+def _tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeFact:
+    version = installed(*_distributions(name))
     install = f"pip install 'opal-deploy[{extra}]'"
+    if name == "tensorrt":
+        install += " --extra-index-url with NVIDIA's package index, see TensorRT's installation guide"
     if version is None:
-        return RuntimeFact(name, None, problem="not installed; no session of this version uses it", advice=install)
-    if not all(_importable(module + part) for part in ("", "_bindings", "_libs")):
-        advice = f"{install} --extra-index-url with NVIDIA's package index, see TensorRT's installation guide"
-        return RuntimeFact(name, version, problem="incomplete: its bindings or libraries are missing", advice=advice)
-    return RuntimeFact(name, version, problem="complete, but no session of this version uses it")
+        return RuntimeFact(name, None, problem="not installed; export --trt and engines use it", advice=install)
+    if not all(_importable(module + part) for part in _PARTS):
+        return RuntimeFact(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
+    answer = _ask(_ASK_TENSORRT, module)
+    if answer.get("problem"):
+        return RuntimeFact(name, version, problem=answer["problem"], advice=f"reinstall it: {install}")
+    without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
+    problem, advice = _why_no_gpu(driver, cuda_major_of(name))
+    if problem:
+        return RuntimeFact(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
+    if not _importable("cuda.bindings"):
+        return RuntimeFact(name, version, problem="its memory needs cuda-bindings, not installed", advice=install)
+    return RuntimeFact(name, version, gpu=True)
 
 
 def runtimes(driver: Driver | None = None) -> list[RuntimeFact]:
     """Every runtime, installed or not, in the order in which it is worth installing."""
-    facts = _onnxruntime(read_driver() if driver is None else driver)
-    facts.append(_tensorrt("tensorrt", "tensorrt", "trt"))
-    facts.append(_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx"))
+    driver = read_driver() if driver is None else driver
+    facts = _onnxruntime(driver)
+    facts.append(_tensorrt("tensorrt", "tensorrt", "trt", driver))
+    facts.append(_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver))
     torch = installed("torch")
     if torch is None:
         problem, advice = "not installed; training and exporting need it", "pip install 'opal-deploy[train,export]'"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import ENGINE_SUFFIX, Sidecar, read_sidecar
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.runtime.session import Session
@@ -22,19 +24,23 @@ class Choice:
     reason: str
 
 
-def open_sessions(path: Path, *, device: str = "auto", threads: int | None = None) -> list[Session]:
+def open_sessions(
+    path: Path, *, device: str = "auto", threads: int | None = None, cuda_graphs: bool = False
+) -> list[Session]:
     """One session a device of `device`: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
+
+    `cuda_graphs`: engines record their kernels once a batch size; other models take no notice.
 
     Raises:
         ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
         UsageError: a device that is not there.
     """
-    return [_open(path, name, threads) for name in _devices(device)]
+    return [_open(path, name, threads, cuda_graphs) for name in _devices(device)]
 
 
-def _open(path: Path, device: str, threads: int | None) -> Session:
+def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Session:
     if not path.exists():
-        raise ArtifactError(f"{path}: no such model; expected an ONNX file of `opal-deploy export`, or a checkpoint")
+        raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if path.is_dir():
         raise ArtifactError(f"{path}: a folder; give the model's file")
     if path.suffix in CHECKPOINT_SUFFIXES:
@@ -42,9 +48,13 @@ def _open(path: Path, device: str, threads: int | None) -> Session:
         from opal_deploy.runtime.torch_session import TorchSession
 
         return TorchSession(path, device=device, threads=threads)
+    if path.suffix == ENGINE_SUFFIX:
+        from opal_deploy.runtime.tensorrt.session import EngineSession
+
+        return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
     if path.suffix != ONNX_SUFFIX:
         raise ArtifactError(
-            f"{path}: not a model that this version runs; expected .onnx (from `opal-deploy export`) or .pt"
+            f"{path}: not a model that this version runs; expected .onnx or .engine (from `opal-deploy export`), or .pt"
         )
     from opal_deploy.runtime.onnx_session import OnnxSession
 
@@ -60,41 +70,71 @@ def _devices(text: str) -> list[str]:
     return [f"cuda:{number}" for number in numbers]
 
 
-def find_model(folder: Path, *, gpu: bool) -> Choice:
-    """The best of a folder's exported models, if they all stem from one checkpoint.
+def find_model(folder: Path, *, gpu: bool, engine_misfit: Callable[[Sidecar], str]) -> Choice:
+    """The best of a folder's exported models that this machine can run, if they all stem from one checkpoint.
+
+    An engine that fits comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest.
 
     Args:
         folder: looked at without its subfolders.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
+        engine_misfit: why an engine cannot run here, by its sidecar; empty if it can.
 
     Raises:
         UsageError: none, or several of different checkpoints.
     """
-    found, others = _exported(folder)
+    found, others = _exported(folder, engine_misfit)
     if not found:
         raise UsageError(_nothing_found(folder, others))
-    origins = {metadata.source.get("sha256") or path.name for path, metadata in found}
+    origins = {model.metadata.source.get("sha256") or model.path.name for model in found}
     if len(origins) > 1:
-        listed = ", ".join(f"{path.name} (of {metadata.source.get('file', 'unknown')})" for path, metadata in found)
+        listed = ", ".join(f"{model.path.name} (of {model.metadata.source.get('file', 'unknown')})" for model in found)
         raise UsageError(f"several models here, of different checkpoints: {listed}; choose one with --model")
-    wanted = "fp16" if gpu else "fp32"
-    # stable: the wanted precision first, then by name
-    ranked = sorted(found, key=lambda entry: (entry[1].precision != wanted, entry[0].name))
-    path, metadata = ranked[0]
-    where = "a GPU is usable" if gpu else "no usable GPU"
-    rest = "; ".join(f"not {p.name} ({m.precision})" for p, m in ranked[1:])
-    reason = f"{metadata.precision}, {where}" + (f"; {rest}" if rest else "")
-    return Choice(path, reason)
+    usable = sorted((model for model in found if not model.misfit), key=lambda model: model.rank(gpu=gpu))
+    if not usable:
+        reasons = "; ".join(f"{model.path.name}: {model.misfit}" for model in found)
+        raise UsageError(f"none of the models here can run on this machine: {reasons}")
+    best, *rest = usable
+    where = "a GPU is usable" if gpu or best.engine else "no usable GPU"
+    passed = [f"not {model.path.name} ({model.metadata.precision})" for model in rest]
+    passed += [f"not {model.path.name} ({model.misfit})" for model in found if model.misfit]
+    what = f"{best.metadata.precision} engine" if best.engine else best.metadata.precision
+    return Choice(best.path, "; ".join([f"{what}, {where}", *passed]))
 
 
-def _exported(folder: Path) -> tuple[list[tuple[Path, Metadata]], list[str]]:
-    """Our ONNX files in a folder, and what else looks like a model."""
+@dataclass(frozen=True)
+class _Found:
+    """One model of a folder; `misfit` says why it cannot run here."""
+
+    path: Path
+    metadata: Metadata
+    engine: bool = False
+    misfit: str = ""
+
+    def rank(self, *, gpu: bool) -> tuple[bool, int, str]:
+        """Sorts the best first; of equals the first by name."""
+        wanted = ("fp16", "fp32", "bf16", "int8") if gpu or self.engine else ("fp32", "fp16", "int8", "bf16")
+        return not self.engine, wanted.index(self.metadata.precision), self.path.name
+
+
+def _exported(folder: Path, engine_misfit: Callable[[Sidecar], str]) -> tuple[list[_Found], list[str]]:
+    """Our ONNX files and engines in a folder, and what else looks like a model."""
     found, others = [], []
-    for path in sorted(folder.glob("*.onnx")):
+    for path in sorted(folder.glob(f"*{ONNX_SUFFIX}")):
         try:
-            found.append((path, onnx_file.read_metadata(path)))
+            metadata = onnx_file.read_metadata(path)
         except ArtifactError:
             others.append(f"{path.name} is not one of ours, or damaged")
+            continue
+        misfit = "bf16 is for engines: ONNX Runtime has no such convolutions" if metadata.precision == "bf16" else ""
+        found.append(_Found(path, metadata, misfit=misfit))
+    for path in sorted(folder.glob(f"*{ENGINE_SUFFIX}")):
+        try:
+            sidecar = read_sidecar(path)
+        except ArtifactError:
+            others.append(f"{path.name} has no sidecar of ours, or a damaged one")
+            continue
+        found.append(_Found(path, sidecar.metadata, engine=True, misfit=engine_misfit(sidecar)))
     return found, others
 
 

@@ -188,7 +188,7 @@ def test_people_read_stderr_and_find_what_never_ran(machine: Machine, capsys: py
     assert "0: NVIDIA H200, 140.4 GiB, compute capability 9.0" in written.err
     assert "NVIDIA driver 580.95.05, runs CUDA up to 13.0" in written.err
     assert "CUDA session: never run on hardware" in written.err
-    assert "TensorRT and TensorRT for RTX sessions: not part of this version" in written.err
+    assert "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run" in written.err
     assert "Inference here: CPU yes, GPU yes" in written.err
 
 
@@ -201,13 +201,40 @@ def test_tensorrt_without_its_libraries_is_incomplete(machine: Machine, capsys: 
     assert "NVIDIA's package index" in fact["advice"]
 
 
-def test_complete_tensorrt_is_not_called_usable(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    machine("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4", driver=DRIVER)
+COMPLETE_TENSORRT = ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
 
-    answer = document(capsys)
 
-    assert runtime(answer, "tensorrt")["problem"] == "complete, but no session of this version uses it"
-    assert answer["usable"]["any"] is False
+@pytest.mark.parametrize(
+    ("installed", "driver", "answer", "usable", "problem"),
+    [
+        pytest.param((*COMPLETE_TENSORRT, "cuda.bindings==13"), DRIVER, {"version": "11.4"}, True, "", id="a GPU server"),
+        pytest.param(COMPLETE_TENSORRT, DRIVER, {"version": "11.4"}, False, "cuda-bindings", id="no device memory"),
+        pytest.param(COMPLETE_TENSORRT, NO_DRIVER, {"version": "11.4"}, False, "neither builds nor runs", id="no GPU"),
+        pytest.param(COMPLETE_TENSORRT, OLD_DRIVER, {"version": "11.4"}, False, "runs CUDA 12.4", id="an old driver"),
+        pytest.param(COMPLETE_TENSORRT, DRIVER, CRASH, False, "crashed with signal 11", id="the import crashes"),
+    ],
+)
+def test_tensorrt_is_usable_where_all_of_it_is_there(
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    installed: tuple[str, ...],
+    driver: Driver,
+    answer: dict[str, Any],
+    usable: bool,
+    problem: str,
+) -> None:
+    machine(*installed, driver=driver)
+    monkeypatch.setattr(probe, "_ask", lambda *_: answer)
+
+    found = document(capsys)
+    fact = runtime(found, "tensorrt")
+
+    assert fact["gpu"] is usable
+    assert problem in fact["problem"]
+    assert bool(fact["problem"]) is not usable
+    assert bool(fact["advice"]) is not usable
+    assert found["usable"]["gpu"] is usable
 
 
 class FakeNvml:

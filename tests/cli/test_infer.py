@@ -213,7 +213,7 @@ def _corrupt(path: Path, model: Path) -> None:
 
 
 BAD_MODELS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
-    "missing": ("m.onnx", lambda path, model: None, "no such model; expected an ONNX file of `opal-deploy export`"),
+    "missing": ("m.onnx", lambda path, model: None, "no such model; expected a file of `opal-deploy export`"),
     "folder": ("m.onnx", lambda path, model: path.mkdir(), "a folder; give the model's file"),
     "bit flipped": ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
     "cut short": ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),

@@ -71,7 +71,7 @@ def _tensor(*shape: int) -> Any:
 BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "missing": ("m.onnx", _write_nothing, "no such file; expected an ONNX file or a checkpoint"),
     "a folder": ("m.onnx", lambda path: path.mkdir(), "no such file"),
-    "another kind of file": ("m.txt", lambda path: path.write_text("x"), "expected .onnx, .pt or .pth"),
+    "another kind of file": ("m.txt", lambda path: path.write_text("x"), "expected .onnx, .engine, .pt or .pth"),
     "empty": ("m.onnx", lambda path: path.write_bytes(b""), "the file is empty; export or copy it again"),
     "noise": ("m.onnx", lambda path: path.write_bytes(bytes(range(256)) * 20), "not an ONNX file"),
     "foreign": ("m.onnx", _write_foreign, "an ONNX file without opal metadata"),

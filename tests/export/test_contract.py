@@ -268,7 +268,7 @@ def test_real_photographs_can_take_the_place_of_creatures(
     make_checkpoint: Any, tmp_path: Path, photographs: Path
 ) -> None:
     done = _export(make_checkpoint(), tmp_path / "c.onnx", pictures=photographs)
-    assert done.metadata.verification["pictures"] == "32 photographs"
+    assert done.metadata.verification["pictures"] == "64 photographs of images"
 
 
 @pytest.mark.parametrize(

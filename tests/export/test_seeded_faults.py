@@ -207,7 +207,7 @@ NOISIEST = Rounding(cosine=1.0, score=1.0, relative_score=1.0)
 
 @pytest.fixture(scope="module")
 def candidate(resnet18: Checkpoint) -> Candidate:
-    built = build_candidate(resnet18, ExportOptions(threads=2))
+    built, _ = build_candidate(resnet18, ExportOptions(threads=2))
     assert built.rounding is not None
     # measured once for all faults: it is the network's, not the fault's
     measured = built.rounding()

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import find_model, open_sessions
@@ -20,6 +21,10 @@ def _foreign(path: Path) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
     onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
+
+
+def _fits(_: Sidecar) -> str:
+    return ""
 
 
 @pytest.fixture
@@ -34,18 +39,21 @@ def folder(tiny: Any, tiny_fp16: Path, tmp_path: Path) -> Path:
 class TestOneCheckpoint:
     @pytest.mark.parametrize(("gpu", "name"), [(False, "ckpt.onnx"), (True, "ckpt.fp16.onnx")])
     def test_half_precision_is_taken_on_a_gpu_only(self, folder: Path, gpu: bool, name: str) -> None:
-        assert find_model(folder, gpu=gpu).path.name == name
+        assert find_model(folder, gpu=gpu, engine_misfit=_fits).path.name == name
 
     def test_the_reason_names_what_was_passed_over(self, folder: Path) -> None:
-        assert find_model(folder, gpu=False).reason == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
+        assert (
+            find_model(folder, gpu=False, engine_misfit=_fits).reason
+            == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
+        )
 
     def test_the_only_precision_is_taken_anywhere(self, folder: Path) -> None:
         (folder / "ckpt.onnx").unlink()
-        assert find_model(folder, gpu=False).path.name == "ckpt.fp16.onnx"
+        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.fp16.onnx"
 
     def test_of_equals_the_first_by_name_is_taken(self, folder: Path) -> None:
         shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
-        assert find_model(folder, gpu=False).path.name == "a.onnx"
+        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "a.onnx"
 
     @pytest.mark.parametrize("content", ["foreign", "random", "empty"])
     def test_other_onnx_files_do_not_get_in_the_way(self, folder: Path, content: str) -> None:
@@ -54,36 +62,36 @@ class TestOneCheckpoint:
             _foreign(other)
         else:
             other.write_bytes(b"\x13\x37" * 50 if content == "random" else b"")
-        assert find_model(folder, gpu=False).path.name == "ckpt.onnx"
+        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.onnx"
 
     def test_subfolders_are_not_looked_into(self, folder: Path, another: Path) -> None:
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
-        assert find_model(folder, gpu=False).path.name == "ckpt.onnx"
+        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.onnx"
 
 
 class TestNoChoice:
     def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder: Path, another: Path) -> None:
         shutil.copy(another, folder / "other.onnx")
         with pytest.raises(UsageError) as refusal:
-            find_model(folder, gpu=False)
+            find_model(folder, gpu=False, engine_misfit=_fits)
         assert refusal.value.exit_code == 2
         for part in ("ckpt.onnx (of c0.pt)", "ckpt.fp16.onnx (of c0.pt)", "other.onnx (of c1.pt)", "--model"):
             assert part in str(refusal.value)
 
     def test_an_empty_folder_says_how_to_go_on(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"no exported model.*--model"):
-            find_model(tmp_path, gpu=False)
+            find_model(tmp_path, gpu=False, engine_misfit=_fits)
 
     def test_a_checkpoint_alone_is_answered_with_the_command_to_export_it(self, tmp_path: Path) -> None:
         (tmp_path / "ckpt.pt").write_bytes(b"")
         with pytest.raises(UsageError, match=r"opal-deploy export ckpt\.pt"):
-            find_model(tmp_path, gpu=False)
+            find_model(tmp_path, gpu=False, engine_misfit=_fits)
 
     def test_a_foreign_file_alone_is_named_as_foreign(self, tmp_path: Path) -> None:
         _foreign(tmp_path / "theirs.onnx")
         with pytest.raises(UsageError, match=r"theirs\.onnx is not one of ours"):
-            find_model(tmp_path, gpu=False)
+            find_model(tmp_path, gpu=False, engine_misfit=_fits)
 
 
 class TestOpening:

@@ -1,0 +1,58 @@
+"""`export model.onnx --trt`: one of our ONNX files to engines, without torch, on the machine that is to run them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.export.onnx_export import Export, ExportOptions, Say, file_name, onnx_candidate, staged
+from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob, staged_engines
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.probe import Driver
+from opal_deploy.runtime.verify import verify_vectors
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What one call wrote: ONNX files, each verified, and the engines built from the last of them."""
+
+    files: list[Export]
+    engines: list[EngineExport]
+
+
+def deploy_onnx(
+    source: Path, options: ExportOptions, folder: Path, job: EngineJob, driver: Driver, say: Say = lambda _: None
+) -> Deployment:
+    """Engines from an ONNX file; where another precision than its own is asked for, that file is written first.
+
+    Nothing gets its name before everything has passed.
+
+    Args:
+        source: one of our ONNX files.
+        options: `precision` of the engines; fp32, or the file's own, builds from the file itself.
+        folder: where everything goes.
+        job: what to build.
+        driver: the machine's.
+        say: told what happens.
+
+    Raises:
+        ArtifactError: the source is not ours or damaged, or TensorRT's parser refuses it. VerificationError: a gate
+        failed. UsageError: the builder gave up.
+    """
+    metadata = onnx_file.read_metadata(source)
+    if options.precision == metadata.precision:
+        onnx_file.check_digest(source, metadata)
+        if metadata.precision != "bf16":
+            say(f"Checking {source.name} against its own test vectors")
+            verify_vectors(OnnxSession(source, device="cpu", threads=options.threads), str(source))
+        with staged_engines(source, source.name, folder, job, driver, say) as engines:
+            pass
+        return Deployment([], engines)
+    candidate = onnx_candidate(source, options, say)
+    out = folder / file_name(source, options.precision).name
+    with ExitStack() as stack:
+        file = stack.enter_context(staged(candidate, out, say, options.threads, verify=options.verify))
+        engines = stack.enter_context(staged_engines(file.temporary, out.name, folder, job, driver, say))
+    return Deployment([file.export], engines)

@@ -1,0 +1,67 @@
+"""TensorRT and TensorRT for RTX: one API under three import names, found and loaded here and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from opal_deploy.errors import MissingExtra, UsageError
+from opal_deploy.runtime import probe
+
+TENSORRT = "tensorrt"
+TENSORRT_RTX = "tensorrt-rtx"
+# what each is called as an import, in file names, and as an extra of ours
+MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
+SHORT_NAMES = {TENSORRT: "trt", TENSORRT_RTX: "rtx"}
+EXTRAS = {TENSORRT: "trt", TENSORRT_RTX: "trt-rtx"}
+TITLES = {TENSORRT: "TensorRT", TENSORRT_RTX: "TensorRT for RTX"}
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """A loaded library.
+
+    Attributes:
+        name: `tensorrt` or `tensorrt-rtx`.
+        module: the bindings.
+        version: in full, such as 11.4.0.106; plans are bound to it.
+        cuda: the CUDA major version that it is made for.
+    """
+
+    name: str
+    module: Any
+    version: str
+    cuda: int
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{TITLES[self.name]} {self.version}"
+
+
+def installed_version(name: str) -> str | None:
+    """The full version of an installed library, without importing it; None if it, or a part of it, is missing."""
+    return probe.installed_tensorrt(name, MODULES[name])
+
+
+def load(name: str, purpose: str) -> Bindings:
+    """Import a library.
+
+    Args:
+        name: `tensorrt` or `tensorrt-rtx`.
+        purpose: what it is needed for, completing "X needs ...".
+
+    Raises:
+        MissingExtra: it is not installed. UsageError: it is, but does not load.
+    """
+    if installed_version(name) is None:
+        raise MissingExtra(f"{name}-cu13", EXTRAS[name], purpose)
+    try:
+        module = importlib.import_module(MODULES[name])
+    except Exception as error:  # a missing library is FileNotFoundError, OSError or ImportError, as it happens
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"{TITLES[name]} is installed but does not load ({reason}); see `opal-deploy doctor`"
+        ) from None
+    return Bindings(name, module, str(module.__version__), probe.cuda_major_of(name))
