@@ -53,7 +53,7 @@ class Rate:
 def machine() -> dict[str, Any]:
     """Processor, cores and versions that the figures depend on."""
     versions = {}
-    for package in ("opal-deploy", "onnxruntime", "onnxruntime-gpu", "torch", "numpy", "pillow"):
+    for package in ("opal-deploy", "onnxruntime", "onnxruntime-gpu", "tensorrt-rtx-cu13", "torch", "numpy", "pillow"):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -10,17 +10,9 @@ import torch
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.export.candidate import Candidate, ExportOptions, Say, choose_pictures, in_precision
 from opal_deploy.export.graph import ExportGraph
-from opal_deploy.export.onnx_export import (
-    Candidate,
-    Export,
-    ExportOptions,
-    Say,
-    choose_pictures,
-    file_name,
-    in_precision,
-    write_verified,
-)
+from opal_deploy.export.onnx_export import Export, file_name, write_verified
 from opal_deploy.export.onnx_graph import trace
 from opal_deploy.export.pictures import Pictures, in_batches, vector_pictures
 from opal_deploy.model.checkpoint import Checkpoint, describe

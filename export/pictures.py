@@ -21,7 +21,8 @@ from opal_deploy.preprocess.resize import lay_out, to_input
 Pixels = NDArray[np.uint8]
 Answer = TypeVar("Answer", Outputs, Reference)
 
-CREATURES = 32
+# of five slots each, so that one cell in 320 is less than the half percent that lower precisions may lose
+CREATURES = 64
 PHOTOGRAPHS = 64
 # one, two, and an odd number: a graph that fixed its batch size, or mixes pictures of a batch, fails one of them
 BATCHES = (1, 2, 7)

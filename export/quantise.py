@@ -1,7 +1,8 @@
 """int8 by explicit quantise/dequantise nodes, calibrated on photographs: ONNX Runtime's static quantisation.
 
 Symmetric per-channel weights and symmetric activations, which is what TensorRT takes. Convolutions and matrix products
-of the backbone are quantised; the projection, normalisation layers, sums and the head stay float32.
+of the backbone are quantised, except the first: it costs little, and all others inherit its rounding (on a ResNet-50
+trained on birds it alone cost 4 % of the cells). The projection, normalisation layers, sums and the head stay float32.
 """
 
 from __future__ import annotations
@@ -65,9 +66,8 @@ def to_int8(model: onnx.ModelProto, calibration: Pixels, metadata: Metadata) -> 
     backbone = nodes_between(graph, body_input(graph), projection_input(graph))
     if projection_input(graph) == BODY_OUTPUT:
         backbone = nodes_between(graph, body_input(graph), BODY_OUTPUT)
-    chosen = [
-        n.name for n in graph.node if n.output[0] in backbone and n.op_type in _QUANTISED and _has_weight(n, graph)
-    ]
+    weighted = [n for n in graph.node if n.output[0] in backbone and n.op_type in _QUANTISED and _has_weight(n, graph)]
+    chosen = [node.name for node in weighted[1:]]
     with tempfile.TemporaryDirectory(prefix="opal-int8-") as folder:
         source, target = Path(folder, "fp32.onnx"), Path(folder, "int8.onnx")
         onnx.save(model, source)

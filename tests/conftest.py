@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +44,8 @@ def linear_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
+    from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
-    from opal_deploy.export.onnx_export import ExportOptions
     from opal_deploy.model.checkpoint import Checkpoint, load, save
     from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
@@ -78,6 +81,33 @@ def _settle(network: OpalNetwork) -> None:
     with torch.no_grad():
         network(images)
     network.eval()
+
+
+Opal = Callable[..., "subprocess.CompletedProcess[str]"]
+_MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
+
+
+@pytest.fixture(scope="session")
+def opal() -> Opal:
+    """Runs `opal-deploy`; `blocked` names packages that it cannot import."""
+
+    def run(
+        *arguments: str | Path, cwd: Path | None = None, blocked: tuple[str, ...] = (), **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        hide = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); " if blocked else ""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+        return subprocess.run(
+            [sys.executable, "-c", hide + _MAIN, *map(str, arguments)],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=120,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return run
 
 
 PictureFolder = Callable[[Path, int], list[Path]]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import written_atomically
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.tensorrt.choice import Choice
@@ -73,6 +74,14 @@ class Network:
         """Layers of the network before the builder fuses any."""
         return int(self._network.num_layers)
 
+    def profile(self, batch: BatchRange) -> Any:
+        """TensorRT's optimisation profile for these batch sizes: every other dimension is the graph's."""
+        profile = self._builder.create_optimization_profile()
+        for tensor in self.inputs:
+            rest = tensor.shape[1:]
+            profile.set_shape(tensor.name, (batch.least, *rest), (batch.best, *rest), (batch.most, *rest))
+        return profile
+
     def build(self, choice: Choice, options: BuildOptions, advance: Advance = lambda *_: None) -> Plan:
         """Build for one target.
 
@@ -111,12 +120,7 @@ class Network:
             capability = "CURRENT" if choice.current else choice.target.upper()
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
-        profile = self._builder.create_optimization_profile()
-        for tensor in self.inputs:
-            rest = tensor.shape[1:]
-            batch = options.batch
-            profile.set_shape(tensor.name, (batch.least, *rest), (batch.best, *rest), (batch.most, *rest))
-        config.add_optimization_profile(profile)
+        config.add_optimization_profile(self.profile(options.batch))
         if options.workspace is not None:
             config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
         if options.optimization_level is not None:

@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from opal_deploy.artifact.metadata import Precision
+from opal_deploy.export.candidate import ExportOptions, Say, in_precision
 from opal_deploy.export.checkpoint_export import build_candidate
-from opal_deploy.export.onnx_export import ExportOptions, Say, file_name, in_precision, staged
+from opal_deploy.export.onnx_export import file_name, staged
 from opal_deploy.export.tensorrt.engine_export import EngineJob, staged_engines
 from opal_deploy.export.tensorrt.from_onnx import Deployment
 from opal_deploy.model.checkpoint import Checkpoint

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.export.onnx_export import Export, ExportOptions, Say, file_name, onnx_candidate, staged
+from opal_deploy.export.candidate import ExportOptions, Say
+from opal_deploy.export.onnx_export import Export, file_name, onnx_candidate, staged
 from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob, staged_engines
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.probe import Driver

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.console import emit_json, say
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Precision
+    from opal_deploy.model.checkpoint import Checkpoint
     from opal_deploy.pipeline.discover import Item
 
 bench = typer.Typer(name="bench", help="Measure, and say what was measured.", no_args_is_help=True)
@@ -69,6 +71,69 @@ def decoding(
         )
     if as_json:
         emit_json({"paths": [r.to_dict() for r in results], "machine": machine()})
+
+
+@bench.command()
+def engines(
+    models: Annotated[
+        list[str], typer.Argument(help="Checkpoints, or names of backbones, which get random weights and ten classes.")
+    ],
+    pictures: Annotated[Path, typer.Option(help="Photographs that the gate is run on.")],
+    precision: Annotated[list[str] | None, typer.Option(help="Repeatable; default: fp32, fp16 and bf16.")] = None,
+    target: Annotated[list[str] | None, typer.Option(help="Repeatable; default: sm80.")] = None,
+    calibrate: Annotated[Path | None, typer.Option(help="Photographs to measure int8's ranges on.")] = None,
+    batch: Annotated[str, typer.Option(help="MIN:OPT:MAX.")] = "1:64:256",
+    threads: Annotated[int | None, typer.Option(min=1, help="Of ONNX Runtime in the gate.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Build time, size and the gate's figures for models, precisions and GPUs, ahead of time with TensorRT for RTX."""
+    from opal_deploy.bench.engines import HEADER, measure
+    from opal_deploy.bench.measure import machine
+    from opal_deploy.export.candidate import ExportOptions
+    from opal_deploy.export.tensorrt.choice import choose
+    from opal_deploy.export.tensorrt.options import BuildOptions, parse_batch
+    from opal_deploy.runtime.probe import read_driver
+    from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, load
+
+    require("torch", "export", "opal-deploy bench engines")
+    wanted = [_precision(text) for text in precision or ("fp32", "fp16", "bf16")]
+    choices = choose(TENSORRT_RTX, target or ["sm80"], read_driver())
+    library = load(TENSORRT_RTX, "opal-deploy bench engines")
+    options = ExportOptions(pictures=pictures, calibrate=calibrate, threads=threads)
+    rows = []
+    say(HEADER)
+    for model in models:
+        checkpoint = _checkpoint(model)
+        name = Path(model).name
+        build = BuildOptions(batch=parse_batch(batch))
+        for row in measure(checkpoint, name, wanted, choices, library, options, build):
+            rows.append(row)
+            for line in row.lines():
+                say(line)
+    if as_json:
+        emit_json({"builder": library.title, "batch": batch, "machine": machine(), "rows": [r.to_dict() for r in rows]})
+
+
+def _precision(text: str) -> Precision:
+    known: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8")
+    for precision in known:
+        if text == precision:
+            return precision
+    raise UsageError(f"--precision {text!r}: expected {', '.join(known)}")
+
+
+def _checkpoint(model: str) -> Checkpoint:
+    """A checkpoint's file, or a backbone with random weights and ten classes."""
+    import torch
+
+    from opal_deploy.model.checkpoint import Checkpoint, load
+    from opal_deploy.model.config import NetworkConfig
+    from opal_deploy.model.network import OpalNetwork
+
+    if Path(model).suffix in (".pt", ".pth") or Path(model).is_file():
+        return load(Path(model))
+    torch.manual_seed(0)
+    return Checkpoint(OpalNetwork(NetworkConfig(model, 10, (224, 224))).eval(), [str(c) for c in range(10)])
 
 
 def _items(images: list[str], limit: int) -> list[Item]:

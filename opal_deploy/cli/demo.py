@@ -124,8 +124,8 @@ def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
 
 
 def _export(checkpoint: Path) -> Path:
+    from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
-    from opal_deploy.export.onnx_export import ExportOptions
     from opal_deploy.model.checkpoint import load
 
     return export_checkpoint(load(checkpoint), checkpoint, ExportOptions(), say).path

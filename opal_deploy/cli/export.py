@@ -13,7 +13,8 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.export.onnx_export import Export, ExportOptions
+    from opal_deploy.export.candidate import ExportOptions
+    from opal_deploy.export.onnx_export import Export
     from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob
     from opal_deploy.export.tensorrt.from_onnx import Deployment
     from opal_deploy.export.tensorrt.options import BuildOptions
@@ -167,7 +168,7 @@ def export(
         for package in ("torch", "torchvision", "onnxscript"):
             require(package, "export", "exporting a checkpoint")
         checkpoint = _load(source, classes, distance, pooling, cws, size, crop)
-    from opal_deploy.export.onnx_export import ExportOptions
+    from opal_deploy.export.candidate import ExportOptions
 
     options = ExportOptions(
         None if trt else out,

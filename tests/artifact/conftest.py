@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.onnx_export import ExportOptions
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig

@@ -188,7 +188,9 @@ def test_people_read_stderr_and_find_what_never_ran(machine: Machine, capsys: py
     assert "0: NVIDIA H200, 140.4 GiB, compute capability 9.0" in written.err
     assert "NVIDIA driver 580.95.05, runs CUDA up to 13.0" in written.err
     assert "CUDA session: never run on hardware" in written.err
-    assert "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run" in written.err
+    assert (
+        "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run" in written.err
+    )
     assert "Inference here: CPU yes, GPU yes" in written.err
 
 
@@ -207,7 +209,9 @@ COMPLETE_TENSORRT = ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
 @pytest.mark.parametrize(
     ("installed", "driver", "answer", "usable", "problem"),
     [
-        pytest.param((*COMPLETE_TENSORRT, "cuda.bindings==13"), DRIVER, {"version": "11.4"}, True, "", id="a GPU server"),
+        pytest.param(
+            (*COMPLETE_TENSORRT, "cuda.bindings==13"), DRIVER, {"version": "11.4"}, True, "", id="a GPU server"
+        ),
         pytest.param(COMPLETE_TENSORRT, DRIVER, {"version": "11.4"}, False, "cuda-bindings", id="no device memory"),
         pytest.param(COMPLETE_TENSORRT, NO_DRIVER, {"version": "11.4"}, False, "neither builds nor runs", id="no GPU"),
         pytest.param(COMPLETE_TENSORRT, OLD_DRIVER, {"version": "11.4"}, False, "runs CUDA 12.4", id="an old driver"),

@@ -32,8 +32,8 @@ def folder(tmp_path: Path, exact_model: Path, make_pictures: Callable[[Path, int
 @pytest.fixture
 def model(tmp_path: Path, exact_model: Path) -> Path:
     """The exported model, its checkpoint beside it, with the folder's class names."""
+    from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
-    from opal_deploy.export.onnx_export import ExportOptions
     from opal_deploy.model import checkpoint as checkpoints
 
     renamed = tmp_path / "renamed.pt"

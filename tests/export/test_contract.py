@@ -17,8 +17,9 @@ from onnx import TensorProto
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.demo import example_pictures
+from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.onnx_export import Export, ExportOptions
+from opal_deploy.export.onnx_export import Export
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -125,11 +126,11 @@ class TestResNet18:
         report = onnx_file.read_metadata(exported.path).verification
         assert report["passed"] is True
         assert report["batches"] == [1, 2, 7]
-        assert (report["images"], report["pictures"]) == (32, "32 generated creatures")
+        assert (report["images"], report["pictures"]) == (64, "64 generated creatures")
         assert report["reference"].startswith(f"PyTorch {torch.__version__}")
         assert report["gate"]["cosine"] == 1e-6
         assert report["max_cosine"] <= 1e-6
-        assert report["cells"] + report["cells_tied"] == 32 * 20
+        assert report["cells"] + report["cells_tied"] == 64 * 20
         assert report["cells_different"] == 0
 
     def test_the_digest_matches(self, exported: Export) -> None:

@@ -15,8 +15,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
+from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.onnx_export import ExportOptions, export_onnx, file_name
+from opal_deploy.export.onnx_export import export_onnx, file_name
 from opal_deploy.export.precision import to_fp16
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.onnx_session import OnnxSession

@@ -13,8 +13,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import VerificationError
+from opal_deploy.export.candidate import Candidate, ExportOptions
 from opal_deploy.export.checkpoint_export import build_candidate
-from opal_deploy.export.onnx_export import Candidate, ExportOptions, write_verified
+from opal_deploy.export.onnx_export import write_verified
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.compare import WIDEST, Rounding
 

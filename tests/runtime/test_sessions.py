@@ -16,8 +16,8 @@ import torch
 from opal_deploy.artifact import onnx_file
 from opal_deploy.demo import example_pictures
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
+from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.onnx_export import ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork

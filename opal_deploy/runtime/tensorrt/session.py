@@ -166,7 +166,8 @@ class EngineSession:
         if self.sidecar.options.get("strip_weights"):
             self._refit(path)
         self._check_tensors(path)
-        self._own_graphs = cuda_graphs and not self._let_the_library_record(cuda_graphs)
+        by_library = self._make_context(cuda_graphs)
+        self._own_graphs = cuda_graphs and not by_library
         if self._context is None:
             memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"
             raise UsageError(
@@ -176,8 +177,8 @@ class EngineSession:
         self._copy, self._compute = self._cuda.stream(), self._cuda.stream()
         self._slots = [self._slot(), self._slot()]
 
-    def _let_the_library_record(self, cuda_graphs: bool) -> bool:
-        """Make the context; TensorRT for RTX records CUDA graphs by itself when told to, and then this is true."""
+    def _make_context(self, cuda_graphs: bool) -> bool:
+        """Whether the library records CUDA graphs by itself, as TensorRT for RTX does when its context is told to."""
         strategies = getattr(self._library.module, "CudaGraphStrategy", None)
         if cuda_graphs and strategies is not None:
             configuration = self._engine.create_runtime_config()
