@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from opal_deploy.artifact import test_vectors
-from opal_deploy.artifact.metadata import Precision
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Precision
+from opal_deploy.demo import example_pictures
 from opal_deploy.errors import OpalError
 from opal_deploy.export.candidate import Candidate, ExportOptions, in_precision
 from opal_deploy.export.checkpoint_export import build_candidate
@@ -18,6 +21,8 @@ from opal_deploy.export.tensorrt.build import Network
 from opal_deploy.export.tensorrt.choice import Choice
 from opal_deploy.export.tensorrt.options import BuildOptions
 from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 
 Say = Callable[[str], None]
@@ -78,6 +83,20 @@ class Row:
         for engine in self.engines:
             made = engine.problem or f"{engine.seconds:.1f} s | {engine.megabytes:.1f} MB"
             yield f"| {self.model} | {self.precision} | {engine.target} | {made} | {told} |"
+
+
+def settle(network: OpalNetwork) -> None:
+    """Move batch norms half way to the statistics of pictures.
+
+    With random weights alone the features of deep networks are all alike, every cell is a tie, and no gate means much.
+    """
+    images = torch.from_numpy(normalise(example_pictures(16, 224, 224), IMAGENET_MEAN, IMAGENET_STD))
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 0.5
+    network.train()
+    with torch.no_grad():
+        network(images)
 
 
 HEADER = (

@@ -99,7 +99,11 @@ def choose_pictures(options: ExportOptions, metadata: Metadata) -> tuple[Picture
 
 
 def _calibration(options: ExportOptions, metadata: Metadata) -> Pictures | None:
-    return calibration_pictures(options.calibrate, metadata) if options.precision == "int8" else None
+    if options.precision != "int8":
+        return None
+    # where the same folder has to judge too, a third of it is kept for that
+    apart = options.pictures is not None and options.pictures != options.calibrate
+    return calibration_pictures(options.calibrate, metadata, share=1.0 if apart else 2 / 3)
 
 
 def _judges(options: ExportOptions, metadata: Metadata, calibration: Pictures | None) -> Pictures:

@@ -68,10 +68,8 @@ def read_pictures(folder: Path, input_size: tuple[int, int], count: int, leave_o
     Raises:
         UsageError: no such folder.
     """
-    if not folder.is_dir():
-        raise UsageError(f"{folder}: no such folder of pictures")
     excluded = set(leave_out)
-    paths = [p for p in sorted(folder.rglob("*")) if p.suffix.lower() in _SUFFIXES and p not in excluded]
+    paths = [path for path in picture_files(folder) if path not in excluded]
     pixels: list[Pixels] = []
     names: list[str] = []
     for path in _spread(paths, count):
@@ -85,6 +83,17 @@ def read_pictures(folder: Path, input_size: tuple[int, int], count: int, leave_o
         names.append(str(path))
     stacked = np.stack(pixels) if pixels else np.empty((0, *input_size, 3), np.uint8)
     return Pictures(stacked, tuple(names), f"{len(pixels)} photographs of {folder.name}")
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """Files of a folder and its subfolders that are pictures by name, sorted.
+
+    Raises:
+        UsageError: no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder of pictures")
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
 
 
 def _spread(paths: list[Path], count: int) -> list[Path]:

@@ -28,7 +28,7 @@ from onnxruntime.quantization import (
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, projection_input
-from opal_deploy.export.pictures import Pictures, Pixels, read_pictures
+from opal_deploy.export.pictures import Pictures, Pixels, picture_files, read_pictures
 from opal_deploy.preprocess.resize import normalise
 
 CALIBRATION_PICTURES = 128
@@ -37,8 +37,8 @@ _BATCH = 8
 _QUANTISED = ("Conv", "MatMul", "Gemm")
 
 
-def calibration_pictures(folder: Path | None, metadata: Metadata) -> Pictures:
-    """What int8's ranges are measured on.
+def calibration_pictures(folder: Path | None, metadata: Metadata, *, share: float = 1.0) -> Pictures:
+    """What int8's ranges are measured on: at most CALIBRATION_PICTURES of a folder, and at most that share of it.
 
     Raises:
         UsageError: no folder was given, or it has too few readable pictures.
@@ -48,7 +48,8 @@ def calibration_pictures(folder: Path | None, metadata: Metadata) -> Pictures:
             "--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see: "
             "ranges measured on anything else cost accuracy and cells"
         )
-    found = read_pictures(folder, metadata.input_size, CALIBRATION_PICTURES)
+    count = min(CALIBRATION_PICTURES, int(share * len(picture_files(folder))))
+    found = read_pictures(folder, metadata.input_size, count)
     if len(found.pixels) < _LEAST:
         raise UsageError(f"{folder}: {len(found.pixels)} readable pictures; calibration needs at least {_LEAST}")
     return found

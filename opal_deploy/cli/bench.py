@@ -132,8 +132,12 @@ def _checkpoint(model: str) -> Checkpoint:
 
     if Path(model).suffix in (".pt", ".pth") or Path(model).is_file():
         return load(Path(model))
+    from opal_deploy.bench.engines import settle
+
     torch.manual_seed(0)
-    return Checkpoint(OpalNetwork(NetworkConfig(model, 10, (224, 224))).eval(), [str(c) for c in range(10)])
+    network = OpalNetwork(NetworkConfig(model, 10, (224, 224)))
+    settle(network)
+    return Checkpoint(network.eval(), [str(number) for number in range(10)])
 
 
 def _items(images: list[str], limit: int) -> list[Item]:

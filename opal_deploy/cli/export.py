@@ -134,7 +134,8 @@ def export(
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an ONNX file of ours")
     if source.suffix not in (*CHECKPOINT_SUFFIXES, ONNX_SUFFIX):
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files")
-    require("onnx", "export", "opal-deploy export")
+    # without torch where no checkpoint has to be read
+    require("onnx", "trt-rtx" if source.suffix == ONNX_SUFFIX else "export", "opal-deploy export")
     require("onnxruntime", "cpu", "opal-deploy export, to verify what it writes,")
     build = BuildOptions(
         parse_batch(batch) if batch is not None else DEFAULT_BATCH,

@@ -8,18 +8,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.demo import example_pictures
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.candidate import ExportOptions
+from opal_deploy.export.candidate import ExportOptions, choose_pictures
 from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.graph import ExportGraph
 from opal_deploy.export.onnx_export import export_onnx, file_name
-from opal_deploy.export.precision import to_fp16
-from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.export.onnx_graph import trace
+from opal_deploy.export.precision import to_bf16, to_fp16
+from opal_deploy.export.quantise import to_int8
+from opal_deploy.export.rounding import rounded_twin
+from opal_deploy.model.checkpoint import Checkpoint, describe
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verify import verify_vectors
 
@@ -27,7 +35,7 @@ from opal_deploy.runtime.verify import verify_vectors
 @pytest.fixture(scope="module")
 def fp32(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("fp32") / "c.onnx"
-    checkpoint: Checkpoint = make_checkpoint(seed=2)
+    checkpoint: Checkpoint = make_checkpoint(seed=8)
     return export_checkpoint(checkpoint, out, ExportOptions(out=out, threads=2)).path
 
 
@@ -150,7 +158,7 @@ class TestFromACheckpoint:
     ) -> None:
         out = tmp_path / "c.onnx"
         options = ExportOptions(out=out, precision="fp16", input_kind=kind, threads=2)
-        done = export_checkpoint(make_checkpoint(seed=2), out, options)
+        done = export_checkpoint(make_checkpoint(seed=8), out, options)
         assert done.metadata.verification["reference"].startswith("PyTorch")
         assert _types(out)["projected"] == TensorProto.FLOAT
         assert {t.data_type for t in onnx.load(out).graph.initializer if "body" in t.name} == {TensorProto.FLOAT16}
@@ -212,3 +220,179 @@ class TestCast:
 )
 def test_files_are_named_by_the_rule(source: str, precision: Any, name: str) -> None:
     assert file_name(Path(source), precision) == Path(source).with_name(name)
+
+
+class TestRounding:
+    """The twin computes in float32 what a narrow body gives, rounded after every operation."""
+
+    @staticmethod
+    def run(model: onnx.ModelProto, values: list[float]) -> list[float]:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return list(session.run(["projected"], {"images": np.array(values, np.float32)})[0])
+
+    @staticmethod
+    def square_root_of_square() -> onnx.ModelProto:
+        graph = helper.make_graph(
+            [
+                helper.make_node("Identity", ["images"], ["normalised"]),
+                helper.make_node("Mul", ["normalised", "normalised"], ["squared"]),
+                helper.make_node("Sqrt", ["squared"], ["projected"]),
+            ],
+            "g",
+            [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N"])],
+            [helper.make_tensor_value_info("projected", TensorProto.FLOAT, ["N"])],
+        )
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+    def test_an_overflow_that_onnx_runtime_hides_on_cpus_shows(self) -> None:
+        half = to_fp16(self.square_root_of_square())
+        # 300 * 300 is beyond float16; ONNX Runtime computes it in float32 all the same
+        assert self.run(half, [300.0]) == [300.0]
+        assert self.run(rounded_twin(half), [300.0, 3.0]) == [np.inf, 3.0]
+
+    @pytest.mark.parametrize(
+        ("convert", "dtype"), [(to_fp16, np.float16), (to_bf16, ml_dtypes.bfloat16)], ids=["fp16", "bf16"]
+    )
+    def test_every_step_is_rounded_as_numpy_rounds_it(self, convert: Any, dtype: Any) -> None:
+        values = np.linspace(0.1, 7, 101).astype(np.float32)
+        narrow = values.astype(dtype)
+        squared = (narrow.astype(np.float32) ** 2).astype(dtype)
+        expected = np.sqrt(squared.astype(np.float32)).astype(dtype).astype(np.float32)
+        found = self.run(rounded_twin(convert(self.square_root_of_square())), list(values))
+        np.testing.assert_array_equal(found, expected)
+        assert (np.abs(expected - values) > 0).any()
+
+    def test_values_keep_their_names(self) -> None:
+        half = to_fp16(self.square_root_of_square())
+        made = {name for node in rounded_twin(half).graph.node for name in node.output}
+        assert {name for node in half.graph.node for name in node.output} <= made
+
+    def test_the_gate_says_that_it_emulated(self, fp16: Path) -> None:
+        report = onnx_file.read_metadata(fp16).verification
+        assert report["candidate"].endswith("fp16 emulated: rounded after every operation")
+        assert report["worst_picture"].startswith("creature ")
+
+
+@pytest.fixture(scope="module")
+def bf16(make_checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bf16") / "c.bf16.onnx"
+    options = ExportOptions(out=out, precision="bf16", threads=2)
+    return export_checkpoint(make_checkpoint(seed=8), out, options).path
+
+
+class TestBf16:
+    def test_the_backbone_is_bfloat16_and_the_projection_float32(self, bf16: Path) -> None:
+        types = _types(bf16)
+        convolutions = [types[n.output[0]] for n in onnx.load(bf16).graph.node if n.op_type == "Conv"]
+        assert convolutions == [TensorProto.BFLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT]
+
+    def test_its_operators_take_bfloat16(self, bf16: Path) -> None:
+        model = onnx.load(bf16)
+        assert model.opset_import[0].version == 22
+        assert model.ir_version == 10
+        onnx.checker.check_model(model, full_check=True)
+
+    def test_onnx_runtime_refuses_it_in_one_line_that_says_what_it_is_for(self, bf16: Path) -> None:
+        with pytest.raises(UsageError, match=r"no bfloat16 convolutions.*opal-deploy export c\.bf16\.onnx --trt"):
+            OnnxSession(bf16, device="cpu", threads=1)
+
+    def test_it_is_rounded_more_coarsely_than_half_precision(self, bf16: Path, make_checkpoint: Any) -> None:
+        half = bf16.with_name("c.fp16.onnx")
+        export_checkpoint(make_checkpoint(seed=8), half, ExportOptions(out=half, precision="fp16", threads=2))
+        reports = [onnx_file.read_metadata(path).verification for path in (half, bf16)]
+        assert reports[0]["max_cosine"] < reports[1]["max_cosine"] < 5e-2
+
+    def test_a_weight_beyond_float16_is_no_hindrance(self) -> None:
+        cast = to_bf16(_graph(w=[1e5]))
+        assert TensorProto.BFLOAT16 in {tensor.data_type for tensor in cast.graph.initializer}
+
+
+@pytest.fixture(scope="module")
+def quantised(make_checkpoint: Any) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+    checkpoint = make_checkpoint("resnet18", size=(64, 64))
+    model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
+    return model, to_int8(model, example_pictures(16, 64, 64), describe(checkpoint))
+
+
+class TestInt8:
+    def test_weights_and_activations_have_quantise_and_dequantise_nodes(self, quantised: Any) -> None:
+        _, model = quantised
+        made_by = {name: node for node in model.graph.node for name in node.output}
+        inputs = [
+            [made_by[name].op_type if name in made_by else "weight" for name in node.input[:2]]
+            for node in model.graph.node
+            if node.op_type == "Conv"
+        ]
+        # all but the first convolution and the projection
+        assert inputs.count(["DequantizeLinear", "DequantizeLinear"]) == len(inputs) - 2
+        assert inputs[0][1] == inputs[-1][1] == "weight"
+
+    def test_weights_are_scaled_by_channel_and_zero_stays_zero(self, quantised: Any) -> None:
+        _, model = quantised
+        weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        zero_points = [weights[n.input[2]] for n in model.graph.node if n.op_type == "DequantizeLinear"]
+        assert zero_points
+        assert {point.dtype for point in zero_points} == {np.dtype(np.int8)}
+        assert not any(point.any() for point in zero_points)
+        scales = [weights[n.input[1]].size for n in model.graph.node if n.op_type == "DequantizeLinear"]
+        assert {64, 128, 256, 512} <= set(scales)
+
+    def test_inputs_outputs_and_formats_stay_the_contracts(self, quantised: Any) -> None:
+        before, after = quantised
+        assert list(before.graph.input) == list(after.graph.input)
+        assert list(before.graph.output) == list(after.graph.output)
+        assert after.ir_version == 10
+        onnx.checker.check_model(after, full_check=True)
+
+    def test_without_photographs_it_is_refused(self, fp32: Path) -> None:
+        with pytest.raises(UsageError, match="needs --calibrate DIR"):
+            export_onnx(fp32, ExportOptions(precision="int8", threads=2))
+
+    def test_too_few_photographs_are_refused(self, fp32: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="0 readable pictures; calibration needs at least 16"):
+            export_onnx(fp32, ExportOptions(precision="int8", calibrate=tmp_path, threads=2))
+
+    @pytest.mark.data
+    def test_the_pictures_that_judge_are_not_those_that_it_was_calibrated_with(
+        self, fp32: Path, photographs: Path
+    ) -> None:
+        metadata = onnx_file.read_metadata(fp32)
+        judges, calibration = choose_pictures(ExportOptions(precision="int8", calibrate=photographs), metadata)
+        assert calibration is not None
+        assert (len(calibration.names), len(judges.names)) == (128, 64)
+        assert not set(calibration.names) & set(judges.names)
+        # spread over all classes, not the first of them
+        assert len({Path(name).parent for name in judges.names}) == 10
+
+    @pytest.mark.data
+    def test_a_network_that_int8_ruins_is_refused_with_picture_and_layer(
+        self, make_checkpoint: Any, photographs: Path, tmp_path: Path
+    ) -> None:
+        checkpoint = make_checkpoint("resnet18", size=(64, 64))
+        out = tmp_path / "c.int8.onnx"
+        options = ExportOptions(out=out, precision="int8", calibrate=photographs, threads=2)
+        with pytest.raises(VerificationError, match=r"at least 97 % must.*worst on .*\.jpg, where .* is furthest off"):
+            export_checkpoint(checkpoint, out, options)
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestNoVerify:
+    def test_it_is_on_record_and_infer_repeats_it(
+        self, fp32: Path, opal: Any, make_pictures: Any, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "c.fp16.onnx"
+        done = export_onnx(fp32, ExportOptions(out=out, precision="fp16", verify=False, threads=2))
+        assert done.comparison is None
+        assert onnx_file.read_metadata(out).verification == {"skipped": "exported with --no-verify"}
+        make_pictures(tmp_path / "in", 1)
+        inferred = opal("infer", "in", "--model", out, cwd=tmp_path)
+        assert inferred.returncode == 0
+        assert "NOT VERIFIED: this model was exported with --no-verify" in inferred.stderr
+        assert "NO: exported with --no-verify" in opal("inspect", out).stderr
+
+    def test_its_vectors_can_be_checked_all_the_same(self, fp32: Path, tmp_path: Path) -> None:
+        out = tmp_path / "c.fp16.onnx"
+        export_onnx(fp32, ExportOptions(out=out, precision="fp16", verify=False, threads=2))
+        assert verify_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")

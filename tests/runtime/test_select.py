@@ -10,7 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from opal_deploy.artifact.engine_file import Sidecar
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
+from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import find_model, open_sessions
@@ -68,6 +71,57 @@ class TestOneCheckpoint:
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
         assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.onnx"
+
+
+class TestEngines:
+    """An engine that fits comes before every ONNX file."""
+
+    @pytest.fixture
+    def with_engines(self, folder: Path) -> Path:
+        for name in ("ckpt.fp16.sm80.rtx.engine", "ckpt.fp16.sm89.trt.engine", "ckpt.fp32.sm89.trt.engine"):
+            path = folder / name
+            path.write_bytes(b"a plan")
+            metadata = onnx_file.read_metadata(folder / ("ckpt.onnx" if "fp32" in name else "ckpt.fp16.onnx"))
+            write_sidecar(path, _sidecar(path, metadata))
+        return folder
+
+    def test_the_one_that_fits_is_taken_and_the_others_reasons_are_given(self, with_engines: Path) -> None:
+        def misfit(sidecar: Sidecar) -> str:
+            return "" if sidecar.target["sm"] == "sm89" else "it was built for sm80"
+
+        choice = find_model(with_engines, gpu=True, engine_misfit=misfit)
+        assert choice.path.name == "ckpt.fp16.sm89.trt.engine"
+        assert choice.reason.startswith("fp16 engine, a GPU is usable; not ckpt.fp32.sm89.trt.engine (fp32); ")
+        assert choice.reason.endswith("not ckpt.fp16.sm80.rtx.engine (it was built for sm80)")
+
+    def test_none_fits(self, with_engines: Path) -> None:
+        choice = find_model(with_engines, gpu=False, engine_misfit=lambda _: "no GPU")
+        assert choice.path.name == "ckpt.onnx"
+        assert choice.reason.count("(no GPU)") == 3
+
+    def test_nothing_else_is_there(self, with_engines: Path) -> None:
+        for path in with_engines.glob("*.onnx"):
+            path.unlink()
+        with pytest.raises(UsageError, match=r"none of the models here can run on this machine: .*no GPU"):
+            find_model(with_engines, gpu=False, engine_misfit=lambda _: "no GPU")
+
+    def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder: Path) -> None:
+        (folder / "a.engine").write_bytes(b"a plan")
+        assert find_model(folder, gpu=True, engine_misfit=_fits).path.name == "ckpt.fp16.onnx"
+
+
+def _sidecar(path: Path, metadata: Metadata) -> Sidecar:
+    return Sidecar(
+        engine={"file": path.name, "sha256": sha256_of_file(path), "bytes": path.stat().st_size},
+        builder={"name": "tensorrt", "version": "11.4", "cuda": 13},
+        target={"sm": "sm89" if "sm89" in path.name else "sm80"},
+        options={"batch": [1, 2, 4]},
+        onnx={"file": "ckpt.fp16.onnx", "sha256": metadata.file_sha256},
+        key="",
+        built={},
+        state={"state": "unverified"},
+        metadata=metadata,
+    )
 
 
 class TestNoChoice:

@@ -1,0 +1,97 @@
+"""Commands that are given an engine, on a machine without a GPU: one line, exit 2, and what can be said without one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.runtime.probe import read_driver
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+
+pytestmark = [
+    pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed"),
+    pytest.mark.skipif(bool(read_driver().gpus), reason="there is a GPU here, on which engines run"),
+]
+
+
+@pytest.fixture(scope="module")
+def built(opal: Any, exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an fp32 ONNX file, its fp16 file and an engine."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copy(exact_model, folder / "ckpt.onnx")
+    done = opal("export", "ckpt.onnx", "--trt", "--batch", "1:2:4", "--threads", "1", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def engine(built: Path) -> Path:
+    return built / "ckpt.fp16.sm80.rtx.engine"
+
+
+@pytest.mark.parametrize("command", ["infer", "verify", "evaluate", "bench"])
+def test_running_it_is_refused_in_one_line(
+    opal: Any, engine: Path, make_pictures: Any, tmp_path: Path, command: str
+) -> None:
+    for name in ("ash", "birch"):
+        make_pictures(tmp_path / "in" / name, 8)
+    call = {
+        "infer": ["infer", "in", "--explain", "--model", engine],
+        "verify": ["verify", engine],
+        "evaluate": ["evaluate", "in", "--model", engine],
+        "bench": ["bench", "pipeline", "in", "--model", engine],
+    }[command]
+    done = opal(*call, cwd=tmp_path)
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert "an engine runs on an NVIDIA GPU only: no NVIDIA driver found" in line
+    assert "opal-deploy export ckpt.fp16.onnx --trt --rebuild" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(
+    opal: Any, built: Path, make_pictures: Any, tmp_path: Path
+) -> None:
+    make_pictures(tmp_path / "in", 2)
+    done = opal("infer", tmp_path / "in", "--out", tmp_path / "out", cwd=built)
+    assert done.returncode == 0, done.stderr
+    expected = "Model: ckpt.onnx (fp32, no usable GPU; not ckpt.fp16.onnx (fp16); not ckpt.fp16.sm80.rtx.engine ("
+    assert done.stderr.startswith(expected)
+
+
+def test_inspect_says_what_it_is_without_running_it(opal: Any, engine: Path) -> None:
+    done = opal("inspect", engine)
+    assert done.returncode == 0
+    for part in ("tensorrt-rtx 1.", "sm80, batches 1:2:4", "ckpt.fp16.onnx", "unverified", "matches the file"):
+        assert part in done.stderr
+    document = json.loads(opal("inspect", engine, "--json").stdout)
+    assert (document["kind"], document["intact"], document["checks"]) == ("engine", True, [])
+    assert document["metadata"]["test_vectors"] == {"pictures": 4}
+
+
+def test_inspect_shows_damage(opal: Any, engine: Path, tmp_path: Path) -> None:
+    for path in engine.parent.glob(f"{engine.name}*"):
+        shutil.copy(path, tmp_path / path.name)
+    content = (tmp_path / engine.name).read_bytes()
+    (tmp_path / engine.name).write_bytes(content[:-1] + b"?")
+    done = opal("inspect", engine.name, "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["intact"] is False
+
+
+@pytest.mark.parametrize("command", ["verify", "infer"])
+def test_a_file_that_is_not_the_pinned_one_is_refused(
+    opal: Any, built: Path, make_pictures: Any, tmp_path: Path, command: str
+) -> None:
+    make_pictures(tmp_path / "in", 1)
+    model = built / "ckpt.onnx"
+    call = ["verify", model] if command == "verify" else ["infer", tmp_path / "in", "--model", model]
+    refused = opal(*call, "--expect-sha256", "0" * 64, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "this is not the file you were told of" in refused.stderr
+    accepted = opal(*call, "--expect-sha256", sha256_of_file(model).upper(), cwd=tmp_path)
+    assert accepted.returncode == 0, accepted.stderr
