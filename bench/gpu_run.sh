@@ -3,8 +3,9 @@
 #
 #   bench/gpu_run.sh WHEELS OUT
 #
-# WHEELS: a folder with wheels this machine's Python lacks (and onnxruntime-gpu, whole or as `split` parts *.whl.part-*);
-#         "-" if nothing has to be installed.
+# WHEELS: a folder with wheels this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
+#         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout. Each whole, or as `split` parts
+#         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
 # OUT:    a folder for small result files: log, junit.xml, *.json.
 #
 # Everything runs from the repository's root without installing the project.
@@ -51,6 +52,15 @@ if [ -f "$model" ]; then
   step export_fp16 30 "${opal[@]}" export "$model" --precision fp16 --json
   step verify_cuda 20 "${opal[@]}" verify "$model" --device cuda --json
   step verify_cuda_fp16 20 "${opal[@]}" verify "${model%.onnx}.fp16.onnx" --device cuda --json
+  # TensorRT where it is, else TensorRT for RTX asked for whatever GPU this is: on an sm90 that is an experiment
+  step export_engine 40 "${opal[@]}" export "$model" --trt --target current --json
+  for engine in "$work"/demo/run/*.engine; do
+    [ -f "$engine" ] || continue
+    step verify_engine 20 "${opal[@]}" verify "$engine" --json
+    step inspect_engine 5 "${opal[@]}" inspect "$engine" --json
+    step pipeline_engine 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$engine" --batch 64 --limit 900 --json
+    cp "$engine".checks.json "$out/" 2>/dev/null
+  done
   step pipeline_cuda 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$model" --device cuda \
     --batch 64 --limit 900 --json
 fi

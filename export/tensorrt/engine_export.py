@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +36,7 @@ from opal_deploy.export.tensorrt.choice import Choice
 from opal_deploy.export.tensorrt.options import BuildOptions
 from opal_deploy.runtime.probe import Driver
 from opal_deploy.runtime.tensorrt.bindings import SHORT_NAMES, Bindings, load
+from opal_deploy.runtime.tensorrt.fitness import here
 from opal_deploy.runtime.tensorrt.session import EngineSession
 
 Say = Callable[[str], None]
@@ -129,7 +129,7 @@ def staged_engines(
                     "name": library.name,
                     "version": library.version,
                     "cuda": library.cuda,
-                    "platform": f"{platform.system()} {platform.machine()}",
+                    "platform": here(),
                 },
                 target={"sm": choice.target, "gpu": choice.gpu.name if choice.gpu else None, "current": choice.current},
                 options=job.options.recorded(),

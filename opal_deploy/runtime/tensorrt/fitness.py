@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.runtime.probe import Driver, Gpu, read_driver
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
@@ -31,6 +33,9 @@ def misfit(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | Non
         return f"it needs {needed}, which is not installed: pip install 'opal-deploy[{EXTRAS[name]}]'"
     if not _same_version(sidecar, version):
         return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
+    made_on = sidecar.builder.get("platform")
+    if name == TENSORRT and made_on not in (None, here()):
+        return f"it was built on {made_on}, and this is {here()}"
     capability = _capability(sidecar, gpu)
     if capability:
         return capability
@@ -39,6 +44,11 @@ def misfit(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | Non
         newest = ".".join(map(str, driver.cuda))
         return f"it needs CUDA {cuda}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
     return ""
+
+
+def here() -> str:
+    """This machine's system and processor, which plans of TensorRT are bound to: `Linux x86_64`."""
+    return f"{platform.system()} {platform.machine()}"
 
 
 def misfit_here(sidecar: Sidecar) -> str:

@@ -134,6 +134,11 @@ class EngineSession:
             raise
         return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
 
+    def __del__(self) -> None:
+        # at the interpreter's end the libraries may be gone already, and the memory with them
+        with contextlib.suppress(Exception):
+            self.close()
+
     def close(self) -> None:
         """Give device and pinned memory back."""
         for slot in self._slots:

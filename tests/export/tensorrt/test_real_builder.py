@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import onnx
@@ -194,3 +196,71 @@ def test_tf32_is_off(small: Network) -> None:
     assert config.get_flag(flag), "when it is off by itself, turning it off is no longer needed"
     small._configure(config, choice("sm80"), BuildOptions())
     assert not config.get_flag(flag)
+
+
+class TestOptionsOfTensorRTProper:
+    """TensorRT itself is not installable where these tests run; its names are those of TensorRT for RTX."""
+
+    class Config:
+        """Notes what it is told."""
+
+        def __init__(self) -> None:
+            self.flags: set[str] = {"TF32"}
+            self.told: dict[str, Any] = {}
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in ("flags", "told"):
+                self.told[name] = value
+            object.__setattr__(self, name, value)
+
+        def set_flag(self, flag: Any) -> None:
+            self.flags.add(flag.name)
+
+        def clear_flag(self, flag: Any) -> None:
+            self.flags.discard(flag.name)
+
+        def add_optimization_profile(self, profile: Any) -> None: ...
+
+        def set_memory_pool_limit(self, pool: Any, size: int) -> None:
+            self.told[pool.name] = size
+
+    def configured(self, small: Network, **options: Any) -> Any:
+        config = self.Config()
+        proper = small.library
+        small.library = replace(proper, name="tensorrt")
+        try:
+            small._configure(config, Choice("tensorrt", "sm89", None, "a test"), BuildOptions(**options))
+        finally:
+            small.library = proper
+        return config
+
+    def test_nothing_is_told_that_was_not_asked_for(self, small: Network) -> None:
+        config = self.configured(small)
+        assert config.flags == set()
+        assert config.told == {}
+
+    @pytest.mark.parametrize(
+        ("options", "flags"),
+        [
+            ({"version_compatible": True}, {"VERSION_COMPATIBLE"}),
+            ({"strip_weights": True}, {"STRIP_PLAN", "REFIT_IDENTICAL"}),
+            ({"refit": True}, {"REFIT"}),
+            ({"strip_weights": True, "refit": True}, {"STRIP_PLAN", "REFIT"}),
+        ],
+    )
+    def test_flags(self, small: Network, options: dict[str, bool], flags: set[str]) -> None:
+        assert self.configured(small, **options).flags == flags
+
+    def test_levels_and_limits(self, small: Network) -> None:
+        told = self.configured(small, optimization_level=5, workspace=1 << 30, hardware_compatible="ampere+").told
+        assert (told["builder_optimization_level"], told["WORKSPACE"]) == (5, 1 << 30)
+        assert told["hardware_compatibility_level"].name == "AMPERE_PLUS"
+        same = self.configured(small, hardware_compatible="same").told
+        assert same["hardware_compatibility_level"].name == "SAME_COMPUTE_CAPABILITY"
+
+    def test_a_timing_cache_is_written_and_read_again(self, small: Network, tmp_path: Path) -> None:
+        # with TensorRT for RTX, which only goes through the motions: `check_for` refuses it there
+        cache = tmp_path / "sub" / "timing.cache"
+        for _ in range(2):
+            small.build(choice("sm80"), BuildOptions(timing_cache=cache))
+            assert cache.stat().st_size > 0

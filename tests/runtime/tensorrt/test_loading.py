@@ -121,6 +121,10 @@ class TestMachine:
         stand.open()
         assert stand.trt.host_code_allowed is True
 
+    def test_another_system(self, stand: Any) -> None:
+        stand.describe(builder={"name": "tensorrt", "version": "11.4.0.106", "cuda": 13, "platform": "Windows AMD64"})
+        assert "it was built on Windows AMD64, and this is " in refused(stand)
+
     def test_another_compute_capability(self, stand: Any) -> None:
         stand.cudart.name, stand.cudart.capability = A100.name, (8, 0)
         line = refused(stand)
