@@ -12,11 +12,11 @@ import torch
 
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Precision
-from opal_deploy.demo import example_pictures
 from opal_deploy.errors import OpalError
 from opal_deploy.export.candidate import Candidate, ExportOptions, in_precision
 from opal_deploy.export.checkpoint_export import build_candidate
 from opal_deploy.export.gate import examine
+from opal_deploy.export.pictures import Pixels
 from opal_deploy.export.tensorrt.build import Network
 from opal_deploy.export.tensorrt.choice import Choice
 from opal_deploy.export.tensorrt.options import BuildOptions
@@ -85,18 +85,20 @@ class Row:
             yield f"| {self.model} | {self.precision} | {engine.target} | {made} | {told} |"
 
 
-def settle(network: OpalNetwork) -> None:
-    """Move batch norms half way to the statistics of pictures.
+def settle(network: OpalNetwork, pictures: Pixels) -> None:
+    """Move a random network's batch norms half way to the statistics of some pictures, uint8 [N, H0, W0, 3].
 
-    With random weights alone the features of deep networks are all alike, every cell is a tie, and no gate means much.
+    With random weights alone the features of deep networks are all alike, every cell is a tie, and no gate means much;
+    a network wholly settled on few pictures magnifies rounding.
     """
-    images = torch.from_numpy(normalise(example_pictures(16, 224, 224), IMAGENET_MEAN, IMAGENET_STD))
+    images = torch.from_numpy(normalise(pictures, IMAGENET_MEAN, IMAGENET_STD))
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = 0.5
     network.train()
     with torch.no_grad():
         network(images)
+    network.eval()
 
 
 HEADER = (

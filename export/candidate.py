@@ -54,6 +54,7 @@ class Candidate:
 
     Attributes:
         baseline: the float32 graph that a lower precision was made from.
+        unverified: why the reference itself was never verified; the file says so too. Empty if it was.
         rounding: how far the reference moves by itself; asked only where the plain gate fails.
     """
 
@@ -65,6 +66,7 @@ class Candidate:
     vectors: Reference = field(repr=False)
     rounding: Callable[[], Rounding] | None = None
     baseline: onnx.ModelProto | None = field(default=None, repr=False)
+    unverified: str = ""
 
 
 def in_precision(
@@ -102,7 +104,10 @@ def _calibration(options: ExportOptions, metadata: Metadata) -> Pictures | None:
     if options.precision != "int8":
         return None
     # where the same folder has to judge too, a third of it is kept for that
-    apart = options.pictures is not None and options.pictures != options.calibrate
+    shared = options.calibrate is not None and (options.pictures or options.calibrate).resolve() == (
+        options.calibrate.resolve()
+    )
+    apart = not options.verify or not shared
     return calibration_pictures(options.calibrate, metadata, share=1.0 if apart else 2 / 3)
 
 

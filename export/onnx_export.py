@@ -24,6 +24,7 @@ from opal_deploy.runtime.compare import Comparison
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verify import verify_vectors
 
+_PRECISION_ENDINGS = (".fp16", ".bf16", ".int8")
 NOT_VERIFIED = "exported with --no-verify"
 
 
@@ -46,6 +47,8 @@ class Staged:
 
 def file_name(source: Path, precision: Precision) -> Path:
     """`ckpt.onnx` or `ckpt.fp16.onnx` beside `ckpt.pt` (or beside `ckpt.onnx`)."""
+    if source.suffix != ".onnx" and source.stem.endswith(_PRECISION_ENDINGS):
+        raise UsageError(f"{source}: its name ends like a precision of ours, which would name another file; rename it")
     suffix = ".onnx" if precision == "fp32" else f".{precision}.onnx"
     return source.with_name(source.stem + suffix)
 
@@ -60,7 +63,10 @@ def export_onnx(source: Path, options: ExportOptions, say: Say = lambda _: None)
         ArtifactError: the source is not ours, damaged, or not float32. VerificationError: a gate failed.
     """
     if options.precision == "fp32":
-        raise UsageError(f"{source}: it is fp32 already; choose --precision fp16, bf16 or int8")
+        found = onnx_file.read_metadata(source).precision
+        if found == "fp32":
+            raise UsageError(f"{source}: it is fp32 already; choose --precision fp16, bf16 or int8, or --trt")
+        raise UsageError(f"{source}: it is {found}, and what was rounded away is lost; export the checkpoint")
     candidate = onnx_candidate(source, options, say)
     out = options.out or file_name(source, options.precision)
     return write_verified(candidate, out, say, options.threads, verify=options.verify)
@@ -92,6 +98,7 @@ def onnx_candidate(source: Path, options: ExportOptions, say: Say = lambda _: No
         pictures,
         f"{source.name} in {session.description}",
         test_vectors.unpack(metadata.test_vectors, str(source)),
+        unverified=f"made from {source.name}, which was {metadata.unverified}" if metadata.unverified else "",
     )
     return in_precision(candidate, options.precision, calibration, say)
 
@@ -133,7 +140,8 @@ def staged(
             comparison = examination.comparison
             if not comparison:
                 raise refusal(candidate, examination, out.name)
-            metadata = replace(metadata, verification=examination.report)
+            doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
+            metadata = replace(metadata, verification={**examination.report, **doubt})
         write_model(candidate.model, metadata, temporary)
         digest = onnx_file.seal(temporary)
         if verify and metadata.precision != "bf16":

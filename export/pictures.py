@@ -68,8 +68,8 @@ def read_pictures(folder: Path, input_size: tuple[int, int], count: int, leave_o
     Raises:
         UsageError: no such folder.
     """
-    excluded = set(leave_out)
-    paths = [path for path in picture_files(folder) if path not in excluded]
+    excluded = {path.resolve() for path in leave_out}
+    paths = [path for path in picture_files(folder) if path.resolve() not in excluded]
     pixels: list[Pixels] = []
     names: list[str] = []
     for path in _spread(paths, count):

@@ -51,7 +51,10 @@ def calibration_pictures(folder: Path | None, metadata: Metadata, *, share: floa
     count = min(CALIBRATION_PICTURES, int(share * len(picture_files(folder))))
     found = read_pictures(folder, metadata.input_size, count)
     if len(found.pixels) < _LEAST:
-        raise UsageError(f"{folder}: {len(found.pixels)} readable pictures; calibration needs at least {_LEAST}")
+        kept = " (a third of the folder is kept to judge the result; --pictures gives others)" if share < 1.0 else ""
+        raise UsageError(
+            f"{folder}: {len(found.pixels)} readable pictures to calibrate with{kept}; at least {_LEAST} are needed"
+        )
     return found
 
 

@@ -7,13 +7,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
-
-if TYPE_CHECKING:
-    from opal_deploy.model.network import OpalNetwork
 
 # the data that lies beside the project, not in it
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
@@ -44,6 +40,8 @@ def linear_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
+    from opal_deploy.bench.engines import settle
+    from opal_deploy.demo import example_pictures
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
     from opal_deploy.model.checkpoint import Checkpoint, load, save
@@ -58,29 +56,10 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(CLASSES), INPUT_SIZE, heads[evidence]))
-        _settle(network)
+        settle(network, example_pictures(32, *INPUT_SIZE))
     path = folders.mktemp(evidence) / f"{evidence}.pt"
     save(path, Checkpoint(network, CLASSES))
     return export_checkpoint(load(path), path, ExportOptions(threads=1)).path
-
-
-def _settle(network: OpalNetwork) -> None:
-    """Batch statistics of real pictures: without them random features are all alike, and their maxima ties."""
-    import torch
-
-    from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
-    from opal_deploy.demo import example_pictures
-    from opal_deploy.preprocess.resize import normalise
-
-    images = torch.from_numpy(normalise(example_pictures(32, *INPUT_SIZE), IMAGENET_MEAN, IMAGENET_STD))
-    for module in network.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            # half way from random: a network wholly settled on so few pictures magnifies rounding
-            module.momentum = 0.5
-    network.train()
-    with torch.no_grad():
-        network(images)
-    network.eval()
 
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +101,8 @@ class Network:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             cache = self._timing_cache(config, options)
-            plan = self._builder.build_serialized_network(self._network, config)
+            with _interrupting(monitor):
+                plan = self._builder.build_serialized_network(self._network, config)
             if monitor.interrupted:
                 raise KeyboardInterrupt
             if plan is None:
@@ -143,7 +147,12 @@ class Network:
     def _timing_cache(self, config: Any, options: BuildOptions) -> Any:
         if options.timing_cache is None:
             return None
-        known = options.timing_cache.read_bytes() if options.timing_cache.is_file() else b""
+        try:
+            known = options.timing_cache.read_bytes() if options.timing_cache.exists() else b""
+        except OSError as error:
+            raise UsageError(
+                f"--timing-cache {options.timing_cache}: cannot be read ({error.strerror or error}); give another file"
+            ) from None
         cache = config.create_timing_cache(known)
         if cache is None or not config.set_timing_cache(cache, False):
             raise UsageError(
@@ -162,6 +171,23 @@ class Network:
     @staticmethod
     def _info(tensor: Any) -> TensorInfo:
         return TensorInfo(tensor.name, tensor.dtype.name, tuple(tensor.shape))
+
+
+@contextmanager
+def _interrupting(monitor: Any) -> Iterator[None]:
+    """Ctrl-C asks the monitor to end the build: nothing may be raised through the native code that is running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(*_: object) -> None:
+        monitor.interrupted = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _monitor(trt: Any, advance: Advance) -> Any:

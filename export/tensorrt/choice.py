@@ -91,6 +91,8 @@ def choose(
 def _ahead_of_time(target: str, gpu: Gpu | None, here: str | None) -> Choice:
     if target == CURRENT:
         return Choice(TENSORRT_RTX, str(here), gpu, "asked for the GPU that is here", current=True)
+    if int(target.removeprefix("sm")) < 75:
+        raise UsageError(f"{target}: what is built for CUDA 13 runs on sm75 and newer; use the ONNX file on a CPU")
     if target not in AHEAD_OF_TIME:
         like = f" ({examples(target)})" if examples(target) else ""
         raise UsageError(

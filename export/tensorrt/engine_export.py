@@ -117,10 +117,16 @@ def staged_engines(
             found = None if job.rebuild else _reusable(out, key)
             if found is not None:
                 say(f"Reusing {out}: built from the same graph by {library.title} for {choice.target}, same options")
+                if found.onnx["sha256"] != metadata.file_sha256:
+                    # the ONNX file was written anew around the same graph: the sidecar follows it
+                    found = replace(found, onnx={**found.onnx, "sha256": metadata.file_sha256}, metadata=metadata)
+                    stack.enter_context(_sidecar_file(out, found))
                 done.append(EngineExport(out, found, True))
                 continue
             say(f"Building for {choice.target} with {library.title} ({choice.reason}), batches {job.options.batch}")
             plan = network.build(choice, job.options, job.advance)
+            # entered first, so that it gets its name last: a sidecar never speaks of an engine that is not there
+            beside = stack.enter_context(written_atomically(sidecar_path(out)))
             temporary = stack.enter_context(written_atomically(out))
             temporary.write_bytes(plan.content)
             sidecar = Sidecar(
@@ -148,7 +154,6 @@ def staged_engines(
                 sidecar = _run_here(sidecar, temporary, source, name, say)
             done.append(EngineExport(out, sidecar, False))
             fresh.append(done[-1])
-            beside = stack.enter_context(written_atomically(sidecar_path(out)))
             beside.write_text(sidecar.to_json(), "utf-8")
         yield done
     for export in fresh:
@@ -158,6 +163,13 @@ def staged_engines(
                 export.path,
                 Check(str(export.sidecar.engine["sha256"]), state["machine"], state["when"], True, state["report"]),
             )
+
+
+@contextmanager
+def _sidecar_file(engine: Path, sidecar: Sidecar) -> Iterator[None]:
+    with written_atomically(sidecar_path(engine)) as temporary:
+        temporary.write_text(sidecar.to_json(), "utf-8")
+        yield
 
 
 def _run_here(sidecar: Sidecar, plan: Path, source: Path, name: str, say: Say) -> Sidecar:

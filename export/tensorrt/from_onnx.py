@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opal_deploy.artifact import onnx_file
+from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportOptions, Say
 from opal_deploy.export.onnx_export import Export, file_name, onnx_candidate, staged
 from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob, staged_engines
@@ -45,7 +46,16 @@ def deploy_onnx(
     metadata = onnx_file.read_metadata(source)
     if options.precision == metadata.precision:
         onnx_file.check_digest(source, metadata)
-        if metadata.precision != "bf16":
+        if options.attention or options.input_kind != metadata.input_kind:
+            raise UsageError(f"{source}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
+        if options.pictures is not None or options.calibrate is not None:
+            raise UsageError(
+                f"{source}: it is {metadata.precision} already and built as it is: nothing to verify or calibrate on "
+                "pictures; leave out --pictures and --calibrate"
+            )
+        if metadata.unverified:
+            say(f"NOT VERIFIED: {source.name} was {metadata.unverified}")
+        if metadata.precision != "bf16" and options.verify:
             say(f"Checking {source.name} against its own test vectors")
             verify_vectors(OnnxSession(source, device="cpu", threads=options.threads), str(source))
         with staged_engines(source, source.name, folder, job, driver, say) as engines:

@@ -13,6 +13,8 @@ from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, TITLES
 
 DEFAULT_BATCH = BatchRange(1, 64, 256)
 
+# buffers for MAX pictures are kept on the device and in pinned memory
+_MOST = 4096
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -92,8 +94,8 @@ def parse_batch(text: str) -> BatchRange:
     if len(parts) not in (1, 3) or not all(part.isdecimal() for part in parts):
         raise UsageError(f"--batch {text!r}: expected MIN:OPT:MAX such as 1:64:256, or one number for a fixed size")
     sizes = [int(part) for part in (parts * 3 if len(parts) == 1 else parts)]
-    if not 1 <= sizes[0] <= sizes[1] <= sizes[2]:
-        raise UsageError(f"--batch {text!r}: expected 1 <= MIN <= OPT <= MAX")
+    if not 1 <= sizes[0] <= sizes[1] <= sizes[2] <= _MOST:
+        raise UsageError(f"--batch {text!r}: expected 1 <= MIN <= OPT <= MAX <= {_MOST}")
     return BatchRange(*sizes)
 
 
@@ -106,4 +108,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if not match or float(match[1]) <= 0:
         raise UsageError(f"--workspace {text!r}: expected a size such as 512M or 4G")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if not 1 << 20 <= size <= 1 << 40:
+        raise UsageError(f"--workspace {text!r}: expected between 1M and 1024G")
+    return size

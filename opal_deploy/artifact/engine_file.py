@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import sha256_of_file, written_atomically
+from opal_deploy.artifact.files import written_atomically
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -72,10 +73,17 @@ class Sidecar:
         """The batch sizes that it takes."""
         return BatchRange(*self.options["batch"])
 
-    @property
-    def rebuild(self) -> str:
-        """The command that builds this engine again, on the machine that it is to run on."""
-        return f"opal-deploy export {self.onnx['file']} --trt --rebuild"
+    def rebuild(self, engine: Path) -> str:
+        """The command that builds this engine again, with the same options, on the machine that it is to run on."""
+        source = engine.with_name(str(self.onnx["file"]))
+        words = ["opal-deploy", "export", str(source), "--trt", "--rebuild", "--batch", str(self.batch)]
+        for name in ("workspace", "optimization_level", "hardware_compatible"):
+            if self.options.get(name) is not None:
+                words += [f"--{name.replace('_', '-')}", str(self.options[name])]
+        words += [
+            f"--{n.replace('_', '-')}" for n in ("version_compatible", "strip_weights", "refit") if self.options.get(n)
+        ]
+        return shlex.join(words)
 
     def to_json(self) -> str:
         """Indented JSON with a digest of its own."""
@@ -97,8 +105,8 @@ def read_sidecar(engine: Path) -> Sidecar:
     return _parse(engine, _read(engine))
 
 
-def open_engine(engine: Path) -> Sidecar:
-    """What is known of an engine whose plan is what the builder wrote.
+def load_engine(engine: Path) -> tuple[Sidecar, bytes]:
+    """What is known of an engine, and its plan, which is what the builder wrote.
 
     The plan's digest is compared first, then the sidecar's schema: nothing native has seen a byte of the plan yet.
 
@@ -108,13 +116,22 @@ def open_engine(engine: Path) -> Sidecar:
     document = _read(engine)
     expected = document.get("engine")
     expected = str(expected.get("sha256")) if isinstance(expected, dict) else "none"
-    found = sha256_of_file(engine)
+    try:
+        plan = engine.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{engine}: cannot be read ({error.strerror or error})") from None
+    found = hashlib.sha256(plan).hexdigest()
     if found != expected:
         raise ArtifactError(
             f"{engine}: sha256 {found[:12]}..., but its sidecar says {expected[:12]}...; the engine is damaged or not "
             f"the one that was built: copy both files again, or rebuild it with: {_rebuild(document, engine)}"
         )
-    return _parse(engine, document)
+    return _parse(engine, document), plan
+
+
+def open_engine(engine: Path) -> Sidecar:
+    """What is known of an engine whose plan is what the builder wrote; see `load_engine`."""
+    return load_engine(engine)[0]
 
 
 def write_sidecar(engine: Path, sidecar: Sidecar) -> None:
@@ -161,21 +178,44 @@ def _parse(engine: Path, document: dict[str, Any]) -> Sidecar:
     metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
     values = {f.name: document[f.name] for f in fields(Sidecar)} | {"metadata": metadata}
     sidecar = Sidecar(**values)
-    try:
-        known = (
-            sidecar.builder["name"], sidecar.builder["version"], sidecar.target["sm"], sidecar.onnx["file"],
-            sidecar.engine["bytes"], sidecar.state["state"], str(sidecar.batch),
-        )  # fmt: skip
-    except (KeyError, TypeError) as error:
-        raise _damaged(path, f"a part of it is missing: {error}") from None
-    assert known
+    wrong = _wrong_parts(sidecar)
+    if wrong:
+        raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
     return sidecar
+
+
+# what the readers of a sidecar rely on, by field
+_PARTS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "engine": {"file": str, "sha256": str, "bytes": int},
+    "builder": {"name": str, "version": str},
+    "target": {"sm": str},
+    "options": {"batch": list},
+    "onnx": {"file": str, "sha256": str},
+    "built": {"when": str, "seconds": (int, float), "opal_deploy": str},
+    "state": {"state": str},
+}
+
+
+def _wrong_parts(sidecar: Sidecar) -> list[str]:
+    wrong = []
+    for name, parts in _PARTS.items():
+        found = getattr(sidecar, name)
+        for part, kind in parts.items():
+            if not isinstance(found, dict) or not isinstance(found.get(part), kind):
+                wrong.append(f"{name}.{part}")
+    batch = sidecar.options.get("batch") if not wrong else None
+    if batch is not None and not (len(batch) == 3 and all(type(size) is int and size > 0 for size in batch)):
+        wrong.append("options.batch")
+    if not wrong and sidecar.state["state"] == VERIFIED and not isinstance(sidecar.state.get("machine"), dict):
+        wrong.append("state.machine")
+    return wrong
 
 
 def _rebuild(document: dict[str, Any], engine: Path) -> str:
     onnx = document.get("onnx")
     source = onnx.get("file") if isinstance(onnx, dict) else None
-    return f"opal-deploy export {source or 'MODEL.onnx'} --trt --rebuild"
+    path = str(engine.with_name(source)) if isinstance(source, str) else "MODEL.onnx"
+    return shlex.join(["opal-deploy", "export", path, "--trt", "--rebuild"])
 
 
 def _damaged(path: Path, why: str) -> ArtifactError:

@@ -29,7 +29,10 @@ def check_pinned(path: Path, expected: str) -> str:
     Raises:
         ArtifactError: it is another file.
     """
-    found = sha256_of_file(path)
+    try:
+        found = sha256_of_file(path)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); give the model's file") from None
     if found != expected.strip().lower():
         raise ArtifactError(
             f"{path}: sha256 {found}, expected {expected.strip().lower()}; this is not the file you were told of"
@@ -46,6 +49,9 @@ def written_atomically(path: Path, *, keep: bool = True) -> Iterator[Path]:
     Raises:
         UsageError: the folder cannot be written to, or the disk is full.
     """
+    made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+    if path.is_dir():
+        raise UsageError(f"{path}: cannot be written (a folder of that name is there); choose another place")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=f".part{path.suffix}")
@@ -67,7 +73,18 @@ def written_atomically(path: Path, *, keep: bool = True) -> Iterator[Path]:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        _remove_empty(made)
         raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place") from None
     except BaseException:
         temporary.unlink(missing_ok=True)
+        _remove_empty(made)
         raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Take back folders that were made for a file that was not written, innermost first."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return

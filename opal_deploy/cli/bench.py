@@ -92,12 +92,12 @@ def engines(
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.tensorrt.choice import choose
     from opal_deploy.export.tensorrt.options import BuildOptions, parse_batch
-    from opal_deploy.runtime.probe import read_driver
     from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, load
+    from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
     require("torch", "export", "opal-deploy bench engines")
     wanted = [_precision(text) for text in precision or ("fp32", "fp16", "bf16")]
-    choices = choose(TENSORRT_RTX, target or ["sm80"], read_driver())
+    choices = choose(TENSORRT_RTX, target or ["sm80"], visible_driver())
     library = load(TENSORRT_RTX, "opal-deploy bench engines")
     options = ExportOptions(pictures=pictures, calibrate=calibrate, threads=threads)
     rows = []
@@ -133,11 +133,12 @@ def _checkpoint(model: str) -> Checkpoint:
     if Path(model).suffix in (".pt", ".pth") or Path(model).is_file():
         return load(Path(model))
     from opal_deploy.bench.engines import settle
+    from opal_deploy.demo import example_pictures
 
     torch.manual_seed(0)
     network = OpalNetwork(NetworkConfig(model, 10, (224, 224)))
-    settle(network)
-    return Checkpoint(network.eval(), [str(number) for number in range(10)])
+    settle(network, example_pictures(16, 224, 224))
+    return Checkpoint(network, [str(number) for number in range(10)])
 
 
 def _items(images: list[str], limit: int) -> list[Item]:

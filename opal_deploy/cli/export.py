@@ -154,7 +154,7 @@ def export(
             "--version-compatible": version_compatible, "--hardware-compatible": hardware_compatible,
             "--strip-weights": strip_weights, "--verbose": verbose,
         }  # fmt: skip
-        given = [name for name, value in about_engines.items() if value]
+        given = [name for name, value in about_engines.items() if value not in (None, False, [])]
         if given:
             raise UsageError(f"{', '.join(given)}: about engines; add --trt")
     if precision != "int8" and calibrate is not None:
@@ -184,9 +184,9 @@ def export(
     if not trt:
         _tell(_export(source, checkpoint, options), as_json)
         return
-    from opal_deploy.runtime.probe import read_driver
+    from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
-    driver = read_driver()
+    driver = visible_driver()
     job = _engine_job(build, builder, target or [], rebuild, verbose, driver)
     folder = _folder(source, out)
     with progress("building") as advance:
@@ -308,8 +308,10 @@ def _tell_engines(done: Deployment, as_json: bool) -> None:
 
 def _say_written(done: Export) -> None:
     report, megabytes = done.comparison, done.path.stat().st_size / 1e6
+    if done.metadata.unverified:
+        say(f"NOT VERIFIED: {done.metadata.unverified}: nobody compared its answers with PyTorch's")
     if report is None:
-        say("NOT VERIFIED, as asked for (--no-verify): nobody compared its answers with the reference's")
+        pass
     else:
         say(
             f"Verified on {report.images} pictures: largest differences: logit {report.max_logit:.2g}" + _evidence(done)
@@ -318,12 +320,18 @@ def _say_written(done: Export) -> None:
 
 
 def _say_engine(engine: EngineExport) -> None:
+    from opal_deploy.artifact.engine_file import read_checks
+
     sidecar = engine.sidecar
     seconds = "" if engine.reused else f", built in {sidecar.built['seconds']:.1f} s"
     say(f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})")
     if sidecar.state["state"] == "verified":
         say(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
     else:
+        passed = [check for check in read_checks(engine.path) if check.passed]
+        if engine.reused and passed:
+            say(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
+            return
         say(
             f"  unverified: it was never run on hardware; the first {sidecar.target['sm']} machine that loads it runs "
             "its test vectors before it answers anything"

@@ -140,7 +140,10 @@ def _found(device: str) -> Path:
     if device == "cpu":
         choice = find_model(Path(), gpu=False, engine_misfit=lambda _: "an engine runs on a GPU, and --device is cpu")
     else:
-        choice = find_model(Path(), gpu=cuda_is_usable(), engine_misfit=misfit_here)
+        # of several devices the first stands for all: they are of one kind, or the session of another refuses
+        number = device.split(",")[0].rpartition(":")[2]
+        index = int(number) if number.isdigit() else 0
+        choice = find_model(Path(), gpu=cuda_is_usable(), engine_misfit=lambda s: misfit_here(s, index))
     say(f"Model: {choice.path} ({choice.reason})")
     return choice.path
 

@@ -42,6 +42,8 @@ def verify(
             f"largest differences: logit {comparison.max_logit:.2g}, cosine {comparison.max_cosine:.2g}, "
             f"score {comparison.max_score:.2g}; {comparison.cells_different} of {comparison.cells} cells differ"
         )
+        if not comparison.cells:
+            say("no cell of these pictures leads clearly enough to be compared: cells are not proven here")
     if session.metadata.unverified:
         say(f"NOT VERIFIED on pictures: this model was {session.metadata.unverified}")
     if as_json:

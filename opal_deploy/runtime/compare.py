@@ -35,6 +35,7 @@ class Gate:
         score: largest difference of a score.
         tie: relative lead of the best cell under which two cells count as equal.
         cells: share of the predicted class's untied cells that must agree; all untied cells of all classes for 1.0.
+        all_cells: share of the untied cells of all classes that must agree: what no rounding explains.
     """
 
     cosine: float
@@ -42,6 +43,7 @@ class Gate:
     score: float
     tie: float
     cells: float
+    all_cells: float = 0.0
 
     def opened_for(self, rounding: Rounding) -> Gate:
         """The gate that a network with this much rounding of its own can pass; never beyond WIDEST."""
@@ -56,8 +58,8 @@ class Gate:
         """For another machine than the one that exported, whose kernels sum in an order of their own.
 
         Ten times as wide where rounding is what the gate allows for; a lower precision's gate is wide enough already.
-        But the few stored vectors have too few cells for a share of 99.5 % to mean much, so that where cells may differ
-        at all, only those are counted whose lead is clear of the precision's own rounding.
+        But the few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much: there the
+        share of all cells counts, and near ties do not.
         """
 
         def wider(own: float, widest: float) -> float:
@@ -67,7 +69,8 @@ class Gate:
             self,
             cosine=wider(self.cosine, WIDEST.cosine),
             score=wider(self.score, WIDEST.score),
-            tie=wider(self.tie, WIDEST.tie) if self.cells >= 1.0 else max(self.tie, self.score),
+            tie=wider(self.tie, WIDEST.tie) if self.cells >= 1.0 else NEAR_TIE,
+            cells=1.0 if self.cells >= 1.0 else min(self.cells, self.all_cells),
         )
 
 
@@ -104,9 +107,9 @@ _RESOLUTION = 1e-6
 
 GATES = {
     "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
-    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=1e-4, cells=0.995),
-    "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=1e-4, cells=0.995),
-    "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=1e-4, cells=0.97),
+    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=1e-4, cells=0.995, all_cells=0.9),
+    "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=1e-4, cells=0.995, all_cells=0.7),
+    "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=1e-4, cells=0.97, all_cells=0.3),
 }
 # a differing cell whose lead is under this is called a near tie in reports
 NEAR_TIE = 1e-2
@@ -175,6 +178,7 @@ def compare(reference: Reference, candidate: Outputs, metadata: Metadata, gate: 
         "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
         "" if score <= gate.score else f"a score differs by {score:.3g}, more than {gate.score:g}",
         _cells_failure(cells, gate),
+        _all_cells_failure(cells, gate),
         _classes_failure(int(flipped.sum())),
     ]
     return Comparison(
@@ -256,6 +260,13 @@ def _cells_failure(cells: dict[str, int], gate: Gate) -> str:
         return ""
     agree = 100.0 * (1.0 - different / count)
     return f"{agree:.2f} % of the predicted classes' {count} cells agree; at least {100 * gate.cells:g} % must"
+
+
+def _all_cells_failure(cells: dict[str, int], gate: Gate) -> str:
+    if gate.cells >= 1.0 or not cells or cells["cells_different"] <= (1.0 - gate.all_cells) * cells["cells"]:
+        return ""
+    agree = 100.0 * (1.0 - cells["cells_different"] / cells["cells"])
+    return f"{agree:.1f} % of all classes' {cells['cells']} cells agree; at least {100 * gate.all_cells:g} % must"
 
 
 def _classes_failure(different: int) -> str:

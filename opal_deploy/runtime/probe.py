@@ -169,7 +169,7 @@ def installed(*distributions: str) -> str | None:
     return None
 
 
-def _importable(module: str) -> bool:
+def is_importable(module: str) -> bool:
     """Whether a package is there, without importing it; an empty folder left behind does not count."""
     try:
         found = importlib.util.find_spec(module)
@@ -244,7 +244,7 @@ def _onnxruntime(driver: Driver) -> list[RuntimeFact]:
     wanted = "pip install 'opal-deploy[gpu]'" + ("" if driver.gpus else ", on a machine with an NVIDIA GPU")
     absent_cpu = RuntimeFact("onnxruntime", None, problem="not installed", advice="pip install 'opal-deploy[cpu]'")
     absent_gpu = RuntimeFact("onnxruntime-gpu", None, problem="not installed", advice=wanted)
-    if cpu is None and gpu is None and not _importable("onnxruntime"):
+    if cpu is None and gpu is None and not is_importable("onnxruntime"):
         return [absent_cpu, absent_gpu]
     answer = ask_onnxruntime()
     providers = tuple(answer.get("providers", ()))
@@ -273,7 +273,7 @@ def _onnxruntime(driver: Driver) -> list[RuntimeFact]:
 def installed_tensorrt(name: str, module: str) -> str | None:
     """The version of TensorRT (`tensorrt`) or TensorRT for RTX (`tensorrt-rtx`), if all of its parts are installed."""
     version = installed(*_distributions(name))
-    return version if version and all(_importable(module + part) for part in _PARTS) else None
+    return version if version and all(is_importable(module + part) for part in _PARTS) else None
 
 
 def cuda_major_of(name: str) -> int:
@@ -303,10 +303,10 @@ def _tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeFact
     version = installed(*_distributions(name))
     install = f"pip install 'opal-deploy[{extra}]'"
     if name == "tensorrt":
-        install += " --extra-index-url with NVIDIA's package index, see TensorRT's installation guide"
+        install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
     if version is None:
         return RuntimeFact(name, None, problem="not installed; export --trt and engines use it", advice=install)
-    if not all(_importable(module + part) for part in _PARTS):
+    if not all(is_importable(module + part) for part in _PARTS):
         return RuntimeFact(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
     answer = _ask(_ASK_TENSORRT, module)
     if answer.get("problem"):
@@ -315,7 +315,7 @@ def _tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeFact
     problem, advice = _why_no_gpu(driver, cuda_major_of(name))
     if problem:
         return RuntimeFact(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
-    if not _importable("cuda.bindings"):
+    if not is_importable("cuda.bindings"):
         return RuntimeFact(name, version, problem="its memory needs cuda-bindings, not installed", advice=install)
     return RuntimeFact(name, version, gpu=True)
 

@@ -120,7 +120,9 @@ class _Found:
 def _exported(folder: Path, engine_misfit: Callable[[Sidecar], str]) -> tuple[list[_Found], list[str]]:
     """Our ONNX files and engines in a folder, and what else looks like a model."""
     found, others = [], []
-    for path in sorted(folder.glob(f"*{ONNX_SUFFIX}")):
+    # files that are being written begin with a dot
+    visible = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+    for path in (path for path in visible if path.suffix == ONNX_SUFFIX):
         try:
             metadata = onnx_file.read_metadata(path)
         except ArtifactError:
@@ -128,7 +130,7 @@ def _exported(folder: Path, engine_misfit: Callable[[Sidecar], str]) -> tuple[li
             continue
         misfit = "bf16 is for engines: ONNX Runtime has no such convolutions" if metadata.precision == "bf16" else ""
         found.append(_Found(path, metadata, misfit=misfit))
-    for path in sorted(folder.glob(f"*{ENGINE_SUFFIX}")):
+    for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:
             sidecar = read_sidecar(path)
         except ArtifactError:

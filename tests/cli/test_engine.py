@@ -50,7 +50,7 @@ def test_running_it_is_refused_in_one_line(
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
     assert "an engine runs on an NVIDIA GPU only: no NVIDIA driver found" in line
-    assert "opal-deploy export ckpt.fp16.onnx --trt --rebuild" in line
+    assert "ckpt.fp16.onnx --trt --rebuild --batch 1:2:4" in line
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.runtime.compare import GATES, WIDEST, Gate, Rounding, compare
+from opal_deploy.runtime.compare import GATES, NEAR_TIE, WIDEST, Gate, Rounding, compare
 
 CLASSES, M, CELLS = 4, 5, 49
 METADATA = Metadata(tuple("abcd"), M, {"distance": "l2", "epsilon": 1e-8}, "exact", "resnet18", (7, 7), (224, 224))
@@ -129,9 +129,21 @@ class TestCells:
         assert (found.block_cells, found.block_cells_different) == (1000, flips)
         assert bool(found) is passes
 
-    def test_fp16_does_not_count_other_blocks(self) -> None:
+    def test_fp16_counts_other_blocks_only_against_what_no_rounding_explains(self) -> None:
         reference = _reference()
-        assert compare(reference, _flipped(reference, 100, block=False), METADATA, FP16)
+        count = compare(reference, reference.outputs, METADATA, FP16).cells
+        few, many = int(0.09 * count), int(0.11 * count)
+        assert compare(reference, _flipped(reference, few, block=False), METADATA, FP16)
+        found = compare(reference, _flipped(reference, many, block=False), METADATA, FP16)
+        assert "of all classes'" in found.failures[0]
+        assert "at least 90 % must" in found.failures[0]
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
+    def test_cells_that_are_all_zero_fail_every_gate_here_and_elsewhere(self, precision: str) -> None:
+        reference = _reference()
+        nowhere = replace(reference.outputs, argmax=np.zeros_like(reference.outputs.argmax))
+        for gate in (GATES[precision], GATES[precision].elsewhere()):
+            assert not compare(reference, nowhere, METADATA, gate)
 
     def test_cells_without_a_lead_on_record_are_refused(self) -> None:
         reference = replace(_reference(), gap=None)
@@ -216,7 +228,13 @@ class TestGatesElsewhere:
 
     def test_half_precision_gets_no_more_than_it_has(self) -> None:
         gate = FP16.elsewhere()
-        assert (gate.cosine, gate.score, gate.logit, gate.cells) == (FP16.cosine, FP16.score, FP16.logit, FP16.cells)
+        assert (gate.cosine, gate.score, gate.logit) == (FP16.cosine, FP16.score, FP16.logit)
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
+    def test_a_few_vectors_are_judged_by_all_their_cells_without_near_ties(self, precision: str) -> None:
+        gate = GATES[precision].elsewhere()
+        assert gate.tie == NEAR_TIE
+        assert 0.3 <= gate.all_cells == gate.cells < GATES[precision].cells
 
     def test_a_gate_that_had_to_open_stays_within_the_widest(self) -> None:
         gate = FP32.opened_for(Rounding(3e-5, 3e-5, 3e-3)).elsewhere()

@@ -118,7 +118,7 @@ def _sidecar(path: Path, metadata: Metadata) -> Sidecar:
         options={"batch": [1, 2, 4]},
         onnx={"file": "ckpt.fp16.onnx", "sha256": metadata.file_sha256},
         key="",
-        built={},
+        built={"when": "2026-11-21", "seconds": 1.0, "opal_deploy": "0.1.0"},
         state={"state": "unverified"},
         metadata=metadata,
     )

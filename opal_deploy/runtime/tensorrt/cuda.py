@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import StoppedEarly, UsageError, require
-from opal_deploy.runtime.probe import Gpu
+from opal_deploy.runtime.probe import Driver, Gpu, is_importable, read_driver
 
 Stream = Any
 Event = Any
 Graph = Any
+
+
+# cudaErrorMemoryAllocation
+_OUT_OF_MEMORY = 2
+
+
+class OutOfMemory(StoppedEarly):
+    """The device's memory, or what the host may pin, is full."""
 
 
 class Cuda:
@@ -22,6 +31,8 @@ class Cuda:
     Attributes:
         index: of the device, as CUDA counts (CUDA_VISIBLE_DEVICES applied).
         gpu: name, memory and compute capability.
+        uuid: of the GPU, in hex.
+        count: of devices that CUDA shows this process.
     """
 
     def __init__(self, index: int, runtime: Any = None) -> None:
@@ -46,9 +57,12 @@ class Cuda:
             raise UsageError(f"CUDA finds no usable GPU ({self._words(error)}); see `opal-deploy doctor`")
         if index >= count:
             raise UsageError(f"device cuda:{index}: CUDA sees {count} GPUs, counted from 0")
+        self.count = int(count)
         self.use()
         properties = self._call("cudaGetDeviceProperties", index)
         name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+        # tells two GPUs of one kind apart
+        self.uuid = bytes(properties.uuid.bytes).hex()
         self.gpu = Gpu(index, name, int(properties.totalGlobalMem), (int(properties.major), int(properties.minor)))
 
     def use(self) -> None:
@@ -130,10 +144,29 @@ class Cuda:
         error, *values = getattr(self._cuda, function)(*arguments)
         if int(error) != 0:
             words = self._words(error)
-            hint = "use a smaller --batch" if "memory" in words else "see `opal-deploy doctor`"
+            if int(error) == _OUT_OF_MEMORY:
+                raise OutOfMemory(f"CUDA device {self.index}: {function} failed: {words}; free memory on that GPU")
+            hint = "see `opal-deploy doctor`"
             raise StoppedEarly(f"CUDA device {self.index}: {function} failed: {words} ({int(error)}); {hint}")
         return values[0] if values else None
 
     def _words(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
         return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def visible_driver() -> Driver:
+    """This machine's driver with the GPUs that CUDA shows this process, in CUDA's order.
+
+    NVML lists all GPUs in another order and knows nothing of CUDA_VISIBLE_DEVICES. Without CUDA's bindings its list has
+    to do.
+    """
+    driver = read_driver()
+    if not driver.gpus or not is_importable("cuda.bindings"):
+        return driver
+    try:
+        first = Cuda(0)
+        gpus = (first.gpu, *(Cuda(index).gpu for index in range(1, first.count)))
+    except (UsageError, StoppedEarly) as error:
+        return replace(driver, gpus=(), problem=str(error))
+    return replace(driver, gpus=gpus)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 
 from opal_deploy.artifact.engine_file import Sidecar
-from opal_deploy.runtime.probe import Driver, Gpu, read_driver
+from opal_deploy.runtime.probe import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
+from opal_deploy.runtime.tensorrt.cuda import visible_driver
 from opal_deploy.runtime.tensorrt.targets import examples, sm_of
 
 # what `--hardware-compatible` may say; see TensorRT's HardwareCompatibilityLevel
@@ -51,12 +52,12 @@ def here() -> str:
     return f"{platform.system()} {platform.machine()}"
 
 
-def misfit_here(sidecar: Sidecar) -> str:
-    """`misfit` for the first GPU of this machine."""
-    driver = read_driver()
+def misfit_here(sidecar: Sidecar, index: int = 0) -> str:
+    """`misfit` for one of the GPUs that CUDA shows this process."""
+    driver = visible_driver()
     name = str(sidecar.builder["name"])
     version = installed_version(name) if name in TITLES else None
-    return misfit(sidecar, driver.gpus[0] if driver.gpus else None, driver, version)
+    return misfit(sidecar, driver.gpus[index] if index < len(driver.gpus) else None, driver, version)
 
 
 def _same_version(sidecar: Sidecar, version: str) -> bool:

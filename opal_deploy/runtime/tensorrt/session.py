@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.engine_file import Check, Sidecar, open_engine, passed_here, record_check
+from opal_deploy.artifact.engine_file import Check, Sidecar, load_engine, passed_here, record_check
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
@@ -26,14 +26,12 @@ from opal_deploy.runtime import probe
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.tensorrt import bindings as libraries
 from opal_deploy.runtime.tensorrt.bindings import Bindings
-from opal_deploy.runtime.tensorrt.cuda import Cuda
+from opal_deploy.runtime.tensorrt.cuda import Cuda, OutOfMemory
 from opal_deploy.runtime.tensorrt.fitness import misfit
 from opal_deploy.runtime.tensorrt.log import last_words, make_logger
 from opal_deploy.runtime.verify import verify_vectors
 
 INPUT = "images"
-# a graph is kept for every batch size and set of buffers that was seen, up to this many
-_MOST_GRAPHS = 16
 
 
 @dataclass
@@ -45,7 +43,16 @@ class _Slot:
     copied: Any
     done: Any
     wanted: int = 0
-    graph_sizes: dict[int, Any] | None = None
+    recorded: _Recorded | None = None
+
+
+@dataclass
+class _Recorded:
+    """A CUDA graph of one batch size on one set of buffers, and the context that must outlive it unchanged."""
+
+    count: int
+    context: Any
+    graph: Any
 
 
 class EngineSession:
@@ -79,7 +86,10 @@ class EngineSession:
             ArtifactError: a file is missing, damaged or does not fit this machine. UsageError: no GPU, or no such
             device. MissingExtra: a library is not installed. VerificationError: the test vectors are not reproduced.
         """
-        self.sidecar: Sidecar = open_engine(path)
+        self._slots: list[_Slot] = []
+        self.sidecar: Sidecar
+        self.sidecar, plan = load_engine(path)
+        self._rebuild = self.sidecar.rebuild(path)
         self.metadata: Metadata = self.sidecar.metadata
         index = _device_index(path, device, self.sidecar)
         driver = probe.read_driver() if driver is None else driver
@@ -96,15 +106,18 @@ class EngineSession:
             "compute_capability": list(self._cuda.gpu.compute_capability),
             "driver": driver.version,
             "runtime": f"{name} {self._library.version}",
+            "gpu_uuid": self._cuda.uuid,
         }
         self._runtime: Any = None
         self._engine: Any = None
         self._context: Any = None
         self._copy: Any = None
         self._compute: Any = None
-        self._slots: list[_Slot] = []
-        self._load(path, cuda_graphs)
+        self._recording = False
+        self._load(path, plan, cuda_graphs)
         checked = self._checked_before_answering(path)
+        # from here on: what the test vectors' batch looks like is of no use to anybody
+        self._recording = self._own_graphs
         self.description = f"{self._library.title} on {self._cuda.gpu.name}, {self.metadata.precision}, {checked}"
 
     @property
@@ -146,26 +159,26 @@ class EngineSession:
                 self._cuda.free(address)
             for array in slot.host.values():
                 self._cuda.unpin(array)
-            graphs = tuple((slot.graph_sizes or {}).values())
+            graphs = (slot.recorded.graph,) if slot.recorded is not None else ()
+            slot.recorded = None
             self._cuda.destroy(streams=(), events=(slot.copied, slot.done), graphs=graphs)
         if self._slots:
             self._cuda.destroy(streams=(self._copy, self._compute), events=(), graphs=())
         self._slots = []
         self._context = self._engine = self._runtime = None
 
-    def _load(self, path: Path, cuda_graphs: bool) -> None:
+    def _load(self, path: Path, plan: bytes, cuda_graphs: bool) -> None:
         trt = self._library.module
         self._logger = make_logger(trt)
         self._runtime = trt.Runtime(self._logger)
         if self.sidecar.options.get("version_compatible"):
             # such a plan brings its own runtime, which is host code; the user trusts the file, as the README says
             self._runtime.engine_host_code_allowed = True
-        plan = path.read_bytes()
         engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise ArtifactError(
                 f"{path}: {self._library.title} refuses the engine ({last_words(self._logger)}); rebuild it with: "
-                f"{self.sidecar.rebuild}"
+                f"{self._rebuild}"
             )
         self._engine = engine
         if self.sidecar.options.get("strip_weights"):
@@ -174,13 +187,21 @@ class EngineSession:
         by_library = self._make_context(cuda_graphs)
         self._own_graphs = cuda_graphs and not by_library
         if self._context is None:
-            memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"
-            raise UsageError(
-                f"{path}: no room for the engine on {self._cuda.gpu.name} ({memory}): {last_words(self._logger)}; free "
-                f"memory there, or build for smaller batches: {self.sidecar.rebuild} --batch 1:8:16"
-            )
+            raise self._no_room(path, last_words(self._logger))
         self._copy, self._compute = self._cuda.stream(), self._cuda.stream()
-        self._slots = [self._slot(), self._slot()]
+        try:
+            self._slots = [self._slot(), self._slot()]
+        except OutOfMemory as error:
+            raise self._no_room(path, str(error)) from None
+
+    def _no_room(self, path: Path, reason: str) -> UsageError:
+        memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"
+        smaller = f"{max(1, self.most // 16)}:{max(1, self.most // 8)}:{max(1, self.most // 4)}"
+        source = path.with_name(str(self.sidecar.onnx["file"]))
+        return UsageError(
+            f"{path}: no room for batches of up to {self.most} on {self._cuda.gpu.name} ({memory}): {reason}; free "
+            f"memory there, or build for smaller ones: opal-deploy export {source} --trt --rebuild --batch {smaller}"
+        )
 
     def _make_context(self, cuda_graphs: bool) -> bool:
         """Whether the library records CUDA graphs by itself, as TensorRT for RTX does when its context is told to."""
@@ -208,7 +229,7 @@ class EngineSession:
         if found.file_sha256 != self.sidecar.onnx["sha256"]:
             raise ArtifactError(
                 f"{path}: {source.name} is not the file that it was built from; copy that one here, or rebuild with: "
-                f"{self.sidecar.rebuild}"
+                f"{self._rebuild}"
             )
         trt = self._library.module
         refitter = trt.Refitter(self._engine, self._logger)
@@ -217,7 +238,7 @@ class EngineSession:
         ):
             raise ArtifactError(
                 f"{path}: its weights cannot be put back from {source.name} ({last_words(self._logger)}); "
-                f"rebuild with: {self.sidecar.rebuild}"
+                f"rebuild with: {self._rebuild}"
             )
 
     def _check_tensors(self, path: Path) -> None:
@@ -231,7 +252,7 @@ class EngineSession:
         if found != expected:
             raise ArtifactError(
                 f"{path}: the engine's tensors are {_listed(found)}, and its sidecar promises {_listed(expected)}; "
-                f"rebuild it with: {self.sidecar.rebuild}"
+                f"rebuild it with: {self._rebuild}"
             )
 
     def _tensor(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -253,7 +274,7 @@ class EngineSession:
             shape, dtype = self._tensor(name)
             host[name] = self._cuda.pinned((self.most, *shape), dtype)
             device[name] = self._cuda.allocate(host[name].nbytes)
-        return _Slot(device, host, self._cuda.event(), self._cuda.event(), graph_sizes={} if self._own_graphs else None)
+        return _Slot(device, host, self._cuda.event(), self._cuda.event())
 
     def _start(self, slot: _Slot, images: ImageBatch) -> None:
         """Queue everything for at most `most` pictures."""
@@ -275,28 +296,44 @@ class EngineSession:
         self._cuda.record(slot.done, self._compute)
 
     def _execute(self, slot: _Slot, count: int) -> None:
-        graphs = slot.graph_sizes
-        if graphs is not None and count in graphs:
-            self._cuda.launch(graphs[count], self._compute)
+        if self._recording and slot.recorded is None:
+            slot.recorded = self._record(slot, count)
+        if slot.recorded is not None and slot.recorded.count == count:
+            self._cuda.launch(slot.recorded.graph, self._compute)
             return
+        self._prepare(self._context, slot, count)
+        self._enqueue(self._context, count)
+
+    def _record(self, slot: _Slot, count: int) -> _Recorded | None:
+        """The kernels of the first batch's size, as one graph a set of buffers; batches of other sizes run plainly.
+
+        A graph stays true only while its context keeps the shape and addresses that it was recorded with, so that each
+        has a context of its own. Where there is no room for that, nothing is recorded.
+        """
+        context = self._engine.create_execution_context()
+        if context is None:
+            self._recording = False
+            return None
+        self._prepare(context, slot, count)
+        # a plain run first, in which the library prepares what may not happen while recording
+        self._enqueue(context, count)
+        self._cuda.join(self._compute)
+        self._cuda.begin_capture(self._compute)
+        try:
+            self._enqueue(context, count)
+        finally:
+            graph = self._cuda.end_capture(self._compute)
+        return _Recorded(count, context, graph)
+
+    def _prepare(self, context: Any, slot: _Slot, count: int) -> None:
         shape, _ = self._tensor(INPUT)
-        if not self._context.set_input_shape(INPUT, (count, *shape)):
+        if not context.set_input_shape(INPUT, (count, *shape)):
             raise StoppedEarly(f"the engine refuses a batch of {count} ({last_words(self._logger)})")
         for name, address in slot.device.items():
-            self._context.set_tensor_address(name, address)
-        self._enqueue(count)
-        if graphs is not None and len(graphs) < _MOST_GRAPHS:
-            # recorded after a plain run, in which the library prepares what may not happen while recording
-            self._cuda.join(self._compute)
-            self._cuda.begin_capture(self._compute)
-            try:
-                self._enqueue(count)
-            finally:
-                graph = self._cuda.end_capture(self._compute)
-            graphs[count] = graph
+            context.set_tensor_address(name, address)
 
-    def _enqueue(self, count: int) -> None:
-        if not self._context.execute_async_v3(int(self._compute)):
+    def _enqueue(self, context: Any, count: int) -> None:
+        if not context.execute_async_v3(int(self._compute)):
             raise StoppedEarly(
                 f"{self._library.title} failed on a batch of {count} on {self._cuda.gpu.name}: "
                 f"{last_words(self._logger)}; see `opal-deploy doctor`"
@@ -320,7 +357,7 @@ class EngineSession:
             report = verify_vectors(self, str(path)).to_dict()
         except VerificationError as error:
             record_check(path, Check(sha256, self._machine, now, False, {"failure": str(error)}))
-            raise VerificationError(f"{error}; rebuild it with: {self.sidecar.rebuild}") from None
+            raise VerificationError(f"{error}; rebuild it with: {self._rebuild}") from None
         kept = record_check(path, Check(sha256, self._machine, now, True, report))
         return "checked now" if kept else "checked now (its folder is read-only: checked at every start)"
 
@@ -339,9 +376,10 @@ def _device_index(path: Path, device: str, sidecar: Sidecar) -> int:
 
 def _refuse(path: Path, sidecar: Sidecar, reason: str) -> None:
     if reason:
+        onnx = "the fp32 or fp16 ONNX file" if sidecar.metadata.precision == "bf16" else sidecar.onnx["file"]
         raise ArtifactError(
-            f"{path}: {reason}; run the ONNX file instead, or on the GPU that is to run it rebuild with: "
-            f"{sidecar.rebuild}"
+            f"{path}: {reason}; run {onnx} instead, or on the GPU that is to run it rebuild with: "
+            f"{sidecar.rebuild(path)}"
         )
 
 

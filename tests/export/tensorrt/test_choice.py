@@ -99,18 +99,20 @@ def test_batches(text: str, batch: BatchRange) -> None:
     assert parse_batch(text) == batch
 
 
-@pytest.mark.parametrize("text", ["", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1"])
+@pytest.mark.parametrize("text", ["", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1", "1:64:99999999"])
 def test_batches_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--batch"):
         parse_batch(text)
 
 
-@pytest.mark.parametrize(("text", "size"), [("4G", 4 << 30), ("512M", 512 << 20), ("1.5 GiB", 3 << 29), ("100", 100)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("4G", 4 << 30), ("512M", 512 << 20), ("1.5 GiB", 3 << 29), ("1048576", 1 << 20)]
+)
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "0", "-1G", "4T", "many"])
+@pytest.mark.parametrize("text", ["", "G", "0", "-1G", "4T", "many", "100", "0.1", "9999999999999G"])
 def test_sizes_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--workspace"):
         parse_bytes(text)

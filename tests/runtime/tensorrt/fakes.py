@@ -59,6 +59,7 @@ class FakeCudart:
 
     def __init__(self, name: str = "NVIDIA L4", capability: tuple[int, int] = (8, 9), count: int = 1) -> None:
         self.name, self.capability, self.count = name, capability, count
+        self.uuid = bytes(range(16))
         self.memory: dict[int, Any] = {}
         self.streams: dict[int, FakeStream] = {}
         self.failing: dict[str, int] = {}
@@ -84,21 +85,26 @@ class FakeCudart:
 
     def cudaGetDeviceProperties(self, index: int) -> tuple[int, Any]:
         major, minor = self.capability
-        return 0, SimpleNamespace(name=self.name.encode(), totalGlobalMem=24 << 30, major=major, minor=minor)
+        uuid = SimpleNamespace(bytes=self.uuid)
+        name = self.name.encode()
+        return 0, SimpleNamespace(name=name, totalGlobalMem=24 << 30, major=major, minor=minor, uuid=uuid)
 
     def cudaMalloc(self, size: int) -> tuple[int, int]:
         if self._error("cudaMalloc"):
             return self._error("cudaMalloc"), 0
+        return 0, self._block(size)
+
+    def _block(self, size: int) -> int:
         # rubbish inside, as on a device: what is read before it was written shows
         block = (ctypes.c_ubyte * size)(*([0xAB] * min(size, 64)))
         address = ctypes.addressof(block)
         self.memory[address] = block
-        return 0, address
+        return address
 
     def cudaHostAlloc(self, size: int, flags: int) -> tuple[int, int]:
         if self._error("cudaHostAlloc"):
             return self._error("cudaHostAlloc"), 0
-        return self.cudaMalloc(size)
+        return 0, self._block(size)
 
     def cudaFree(self, address: int) -> tuple[int]:
         del self.memory[address]

@@ -42,7 +42,7 @@ class TestFiles:
         stand.path.write_bytes(content)
         line = refused(stand)
         assert "damaged" in line
-        assert "opal-deploy export c.fp16.onnx --trt" in line
+        assert "c.fp16.onnx --trt --rebuild" in line
 
     @pytest.mark.parametrize("kept", [0, 1, 0.5, 0.999])
     def test_a_truncated_plan(self, stand: Any, kept: float) -> None:
@@ -102,7 +102,7 @@ class TestMachine:
         stand.library = replace(stand.library, version="11.5.0.1")
         line = refused(stand)
         assert "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here" in line
-        assert "opal-deploy export c.fp16.onnx --trt --rebuild" in line
+        assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
 
     @pytest.mark.parametrize(
         ("here", "runs"), [("11.4.0.106", True), ("11.5.0.1", True), ("11.3.0.9", False), ("12.0", False)]
@@ -170,6 +170,7 @@ class TestFirstLoad:
         assert check.passed
         assert check.machine == {
             "gpu": "NVIDIA L4", "compute_capability": [8, 9], "driver": "580.95.05", "runtime": "tensorrt 11.4.0.106",
+            "gpu_uuid": "000102030405060708090a0b0c0d0e0f",
         }  # fmt: skip
         assert check.report["images"] == 4
 
@@ -179,7 +180,7 @@ class TestFirstLoad:
         assert "checked here 20" in stand.open().description
         assert stand.trt.executed == []
 
-    @pytest.mark.parametrize("change", ["driver", "gpu", "plan"])
+    @pytest.mark.parametrize("change", ["driver", "gpu", "its twin", "plan"])
     def test_another_machine_or_plan_is_checked_anew(
         self, stand: Any, make_stand: Callable[..., Any], tiny: Any, change: str
     ) -> None:
@@ -188,6 +189,8 @@ class TestFirstLoad:
             stand.driver = replace(stand.driver, version="581.00")
         elif change == "gpu":
             stand.cudart.name = "NVIDIA L40S"
+        elif change == "its twin":
+            stand.cudart.uuid = bytes(16)
         else:
             stand = make_stand(tiny.path)
         stand.trt.executed.clear()
