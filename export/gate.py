@@ -96,7 +96,7 @@ def _blamed(candidate: Candidate, picture: Pixels) -> str:
 
 _ADVICE: dict[Precision, str] = {
     "fp32": "",
-    "fp16": "; try --precision bf16, or fp32",
+    "fp16": "; try --pictures with photographs such as the model will see, or --precision fp32",
     "bf16": "; try --precision fp16, or fp32",
     "int8": "; calibrate on more photographs such as the model will see (--calibrate), or use fp16",
 }

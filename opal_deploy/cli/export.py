@@ -154,7 +154,7 @@ def export(
             "--version-compatible": version_compatible, "--hardware-compatible": hardware_compatible,
             "--strip-weights": strip_weights, "--verbose": verbose,
         }  # fmt: skip
-        given = [name for name, value in about_engines.items() if value not in (None, False, [])]
+        given = [name for name, value in about_engines.items() if value is not None and value is not False]
         if given:
             raise UsageError(f"{', '.join(given)}: about engines; add --trt")
     if precision != "int8" and calibrate is not None:
