@@ -135,7 +135,7 @@ def export(
     if source.suffix not in (*CHECKPOINT_SUFFIXES, ONNX_SUFFIX):
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files")
     # without torch where no checkpoint has to be read
-    require("onnx", "trt-rtx" if source.suffix == ONNX_SUFFIX else "export", "opal-deploy export")
+    require("onnx", "trt-rtx" if trt and source.suffix == ONNX_SUFFIX else "export", "opal-deploy export")
     require("onnxruntime", "cpu", "opal-deploy export, to verify what it writes,")
     build = BuildOptions(
         parse_batch(batch) if batch is not None else DEFAULT_BATCH,

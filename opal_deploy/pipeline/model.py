@@ -107,7 +107,7 @@ class Model:
 
 
 def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
-    """Load a model: an ONNX file that `opal-deploy export` wrote, or a checkpoint (which needs torch).
+    """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
 
     Args:
         path: of the model.

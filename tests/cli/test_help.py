@@ -40,9 +40,10 @@ def test_the_version_is_the_packages(opal: Opal) -> None:
         (["verify", "{model}.onnx"], "cpu"),
         (["export", "{model}.pt"], "export"),
         (["export", "{model}.onnx", "--precision", "fp16"], "export"),
+        (["export", "{model}.onnx", "--trt"], "trt-rtx"),
         (["train", "{pictures}"], "train"),
     ],
-    ids=["infer onnx", "infer pt", "verify", "export pt", "export onnx", "train"],
+    ids=["infer onnx", "infer pt", "verify", "export pt", "export onnx", "export engine", "train"],
 )
 def test_a_missing_part_is_answered_with_the_extra_to_install(
     opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path, arguments: list[str], extra: str
