@@ -351,7 +351,7 @@ class TestInt8:
             export_onnx(fp32, ExportOptions(precision="int8", threads=2))
 
     def test_too_few_photographs_are_refused(self, fp32: Path, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="0 readable pictures; calibration needs at least 16"):
+        with pytest.raises(UsageError, match=r"0 readable pictures to calibrate with .*at least 16 are needed"):
             export_onnx(fp32, ExportOptions(precision="int8", calibrate=tmp_path, threads=2))
 
     @pytest.mark.data
