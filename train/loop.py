@@ -22,10 +22,10 @@ from opal_deploy.model.checkpoint import Checkpoint, load, save
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import setup
-from opal_deploy.train.evaluation import Evaluation, evaluate, evaluate_batches
+from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.evaluation.network import Evaluation, evaluate, evaluate_batches
 from opal_deploy.train.pictures import Batches, Pictures, Report, normalised
 from opal_deploy.train.run_folder import EpochRecord, RunFolder
-from opal_deploy.train.samples import DataSet
 from opal_deploy.train.transforms import Augment, PaperAugmentation
 
 _MEGABYTE = 1 << 20

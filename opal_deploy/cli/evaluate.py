@@ -11,7 +11,7 @@ from opal_deploy.cli.console import emit_json, progress, say
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.train.samples import DataSet, Sample
+    from opal_deploy.train.data.samples import DataSet, Sample
 
 
 def evaluate(
@@ -30,8 +30,8 @@ def evaluate(
     """
     require("torch", "train", "opal-deploy evaluate")
     from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.train.data import read
-    from opal_deploy.train.deployed import evaluate_session
+    from opal_deploy.train.data.catalogue import read
+    from opal_deploy.train.evaluation.session import evaluate_session
 
     pictures = read(data)
     for line in pictures.warnings:

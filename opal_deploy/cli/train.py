@@ -66,7 +66,7 @@ def train(
         head, prototypes, distance, pooling, cws=not no_cws, projection=not no_projection, anchors=not no_anchors
     )
     out = out or Path("runs") / data.resolve().name
-    from opal_deploy.train.data import read
+    from opal_deploy.train.data.catalogue import read
     from opal_deploy.train.loop import Options, fit
     from opal_deploy.train.setup import default_weights
 

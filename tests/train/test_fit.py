@@ -17,8 +17,8 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import loop
-from opal_deploy.train.data import DataSet, Sample, read
-from opal_deploy.train.evaluation import Evaluation, evaluate
+from opal_deploy.train.data.catalogue import DataSet, Sample, read
+from opal_deploy.train.evaluation.network import Evaluation, evaluate
 from opal_deploy.train.loop import Options, fit
 from opal_deploy.train.run_folder import FILES
 

@@ -13,8 +13,8 @@ from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import lay_out, normalise, to_input
+from opal_deploy.train.data.samples import Sample
 from opal_deploy.train.pictures import Batches, Pictures, normalised
-from opal_deploy.train.samples import Sample
 from opal_deploy.train.transforms import PaperAugmentation
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.train.data import read
+from opal_deploy.train.data.catalogue import read
 from opal_deploy.train.loop import Options, fit
 
 

@@ -14,10 +14,10 @@ from opal_deploy.pipeline.engine import ahead
 from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.preprocess.decode import MAX_PIXELS
 from opal_deploy.runtime.session import Session
-from opal_deploy.train.evaluation import Evaluation
-from opal_deploy.train.metrics import accuracy, cross_entropy, spatial_prototype_collapse
+from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.evaluation.metrics import accuracy, cross_entropy, spatial_prototype_collapse
+from opal_deploy.train.evaluation.network import Evaluation
 from opal_deploy.train.pictures import Report
-from opal_deploy.train.samples import Sample
 
 
 def evaluate_session(

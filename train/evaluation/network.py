@@ -10,9 +10,9 @@ import torch
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.metrics import accuracy, cross_entropy, spatial_prototype_collapse
+from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.evaluation.metrics import accuracy, cross_entropy, spatial_prototype_collapse
 from opal_deploy.train.pictures import Batches, Pictures, Report, normalised
-from opal_deploy.train.samples import Sample
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from opal_deploy.train.metrics import accuracy, cross_entropy, spatial_prototype_collapse
+from opal_deploy.train.evaluation.metrics import accuracy, cross_entropy, spatial_prototype_collapse
 
 
 def _spc(argmax: list[list[int]], labels: list[int], m: int) -> float:

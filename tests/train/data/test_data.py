@@ -12,7 +12,8 @@ from PIL import Image
 from sklearn.model_selection import StratifiedShuffleSplit
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train import cub, data
+from opal_deploy.train.data import catalogue as data
+from opal_deploy.train.data import cub
 
 
 def _picture(path: Path, size: tuple[int, int] = (16, 12)) -> Path:

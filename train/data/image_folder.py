@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.samples import DataSet, Sample, classes_without, listed
+from opal_deploy.train.data.samples import DataSet, Sample, classes_without, listed
 
 EXTENSIONS = frozenset(
     (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2")

@@ -16,8 +16,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from opal_deploy.errors import ImageError, UsageError, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.resize import lay_out
-from opal_deploy.train import cub, image_folder
-from opal_deploy.train.samples import DataSet, Sample, classes_without, listed
+from opal_deploy.train.data import cub, image_folder
+from opal_deploy.train.data.samples import DataSet, Sample, classes_without, listed
 
 __all__ = ["DataSet", "Sample", "read", "stratified_split"]
 
