@@ -4,9 +4,14 @@
 #   bench/gpu_run.sh WHEELS OUT
 #
 # WHEELS: a folder with wheels this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
-#         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout. Each whole, or as `split` parts
-#         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
+#         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
+#         (joblib, threadpoolctl), scipy and matplotlib (contourpy, cycler, fonttools, kiwisolver, pyparsing,
+#         python_dateutil, six). Each whole, or as `split` parts *.whl.part-aa, -ab, ...; "-" if nothing has to be
+#         installed.
 # OUT:    a folder for small result files: log, junit.xml, *.json.
+#
+# CUB100 and RESNET50, where they are set to the folder of the hundred bird classes and a file of ResNet-50's ImageNet
+# weights: the paper's protocol on them, OPAL against the linear head, three seeds, in the time that is left.
 #
 # Everything runs from the repository's root without installing the project.
 set -u -o pipefail
@@ -63,5 +68,17 @@ if [ -f "$model" ]; then
   done
   step pipeline_cuda 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$model" --device cuda \
     --batch 64 --limit 900 --json
+fi
+
+if [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ]; then
+  # seed by seed: what is finished when the time is over is a table already
+  step reproduce 60 "${opal[@]}" reproduce methods --data "cub100=$CUB100" --backbone resnet50 --weights "$RESNET50" \
+    --workers 8 --out "$work/reproduce"
+  step reproduce_table 10 "${opal[@]}" reproduce methods --data "cub100=$CUB100" --backbone resnet50 \
+    --weights "$RESNET50" --out "$work/reproduce" --show --format json
+  cp "$out/reproduce_table.out" "$out/reproduce.json" 2>/dev/null
+  for metrics in "$work"/reproduce/cub100/*/metrics.csv; do
+    [ -f "$metrics" ] && cp "$metrics" "$out/$(basename "$(dirname "$metrics")").csv"
+  done
 fi
 echo "done, $(left) s left" | tee -a "$out/log"

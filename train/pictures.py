@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -104,13 +105,27 @@ class Batches:
     """Iterates once over `pictures` as (images uint8 [N, H0, W0, 3], labels int64 [N]) tensors.
 
     `epoch` picks order and augmentation; set it before each pass. Unshuffled, it keeps the samples' order.
+
+    Attributes:
+        epoch: see above.
+        first: the batch to begin with; those before it were done by an earlier process.
     """
 
     def __init__(
-        self, pictures: Pictures, batch_size: int, *, shuffle_seed: int | None = None, workers: int = 0
+        self,
+        pictures: Pictures,
+        batch_size: int,
+        *,
+        shuffle_seed: int | None = None,
+        workers: int = 0,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
+        """Args: rank, size: take each global batch's every `size`-th picture, from the `rank`-th on."""
         self.pictures = pictures
         self.epoch = 0
+        self.first = 0
+        self._rank, self._size = rank, size
         self._batch_size = batch_size
         self._shuffle_seed = shuffle_seed
         self._loader: DataLoader[Item | UsageError] = DataLoader(
@@ -120,19 +135,31 @@ class Batches:
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available(),
+            # each pass draws a seed for its workers: not from the generator that stochastic depth draws from, since a
+            # run that is continued within an epoch begins a pass more
+            generator=torch.Generator().manual_seed(0),
         )
 
     def plan(self) -> list[list[Key]]:
-        """The keys of this epoch's batches."""
+        """The keys of this epoch's global batches."""
         order = np.arange(len(self.pictures))
         if self._shuffle_seed is not None:
             order = np.random.default_rng((_ORDER, self._shuffle_seed, self.epoch)).permutation(order)
         keys = [(self.epoch, int(index)) for index in order]
         batches = [keys[i : i + self._batch_size] for i in range(0, len(keys), self._batch_size)]
-        if self._shuffle_seed is not None and len(batches) > 1 and len(batches[-1]) == 1:
+        if self._shuffle_seed is not None and len(batches) > 1 and len(batches[-1]) < 2 * self._size:
             # batch normalisation knows no variance of a single picture with a single cell
             batches[-2:] = [batches[-2] + batches[-1]]
         return batches
+
+    def share(self) -> list[list[Key]]:
+        """What this process takes of `plan`, from batch `first` on."""
+        shares = [batch[self._rank :: self._size] for batch in self.plan()[self.first :]]
+        return [share for share in shares if share]
+
+    def files(self, number: int) -> list[Path]:
+        """The pictures of global batch `number` of this epoch."""
+        return [self.pictures.samples[index].path for _, index in self.plan()[number]]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self._loader:
@@ -148,10 +175,10 @@ class _Plan:
         self._batches = batches
 
     def __iter__(self) -> Iterator[list[Key]]:
-        return iter(self._batches.plan())
+        return iter(self._batches.share())
 
     def __len__(self) -> int:
-        return len(self._batches.plan())
+        return len(self._batches.share())
 
 
 def _collate(items: list[Item | UsageError]) -> tuple[Tensor, Tensor] | UsageError:

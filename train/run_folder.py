@@ -1,5 +1,6 @@
-"""What a run leaves behind: best.pt, last.pt, metrics.csv, curves.png, config.json, summary.json.
+"""What a run leaves behind: best.pt, last.pt, metrics.csv, curves.png, config.json, recipe.toml, summary.json.
 
+summary.json is written when all is done: a folder without it holds a run that can be continued.
 Each file is written under another name and renamed, so that a run that is interrupted leaves whole files.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from typing import Any
 from opal_deploy.artifact.files import written_atomically
 from opal_deploy.errors import UsageError
 
-FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "summary.json")
+FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", "summary.json")
+# of runs that failed, or on request
+_OTHERS = ("nonfinite_batch.txt",)
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,12 @@ class EpochRecord:
     """One line of metrics.csv. Losses are cross-entropies in nats, accuracies 0 ... 1.
 
     The training figures are of augmented pictures while the weights still changed.
+
+    Attributes:
+        seconds: of training and validation.
+        images_per_second: training pictures over the seconds of training, all processes together.
+        data_wait: share of these seconds, 0 ... 1, that the loop waited for its next batch (of the first process; a
+            GPU may still have been busy with steps queued before).
     """
 
     epoch: int
@@ -30,6 +40,8 @@ class EpochRecord:
     val_loss: float
     val_accuracy: float
     seconds: float
+    images_per_second: float
+    data_wait: float
 
 
 class RunFolder:
@@ -40,13 +52,22 @@ class RunFolder:
         self.best, self.last = root / "best.pt", root / "last.pt"
         self.metrics, self.curves = root / "metrics.csv", root / "curves.png"
         self.config, self.summary = root / "config.json", root / "summary.json"
+        self.recipe = root / "recipe.toml"
+        self.bad_batch = root / "nonfinite_batch.txt"
+        self.tensorboard = root / "tensorboard"
 
-    def check_free(self, *, overwrite: bool) -> None:
-        """Raise UsageError if the folder holds a run and `overwrite` is off."""
+    @property
+    def is_finished(self) -> bool:
+        """Whether a run came to its end here."""
+        return self.summary.is_file()
+
+    def check_free(self) -> None:
+        """Raise UsageError if the folder holds a run."""
         found = [name for name in FILES if (self.root / name).exists()]
-        if found and not overwrite:
+        if found:
             raise UsageError(
-                f"{self.root}: it already holds a run ({', '.join(found)}); give another --out, or --overwrite"
+                f"{self.root}: it already holds a run ({', '.join(found)}); "
+                "give --resume to continue it, another --out, or --overwrite"
             )
 
     def clear(self) -> None:
@@ -57,16 +78,35 @@ class RunFolder:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for name in FILES:
+            for name in (*FILES, *_OTHERS):
                 (self.root / name).unlink(missing_ok=True)
+            if self.tensorboard.is_dir():
+                shutil.rmtree(self.tensorboard)
         except OSError as error:
             reason = error.strerror or error
             raise UsageError(f"{self.root}: cannot be written ({reason}); give another --out") from None
 
     def write_json(self, path: Path, document: dict[str, Any]) -> None:
         """`path` is one of the folder's own."""
+        self.write_text(path, json.dumps(document, indent=2, ensure_ascii=True) + "\n")
+
+    def write_text(self, path: Path, text: str) -> None:
+        """`path` is one of the folder's own."""
         with written_atomically(path) as temporary:
-            temporary.write_text(json.dumps(document, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
+
+    def read_epochs(self) -> list[EpochRecord]:
+        """What metrics.csv holds.
+
+        Raises:
+            UsageError: it cannot be read.
+        """
+        try:
+            with self.metrics.open(newline="", encoding="utf-8") as stream:
+                rows = list(csv.DictReader(stream))
+            return [EpochRecord(**{k: int(v) if k == "epoch" else float(v) for k, v in row.items()}) for row in rows]  # type: ignore[arg-type]
+        except (OSError, TypeError, ValueError) as error:
+            raise UsageError(f"{self.metrics}: not readable ({error}); train again with --overwrite") from None
 
     def write_epochs(self, epochs: list[EpochRecord]) -> None:
         """metrics.csv and curves.png, with all epochs up to now."""

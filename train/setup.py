@@ -17,6 +17,7 @@ from opal_deploy.artifact.files import sha256_of_file
 from opal_deploy.errors import UsageError
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.onnx_session import available_cpus
+from opal_deploy.train.options import TrainingPrecision
 
 # more processes than this only wait for one GPU
 _MOST_WORKERS = 8
@@ -63,7 +64,7 @@ def allow_tf32(allowed: bool) -> None:
 
 @dataclass(frozen=True)
 class Amp:
-    """Mixed precision: on a GPU only; bfloat16 where the GPU has it, else float16 with a loss scale.
+    """Mixed precision. `auto`: on a GPU only, bfloat16 where the GPU has it, else float16 with a loss scale.
 
     Attributes:
         device_type: `cpu` or `cuda`.
@@ -74,12 +75,20 @@ class Amp:
     dtype: torch.dtype | None
 
     @staticmethod
-    def choose(device: torch.device) -> Amp:
-        """For the device's own abilities; an emulated bfloat16 does not count."""
-        if device.type != "cuda":
-            return Amp(device.type, None)
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-        return Amp(device.type, torch.bfloat16 if native else torch.float16)
+    def choose(device: torch.device, wanted: TrainingPrecision = "auto") -> Amp:
+        """For the device's own abilities; an emulated bfloat16 does not count for `auto`.
+
+        Raises:
+            UsageError: float16 on a CPU, which has no fast arithmetic of it.
+        """
+        if wanted == "fp16" and device.type == "cpu":
+            raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
+        if wanted == "auto":
+            if device.type != "cuda":
+                return Amp(device.type, None)
+            native = torch.cuda.get_device_capability(device) >= (8, 0)
+            return Amp(device.type, torch.bfloat16 if native else torch.float16)
+        return Amp(device.type, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted])
 
     @property
     def name(self) -> str:

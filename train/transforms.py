@@ -13,15 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
-
-Augment = Literal["paper", "none"]
 
 # the authors' sizes, for an input of 224 pixels; other inputs scale them
 _REFERENCE = 224

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 import warnings
@@ -18,6 +19,7 @@ from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.cli.export import export
 from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
+from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
 from opal_deploy.errors import OpalError
@@ -35,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, evaluate, export, infer, verify, inspect, doctor, demo):
+for verb in (train, evaluate, reproduce, export, infer, verify, inspect, doctor, demo):
     app.command()(verb)
 app.add_typer(bench)
 
@@ -73,7 +75,7 @@ def main() -> None:
     except OpalError as error:
         if debug:
             traceback.print_exc()
-        say(f"opal-deploy: {one_line(str(error))}")
+        say(f"opal-deploy{_process()}: {one_line(str(error))}")
         raise SystemExit(error.exit_code) from None
     except Exception as error:
         if debug:
@@ -83,3 +85,8 @@ def main() -> None:
             "please report it with the output of the same command with --debug"
         )
         raise SystemExit(BUG) from None
+
+
+def _process() -> str:
+    """Which of the processes that torchrun started, where it started several."""
+    return f" (process {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""

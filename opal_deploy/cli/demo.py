@@ -101,7 +101,8 @@ def _draw(folder: Path, train_per_class: int, seed: int) -> None:
 def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
     from opal_deploy.model.config import HeadConfig
     from opal_deploy.train.data.catalogue import read
-    from opal_deploy.train.loop import Options, fit
+    from opal_deploy.train.loop import fit
+    from opal_deploy.train.options import Options
 
     r = RECIPE
     options = Options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,119 +10,183 @@ import typer
 
 from opal_deploy.cli.console import progress, say
 from opal_deploy.cli.options import parse_size
-from opal_deploy.errors import UsageError, require
+from opal_deploy.errors import require
 
 if TYPE_CHECKING:
-    from opal_deploy.model.config import Distance, HeadConfig, Pooling
     from opal_deploy.train.loop import Result
 
 
 def train(
     data: Annotated[
         Path,
-        typer.Argument(help="CUB-200-2011's folder, or DATA/<class>/*.jpg, or DATA/train/<class> with val/ and test/."),
+        typer.Argument(help="The data set's folder as unpacked, or DATA/<class>/*.jpg, or DATA/train/<class> ..."),
     ],
-    backbone: Annotated[str, typer.Option(help="A CNN classifier of torchvision's.")] = "resnet50",
+    recipe: Annotated[
+        str, typer.Option(help="A .toml file (such as a run's own recipe.toml), or `paper`. Options override it.")
+    ] = "paper",
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100, imagefolder. "
+            "Default: by its files.",
+            show_default=False,
+        ),
+    ] = None,
+    partition: Annotated[
+        int | None, typer.Option(min=1, max=10, help="Of DTD and SUN-397. Default: 1.", show_default=False)
+    ] = None,
+    skip_missing: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-missing/--no-skip-missing", help="Leave out pictures that are not there.", show_default=False
+        ),
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="A CNN classifier of torchvision's. Paper: convnext_tiny.", show_default=False)
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
             help="The backbone's first weights: a .pth or .safetensors file, a name of torchvision's (downloaded), or "
-            "'none' for random ones. Default: torchvision's ImageNet weights that the paper used.",
+            "'none' for random ones. Paper: torchvision's ImageNet weights.",
             show_default=False,
         ),
     ] = None,
-    head: Annotated[Literal["opal", "linear"], typer.Option(help="OPAL, or the linear baseline.")] = "opal",
-    prototypes: Annotated[int, typer.Option(min=1, help="Prototypes per class, m.")] = 5,
+    head: Annotated[
+        Literal["opal", "linear"] | None, typer.Option(help="OPAL, or the linear baseline.", show_default=False)
+    ] = None,
+    prototypes: Annotated[
+        int | None, typer.Option(min=1, help="Prototypes per class, m. Paper: 5.", show_default=False)
+    ] = None,
     distance: Annotated[
-        Literal["l1", "l2", "l3", "linf", "kl", "tropical"], typer.Option(help="Between embedding and anchors.")
-    ] = "l2",
+        Literal["l1", "l2", "l3", "linf", "kl", "tropical"] | None,
+        typer.Option(help="Between embedding and anchors. Paper: l2.", show_default=False),
+    ] = None,
     pooling: Annotated[
         Literal["max", "avg"] | None,
-        typer.Option(help="Over cells. Default: max for OPAL, avg for the linear baseline.", show_default=False),
+        typer.Option(help="Over cells. Paper: max for OPAL, avg for the linear baseline.", show_default=False),
     ] = None,
     no_cws: Annotated[bool, typer.Option("--no-cws", help="Ablation: no channel-wise softmax.")] = False,
     no_projection: Annotated[bool, typer.Option("--no-projection", help="Ablation: no 1x1 convolution.")] = False,
     no_anchors: Annotated[bool, typer.Option("--no-anchors", help="Ablation: a dense layer for the anchors.")] = False,
-    epochs: Annotated[int, typer.Option(min=1)] = 30,
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
-    lr: Annotated[float, typer.Option(help="Adam's learning rate, fixed.")] = 1e-4,
-    size: Annotated[str, typer.Option(help="Input in pixels: 224, or 224x448 (height x width).")] = "224",
-    augment: Annotated[Literal["paper", "none"], typer.Option(help="Of the training pictures.")] = "paper",
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, order and augmentation.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    epochs: Annotated[int | None, typer.Option(min=1, help="Paper: 30.", show_default=False)] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Over all processes. Paper: 64.", show_default=False)
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Adam's learning rate, fixed. Paper: 1e-4.", show_default=False)
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Input in pixels: 224, or 224x448 (height x width). Paper: 224.", show_default=False),
+    ] = None,
+    augment: Annotated[
+        Literal["paper", "none"] | None, typer.Option(help="Of the training pictures.", show_default=False)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of weights, order and augmentation. Default: 0.", show_default=False)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=False)] = None,
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"] | None,
+        typer.Option(help="Of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", show_default=False),
+    ] = None,
+    tf32: Annotated[
+        bool | None, typer.Option("--tf32/--no-tf32", help="Allow TF32 on the GPU.", show_default=False)
+    ] = None,
+    compile_: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="Run steps through torch.compile.", show_default=False)
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that prepare pictures. Default: by the machine.")
     ] = None,
-    tf32: Annotated[bool, typer.Option("--tf32", help="Allow TF32 on the GPU.")] = False,
+    cache_megabytes: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Decoded pictures are kept in memory up to this much. Default: 1024.", show_default=False
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(min=0, help="Save every so many steps too, not only each epoch.", show_default=False)
+    ] = None,
+    tensorboard: Annotated[
+        bool | None,
+        typer.Option("--tensorboard/--no-tensorboard", help="Log for TensorBoard.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder. Default: runs/<name of DATA>.", show_default=False)
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, or begin where there is none.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there.")] = False,
 ) -> None:
-    """Train an OPAL network (or the linear baseline) on a folder of labelled pictures."""
+    """Train an OPAL network (or the linear baseline) on labelled pictures.
+
+    Several GPUs: torchrun --nproc-per-node 4 -m opal_deploy train DATA ...
+    """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy train")
-    input_size = parse_size(size)
-    head_config = head_from_options(
-        head, prototypes, distance, pooling, cws=not no_cws, projection=not no_projection, anchors=not no_anchors
+    from opal_deploy.train import recipe as recipes
+    from opal_deploy.train.data.catalogue import read
+    from opal_deploy.train.loop import fit
+
+    switches = {"cws": no_cws, "projection": no_projection, "anchors": no_anchors}
+    chosen = recipes.resolve(
+        recipes.load(recipe),
+        {
+            "data": {"dataset": dataset, "partition": partition, "skip_missing": skip_missing},
+            "model": {
+                "backbone": backbone,
+                "weights": weights,
+                "input_size": None if size is None else list(parse_size(size)),
+            },
+            "head": {
+                "kind": head,
+                "prototypes_per_class": prototypes,
+                "distance": distance,
+                "pooling": pooling,
+                **{part: False if off else None for part, off in switches.items()},
+            },
+            "training": {
+                "epochs": epochs,
+                "batch_size": batch_size,
+                "lr": lr,
+                "augment": augment,
+                "seed": seed,
+                "precision": precision,
+                "tf32": tf32,
+            },
+            "machine": {
+                "device": device,
+                "workers": workers,
+                "compile": compile_,
+                "cache_megabytes": cache_megabytes,
+                "save_every": save_every,
+                "tensorboard": tensorboard,
+            },
+        },
     )
     out = out or Path("runs") / data.resolve().name
-    from opal_deploy.train.data.catalogue import read
-    from opal_deploy.train.loop import Options, fit
-    from opal_deploy.train.setup import default_weights
-
-    chosen = default_weights(backbone) if weights is None else weights
-    options = Options(
-        backbone=backbone,
-        head=head_config,
-        weights=None if chosen == "none" else chosen,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=lr,
-        input_size=input_size,
-        augment=augment,
-        seed=seed,
-        device=device,
-        workers=workers,
-        tf32=tf32,
-    )
-    pictures = read(data)
+    pictures = read(data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing)
+    # under torchrun every process runs this, and one speaks
+    speak = say if int(os.environ.get("RANK", "0")) == 0 else _silence
     for line in pictures.warnings:
-        say(f"warning: {line}")
-    say(
+        speak(f"warning: {line}")
+    speak(
         f"{pictures.num_classes} classes, {len(pictures.train)} pictures to train on, {len(pictures.val)} to validate, "
         f"{len(pictures.test)} to test{', cropped to their boxes' if pictures.crop else ''}"
     )
     with progress("training") as advance:
-        result = fit(pictures, options, out, overwrite=overwrite, report=advance, log=say)
-    _say_result(result)
+        result = fit(
+            pictures, chosen.options, out,
+            overwrite=overwrite, resume=resume, recipe=chosen, report=advance, log=speak,
+        )  # fmt: skip
+    if speak is say:
+        _say_result(result)
 
 
-def head_from_options(
-    head: Literal["opal", "linear"],
-    prototypes: int,
-    distance: Distance,
-    pooling: Pooling | None,
-    *,
-    cws: bool,
-    projection: bool,
-    anchors: bool,
-) -> HeadConfig:
-    """The head that the options describe.
-
-    Raises:
-        UsageError: not one of the paper's eleven variants, or options that contradict each other.
-    """
-    from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
-
-    if head == "linear":
-        if pooling == "max":
-            raise UsageError(
-                "--head linear pools by average; for the ablation row with max pooling use "
-                "--no-projection --no-cws --no-anchors --pooling max"
-            )
-        return LINEAR_BASELINE
-    return HeadConfig(projection, cws, pooling or "max", anchors, prototypes, distance)
+def _silence(line: str) -> None: ...
 
 
 def _say_result(result: Result) -> None:

@@ -72,8 +72,11 @@ class Assumptions:
     crop: str | None = None
 
 
-def save(path: Path, checkpoint: Checkpoint) -> None:
+def save(path: Path, checkpoint: Checkpoint, *, beside: dict[str, Any] | None = None) -> None:
     """Write atomically: the file has its name only once it is whole.
+
+    Args:
+        beside: more of plain values and tensors, under keys that `load` does not know.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -88,6 +91,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         "metrics": checkpoint.metrics,
         "training": checkpoint.training,
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
+        **(beside or {}),
     }
     with written_atomically(path) as temporary, temporary.open("wb") as stream:
         torch.save(document, stream)

@@ -15,7 +15,7 @@ import numpy as np
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime import probe
@@ -97,13 +97,19 @@ class OnnxSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        feed = self.feed(images)
+        return self._answer(self.feed(images))
+
+    def run_normalised(self, images: FloatArray) -> Outputs:
+        """`run` for float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
+        return self._answer(images)
+
+    def _answer(self, feed: np.ndarray[Any, Any]) -> Outputs:
         names = self.metadata.outputs
         try:
             values = self._run_cpu(feed, names) if self._device_id is None else self._run_cuda(feed, names)
         except Exception as error:  # as above
             raise StoppedEarly(
-                f"ONNX Runtime failed on a batch of {len(images)} ({_first_line(error)}); "
+                f"ONNX Runtime failed on a batch of {len(feed)} ({_first_line(error)}); "
                 "if memory is full use a smaller --batch"
             ) from None
         found = dict(zip(names, values, strict=True))

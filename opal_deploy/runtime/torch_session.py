@@ -13,6 +13,7 @@ from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.head import HeadOutputs
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
@@ -62,14 +63,25 @@ class TorchSession:
     def reference(self, images: ImageBatch) -> Reference:
         """Outputs together with each channel's lead of its best cell over its second."""
         check_batch(images, self.metadata)
-        tensor = torch.from_numpy(normalise(images, self.metadata.mean, self.metadata.std)).to(self._device)
+        found = self._explain(normalise(images, self.metadata.mean, self.metadata.std))
+        return Reference(images, to_outputs(found), None if found.attention is None else _gap(found.attention))
+
+    def run_normalised(self, images: FloatArray) -> Outputs:
+        """`run` for float32 [N, 3, H0, W0], already normalised, and with the attention maps."""
+        return to_outputs(self._explain(images), attention=True)
+
+    def _explain(self, images: FloatArray) -> HeadOutputs:
         with torch.inference_mode():
-            found = self._network.explain(tensor)
-        logits = _numpy(found.logits)
-        if found.scores is None or found.argmax is None or found.attention is None:
-            return Reference(images, Outputs(logits))
-        outputs = Outputs(logits, found.argmax.cpu().numpy().astype(np.int32), _numpy(found.scores))
-        return Reference(images, outputs, _gap(found.attention))
+            return self._network.explain(torch.from_numpy(images).to(self._device))
+
+
+def to_outputs(found: HeadOutputs, *, attention: bool = False) -> Outputs:
+    """The network's tensors as arrays on the host, the large attention maps on request."""
+    if found.scores is None or found.argmax is None or found.attention is None:
+        return Outputs(_numpy(found.logits))
+    cells = found.argmax.cpu().numpy().astype(np.int32)
+    maps = _numpy(found.attention) if attention else None
+    return Outputs(_numpy(found.logits), cells, _numpy(found.scores), maps)
 
 
 def _gap(attention: torch.Tensor) -> FloatArray:

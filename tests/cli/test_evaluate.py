@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,39 +15,67 @@ from opal_deploy import load
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.errors import UsageError
 
-Figures = Callable[..., dict[str, float]]
+if TYPE_CHECKING:
+    from opal_deploy.model.config import HeadConfig
+
+Figures = Callable[..., Any]
+LABELS = ["0", "1", "2", "3"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, exact_model: Path, make_pictures: Callable[[Path, int], list[Path]]) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable[[Path, int], list[Path]]) -> Path:
     """An ImageFolder whose folder names sort as the model's classes do, each with three pictures in every split."""
-    pictures = make_pictures(tmp_path / "drawn", 12)
+    root = tmp_path_factory.mktemp("evaluate")
+    pictures = make_pictures(root / "drawn", 12)
     for split in ("train", "val", "test"):
         for label in range(4):
-            target = tmp_path / "data" / split / f"{label}"
+            target = root / "data" / split / f"{label}"
             target.mkdir(parents=True)
             for picture in pictures[label::4]:
                 shutil.copy(picture, target)
-    return tmp_path / "data"
+    return root / "data"
 
 
-@pytest.fixture
-def model(tmp_path: Path, exact_model: Path) -> Path:
-    """The exported model, its checkpoint beside it, with the folder's class names."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported model, its checkpoint beside it, with the folder's class names."""
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
     from opal_deploy.model import checkpoint as checkpoints
+    from opal_deploy.model.config import HeadConfig
 
-    renamed = tmp_path / "renamed.pt"
-    loaded = checkpoints.load(exact_model.with_suffix(".pt"), class_names=["0", "1", "2", "3"])
-    checkpoints.save(renamed, loaded)
-    return export_checkpoint(checkpoints.load(renamed), renamed, ExportOptions(threads=1)).path
+    path = _saved(tmp_path_factory.mktemp("model") / "model.pt", HeadConfig(prototypes_per_class=3), LABELS)
+    # comparing it with PyTorch is what the tests here do
+    return export_checkpoint(checkpoints.load(path), path, ExportOptions(threads=1, verify=False)).path
+
+
+def _saved(path: Path, head: HeadConfig, class_names: list[str]) -> Path:
+    """A checkpoint of random weights."""
+    import torch
+
+    from opal_deploy.bench.engines import settle
+    from opal_deploy.demo import example_pictures
+    from opal_deploy.model.checkpoint import Checkpoint, save
+    from opal_deploy.model.config import NetworkConfig
+    from opal_deploy.model.network import OpalNetwork
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(class_names), (96, 96), head))
+        settle(network, example_pictures(8, 96, 96))
+    save(path, Checkpoint(network, class_names))
+    return path
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
 
 
 @pytest.fixture
 def figures(capsys: pytest.CaptureFixture[str]) -> Figures:
-    def run(data: Path, model: Path, **options: object) -> dict[str, float]:
-        evaluate(data, model, **{"split": "test", "boxes": True, "threads": 1, "batch": 5, "as_json": True, **options})  # type: ignore[arg-type]
+    def run(data: Path, *models: Path, **options: object) -> Any:
+        evaluate(data, list(models), **{"threads": 1, "batch": 5, "as_json": True, **options})  # type: ignore[arg-type]
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -55,8 +85,12 @@ def test_checkpoint_and_export_agree(folder: Path, model: Path, figures: Figures
     exported, checkpoint = figures(folder, model), figures(folder, model.with_suffix(".pt"))
 
     assert exported["test_accuracy"] == checkpoint["test_accuracy"]
+    assert exported["test_macro_f1"] == checkpoint["test_macro_f1"]
     assert exported["test_loss"] == pytest.approx(checkpoint["test_loss"], abs=1e-6)
     assert exported["spatial_prototype_collapse"] == checkpoint["spatial_prototype_collapse"]
+    assert exported["spatial_prototype_collapse_std"] == checkpoint["spatial_prototype_collapse_std"]
+    # four classes, no parts
+    assert not {"test_top5", "prototype_consistency", "part_purity", "unavailable"} & exported.keys()
 
 
 def test_accuracy_counts_the_answers_that_explain_gives(folder: Path, model: Path, figures: Figures) -> None:
@@ -69,6 +103,79 @@ def test_accuracy_counts_the_answers_that_explain_gives(folder: Path, model: Pat
     assert found["test_accuracy"] == right / 12
 
 
-def test_other_classes_are_refused(folder: Path, exact_model: Path, figures: Figures) -> None:
+def test_several_models_are_one_table_and_a_list(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = model.with_suffix(".pt")
+    evaluate(folder, [checkpoint, model], threads=1, as_json=True)
+    said = capsys.readouterr()
+
+    assert [document["model"] for document in json.loads(said.out)] == [str(checkpoint), str(model)]
+    header, *rows = said.err.splitlines()[-3:]
+    # what no model has gets no column
+    assert header.split() == ["model", "top-1", "macro", "F1", "loss", "collapse"]
+    assert [row.split()[0] for row in rows] == [str(checkpoint), str(model)]
+    assert rows[0].split()[1:] == rows[1].split()[1:]
+
+
+def test_out_keeps_the_figures_the_matrix_and_every_answer(
+    folder: Path, model: Path, figures: Figures, tmp_path: Path
+) -> None:
+    found = figures(folder, model, out=tmp_path / "out")
+
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == found
+    rows = _rows(tmp_path / "out" / "confusion.csv")
+    assert [row.pop("truth") for row in rows] == LABELS
+    assert {tuple(row) for row in rows} == {tuple(LABELS)}
+    counts = [[int(cell) for cell in row.values()] for row in rows]
+    assert [sum(row) for row in counts] == [3, 3, 3, 3]
+    assert sum(counts[i][i] for i in range(4)) == round(12 * found["test_accuracy"])
+
+    answers = _rows(tmp_path / "out" / "predictions.csv")
+    record = load(model, threads=1).explain([folder / answers[0]["image"]])[0]
+    assert answers[0]["predicted"] == record["prediction"]["label"]
+    assert float(answers[0]["cosine"]) == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
+    assert float(answers[0]["margin"]) == pytest.approx(record["margin"], abs=1e-6)
+    for answer in answers:
+        assert answer["label"] == Path(answer["image"]).parent.name
+        assert (answer["correct"] == "1") == (answer["predicted"] == answer["label"]) == (answer["rank"] == "1")
+    for row, label in enumerate(LABELS):
+        taken_for = [answer["predicted"] for answer in answers if answer["label"] == label]
+        assert counts[row] == [taken_for.count(other) for other in LABELS]
+    assert (tmp_path / "out" / "confusion.png").read_bytes().startswith(b"\x89PNG")
+
+    with pytest.raises(UsageError, match="already holds an evaluation"):
+        figures(folder, model, out=tmp_path / "out")
+
+
+def test_a_model_without_prototypes_has_neither_collapse_nor_cosines(
+    folder: Path, figures: Figures, tmp_path: Path
+) -> None:
+    from opal_deploy.model.config import LINEAR_BASELINE
+
+    found = figures(folder, _saved(tmp_path / "linear.pt", LINEAR_BASELINE, LABELS), out=tmp_path / "out")
+    assert "spatial_prototype_collapse" not in found
+    answers = _rows(tmp_path / "out" / "predictions.csv")
+    assert {(answer["cosine"], answer["margin"]) for answer in answers} == {("", "")}
+
+
+def test_a_named_data_set_is_read_as_such(folder: Path, model: Path, figures: Figures) -> None:
+    assert figures(folder, model, dataset="imagefolder") == figures(folder, model)
+    with pytest.raises(UsageError, match="no data set is called 'birds'"):
+        figures(folder, model, dataset="birds")
+
+
+def test_parts_that_are_not_there_are_refused(folder: Path, model: Path, figures: Figures) -> None:
+    with pytest.raises(UsageError, match=r"no part locations .*; leave --parts out"):
+        figures(folder, model, parts=True)
+
+
+def test_a_missing_model_is_refused_before_the_others_run(folder: Path, model: Path, figures: Figures) -> None:
+    with pytest.raises(UsageError, match=r"nothing.onnx: no such model"):
+        figures(folder, model, Path("nothing.onnx"))
+
+
+def test_other_classes_are_refused(folder: Path, figures: Figures, tmp_path: Path) -> None:
+    from opal_deploy.model.config import LINEAR_BASELINE
+
+    other = _saved(tmp_path / "other.pt", LINEAR_BASELINE, ["0", "1", "2", "4"])
     with pytest.raises(UsageError, match="they must be the same, in the same order"):
-        figures(folder, exact_model)
+        figures(folder, other)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from opal_deploy.cli.train import head_from_options, parse_size, train
+from opal_deploy.cli.options import parse_size
+from opal_deploy.cli.train import train
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train.setup import default_weights
 
 
@@ -24,24 +25,6 @@ def test_a_size_is_one_number_or_height_x_width(text: str, expected: tuple[int, 
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a number of pixels"):
         parse_size(text)
-
-
-def test_head_options_make_the_papers_variants() -> None:
-    def head(name: str, **switches: bool) -> HeadConfig:
-        on = {"cws": True, "projection": True, "anchors": True, **switches}
-        return head_from_options(name, 5, "l2", None, **on)  # type: ignore[arg-type]
-
-    assert head("opal") == HeadConfig()
-    assert head("linear") == LINEAR_BASELINE
-    assert head("opal", cws=False).evidence == "exact"
-    assert head("opal", cws=False, anchors=False).evidence == "none"
-    with pytest.raises(UsageError, match="eleven variants"):
-        head("opal", anchors=False)
-
-
-def test_the_linear_baseline_refuses_max_pooling() -> None:
-    with pytest.raises(UsageError, match="--head linear pools by average"):
-        head_from_options("linear", 5, "l2", "max", cws=True, projection=True, anchors=True)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +51,36 @@ def test_the_command_trains_and_says_what_comes_next(tmp_path: Path, capsys: pyt
     assert "the data set has no test pictures" in said
     assert said.endswith(f"next: opal-deploy export {out / 'best.pt'}\n")
     assert checkpoint.load(out / "best.pt").class_names == ["a", "b"]
+
+
+def test_a_runs_own_recipe_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for index in range(5):
+            Image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(
+                tmp_path / "data" / name / f"{index}.png"
+            )
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(tmp_path / "data", backbone="shufflenet_v2_x0_5", weights="none", epochs=1, size="64", seed=3,
+          prototypes=2, no_cws=True, out=first)  # fmt: skip
+    train(tmp_path / "data", recipe=str(first / "recipe.toml"), out=second)
+    assert (second / "recipe.toml").read_bytes() == (first / "recipe.toml").read_bytes()
+    weights = [checkpoint.load(out / "best.pt").network.state_dict() for out in (first, second)]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert checkpoint.load(second / "best.pt").network.config.head.cws is False
+
+
+def test_tensorboard_logs_each_epoch(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for index in range(5):
+            Image.new("RGB", (40, 40), (index * 20, 0, 0)).save(tmp_path / "data" / name / f"{index}.png")
+    train(tmp_path / "data", backbone="shufflenet_v2_x0_5", weights="none", epochs=2, size="64",
+          tensorboard=True, out=tmp_path / "run")  # fmt: skip
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("val_loss")] == [1, 2]
+    assert {"train_loss", "val_accuracy", "images_per_second", "data_wait"} <= set(events.Tags()["scalars"])

@@ -19,7 +19,8 @@ from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import loop
 from opal_deploy.train.data.catalogue import DataSet, Sample, read
 from opal_deploy.train.evaluation.network import Evaluation, evaluate
-from opal_deploy.train.loop import Options, fit
+from opal_deploy.train.loop import fit
+from opal_deploy.train.options import Options
 from opal_deploy.train.run_folder import FILES
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 190, 60), "red": (220, 50, 40)}
@@ -69,7 +70,16 @@ def test_a_run_writes_all_its_files_and_no_others(run: tuple[loop.Result, list[s
 def test_metrics_csv_has_a_line_an_epoch(run: tuple[loop.Result, list[str], list[int]]) -> None:
     with (run[0].best.parent / "metrics.csv").open() as stream:
         rows = list(csv.DictReader(stream))
-    assert list(rows[0]) == ["epoch", "train_loss", "train_accuracy", "val_loss", "val_accuracy", "seconds"]
+    assert list(rows[0]) == [
+        "epoch",
+        "train_loss",
+        "train_accuracy",
+        "val_loss",
+        "val_accuracy",
+        "seconds",
+        "images_per_second",
+        "data_wait",
+    ]
     assert [int(row["epoch"]) for row in rows] == [1, 2]
     assert [float(row["val_loss"]) for row in rows] == [record.val_loss for record in run[0].epochs]
 
@@ -139,7 +149,10 @@ def test_squares_are_learnt(squares: DataSet, tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(squares: DataSet, tmp_path: Path) -> None:
     (tmp_path / "best.pt").write_text("precious")
-    with pytest.raises(UsageError, match=r"already holds a run \(best.pt\); give another --out, or --overwrite"):
+    with pytest.raises(
+        UsageError,
+        match=r"already holds a run \(best.pt\); give --resume to continue it",
+    ):
         fit(squares, OPTIONS, tmp_path)
     assert (tmp_path / "best.pt").read_text() == "precious"
 
@@ -170,7 +183,7 @@ def test_without_test_pictures_there_are_no_test_figures(squares: DataSet, tmp_p
 
 
 def test_a_loss_that_is_no_number_stops_with_what_to_do(squares: DataSet, tmp_path: Path) -> None:
-    with pytest.raises(StoppedEarly, match=r"training loss is .* in epoch 1 .*smaller --lr"):
+    with pytest.raises(StoppedEarly, match=r"training loss is \w+ in epoch 1, step \d, .*smaller --lr"):
         fit(squares, replace(OPTIONS, lr=1e30), tmp_path)
 
 
@@ -178,7 +191,7 @@ def test_the_epoch_with_the_lowest_loss_wins_even_if_it_is_not_the_last(
     squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([0.9, 0.3, 0.3, 0.7])
-    monkeypatch.setattr(loop, "evaluate_batches", lambda network, batches: Evaluation(6, next(losses), 0.5))
+    monkeypatch.setattr(loop, "evaluate_batches", lambda network, batches, gather: Evaluation(6, next(losses), 0.5))
     result = fit(replace(squares, test=[]), replace(OPTIONS, epochs=4), tmp_path)
     assert result.best_epoch == 2  # of equals the earlier
     assert checkpoint.load(tmp_path / "best.pt").metrics["epoch"] == 2

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.train.data.catalogue import read
-from opal_deploy.train.loop import Options, fit
+from opal_deploy.train.loop import fit
+from opal_deploy.train.options import Options
 
 
 @pytest.mark.data

@@ -6,15 +6,19 @@
     bounding_boxes.txt      <image id> <x> <y> <width> <height>, pixels
     classes.txt             <class id> <name>
 
-Pictures are cropped to their boxes, in training and in test, as in the paper.
+Pictures are cropped to their boxes, in training and in test, as in the paper. The official split; CUB has no validation
+pictures.
 """
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.data.samples import DataSet, Sample, classes_without, listed
+from opal_deploy.train.data.listing import Adapter, Listing, all_of, has, lacking, require_files
+from opal_deploy.train.data.samples import DataSet, Sample, listed
 
 # name, values a line after the id
 _TABLES = {
@@ -26,46 +30,56 @@ _TABLES = {
 }
 
 
-def is_cub(root: Path) -> bool:
-    """Whether the folder has tables of CUB's names. No ImageFolder has."""
-    return (root / "images.txt").is_file() and (root / "image_class_labels.txt").is_file()
+# an image's id with a comma after it: see `cub100`
+_COMMA = re.compile(r"\s*\d+\s*,")
 
 
-def read(root: Path) -> DataSet:
-    """The official split; `val` is empty, CUB has none.
+def is_cub(folder: Path) -> bool:
+    """Whether the folder has tables of CUB's names, with CUB's spaces. No ImageFolder has."""
+    return has_tables(folder) and not comma_separated(folder)
+
+
+def has_tables(folder: Path) -> bool:
+    """Whether the folder has the tables that CUB and its relatives share."""
+    return has(folder, "images.txt", "image_class_labels.txt")
+
+
+def comma_separated(folder: Path) -> bool:
+    """Whether images.txt has commas after its ids."""
+    with (folder / "images.txt").open(encoding="utf-8", errors="replace") as file:
+        return _COMMA.match(file.readline()) is not None
+
+
+def read(folder: Path) -> Listing:
+    """The tables' content; an image that some table lacks becomes a problem.
 
     Raises:
-        UsageError: everything wrong with the tables and every missing picture, in one line.
+        UsageError: tables that are absent or not CUB's.
     """
-    absent = [name for name in _TABLES if not (root / name).is_file()]
-    if absent:
-        raise UsageError(
-            f"{root}: it looks like CUB-200-2011 but lacks {', '.join(absent)}; "
-            "unpack the official archive again, or give the pictures as DATA/train/<class> and DATA/test/<class>"
-        )
-    tables = {name: _table(root / name, values) for name, values in _TABLES.items()}
-    images = {key: values[0] for key, values in tables["images.txt"].items()}
-    problems = _disagreements(tables)
-    folder = root / "images"
-    missing = sorted(name for name in images.values() if not (folder / name).is_file())
-    if missing:
-        problems.append(f"{len(missing):,} pictures of images.txt are not in images/: {listed(missing)}")
-    if problems:
-        raise UsageError(f"{root}: {'; '.join(problems)}; unpack the official archive again, or mend its tables")
-    class_ids = list(tables["classes.txt"])
-    label_of = {class_id: label for label, class_id in enumerate(class_ids)}
+    require_files(
+        folder,
+        "CUB-200-2011",
+        lacking(folder, _TABLES),
+        "unpack the official archive again, or give the pictures as DATA/train/<class> and DATA/test/<class>",
+    )
+    tables = all_of({name: partial(_table, folder / name, values) for name, values in _TABLES.items()})
+    label_of = {class_id: label for label, class_id in enumerate(tables["classes.txt"])}
     splits: dict[str, list[Sample]] = {"0": [], "1": []}
-    for key, name in images.items():
-        x, y, width, height = (float(value) for value in tables["bounding_boxes.txt"][key])
-        label = label_of[tables["image_class_labels.txt"][key][0]]
-        sample = Sample(folder / name, label, (x, y, x + width, y + height))
-        splits[tables["train_test_split.txt"][key][0]].append(sample)
-    class_names = [tables["classes.txt"][class_id][0] for class_id in class_ids]
-    if unseen := classes_without(splits["1"], class_names):
-        raise UsageError(
-            f"{root}: classes without a training picture: {listed(unseen)}; take their lines out of classes.txt"
-        )
-    return DataSet(root, "cub", class_names, splits["1"], [], splits["0"], crop="boxes")
+    for key, (name,) in tables["images.txt"].items():
+        others = (tables[table].get(key) for table in ("image_class_labels.txt", "train_test_split.txt"))
+        class_id, flag = (values[0] if values else "" for values in others)
+        box = tables["bounding_boxes.txt"].get(key)
+        if box is None or class_id not in label_of or flag not in splits:
+            continue  # one of `_disagreements`
+        x, y, width, height = (float(value) for value in box)
+        splits[flag].append(Sample(folder / "images" / name, label_of[class_id], (x, y, x + width, y + height)))
+    class_names = [values[0] for values in tables["classes.txt"].values()]
+    return Listing(
+        DataSet(folder, "cub", class_names, splits["1"], [], splits["0"], crop="boxes"),
+        _disagreements(tables),
+        (folder / "images",),
+        "unpack the official archive again, or mend its tables",
+    )
 
 
 def _table(path: Path, values: int) -> dict[str, list[str]]:
@@ -120,3 +134,6 @@ def _disagreements(tables: dict[str, dict[str, list[str]]]) -> list[str]:
     if unknown:
         problems.append(f"class ids that classes.txt does not name: {listed(unknown)}")
     return problems
+
+
+ADAPTER = Adapter("cub", "CUB-200-2011", is_cub, lambda folder, _: read(folder), ("CUB_200_2011",))

@@ -35,12 +35,12 @@ class DataSet:
 
     Attributes:
         root: the folder it was read from.
-        layout: `imagefolder` or `cub`; anything else for one that was put together in code.
+        layout: the name it was read under (`cub`, `pets`, ...); anything else for one put together in code.
         class_names: C names in the order of the labels.
         train, val, test: samples; `test` may be empty.
         crop: `boxes` where samples carry boxes, else None.
         warnings: one line each, what was found odd and passed over.
-        skipped: pictures left out because their headers cannot be read.
+        skipped: pictures left out because they are missing or their headers cannot be read.
     """
 
     root: Path
@@ -76,6 +76,11 @@ def classes_without(samples: list[Sample], class_names: list[str]) -> list[str]:
     """Names of the classes that no sample is of."""
     present = {sample.label for sample in samples}
     return [name for label, name in enumerate(class_names) if label not in present]
+
+
+def shown(path: Path, root: Path) -> str:
+    """A file as messages name it: relative to the data set's folder where it lies in it."""
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
 
 def listed(names: list[str]) -> str:

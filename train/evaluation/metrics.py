@@ -1,4 +1,4 @@
-"""Figures of a trained network, from its outputs. numpy only."""
+"""Figures of a trained network, from its outputs. numpy and scikit-learn only."""
 
 from __future__ import annotations
 
@@ -16,6 +16,45 @@ def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     return float((logits.argmax(axis=1) == labels).mean())
 
 
+def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
+    """Share of pictures, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class wins.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+        k: 1 ... C.
+    """
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    return float((best == labels[:, None]).any(axis=1).mean())
+
+
+def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+    """Unweighted mean, 0 ... 1, of the classes' F1 = 2 TP / (2 TP + FP + FN).
+
+    Over the classes that are a label or an answer at least once, as scikit-learn has it by default.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+    """
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, logits.argmax(axis=1), average="macro", zero_division=0.0))
+
+
+def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Counts int64 [C, C]: entry (t, p) is how many pictures of class t were taken for class p.
+
+    Args:
+        logits: [N, C].
+        labels: [N], class indices.
+    """
+    num_classes = logits.shape[1]
+    flat = labels * num_classes + logits.argmax(axis=1)
+    counts = np.bincount(flat, minlength=num_classes * num_classes)
+    return counts.astype(np.int64).reshape(num_classes, num_classes)
+
+
 def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     """Mean over pictures of -log softmax(logits)[label], in nats.
 
@@ -28,22 +67,30 @@ def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> flo
     return float((log_normaliser - shifted[np.arange(len(labels)), labels]).mean())
 
 
-def spatial_prototype_collapse(
+def collapse_by_picture(
     argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
-) -> float:
-    """Mean SPC (paper, Supp. D.1), 0 ... 1: 0 when a class's slots peak in different cells, 1 when all share one.
+) -> NDArray[np.float64]:
+    """SPC (paper, Supp. D.1), float64 [N], 0 ... 1: 0 when a class's slots peak in different cells, 1 when in one.
 
     Per picture of class c: 1 - (number of different cells among the true class's m channels - 1) / (m - 1).
 
     Args:
-        argmax: [N, K], flat cell of each channel's maximum, N at least 1.
+        argmax: [N, K], flat cell of each channel's maximum.
         labels: [N], true classes.
         prototypes_per_class: m; with one prototype nothing can collapse, and the score is 0.
     """
     m = prototypes_per_class
     if m == 1:
-        return 0.0
+        return np.zeros(len(labels))
     channels = labels[:, None] * m + np.arange(m)  # [N, m]
     cells = np.sort(np.take_along_axis(argmax, channels, axis=1), axis=1)
     different = 1 + (np.diff(cells, axis=1) != 0).sum(axis=1)  # [N]
-    return float((1.0 - (different - 1) / (m - 1)).mean())
+    scores: NDArray[np.float64] = 1.0 - (different - 1) / (m - 1)
+    return scores
+
+
+def spatial_prototype_collapse(
+    argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
+) -> float:
+    """Mean of `collapse_by_picture` over N pictures, at least 1."""
+    return float(collapse_by_picture(argmax, labels, prototypes_per_class).mean())

@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.data.samples import Sample
-from opal_deploy.train.evaluation.metrics import accuracy, cross_entropy, spatial_prototype_collapse
+from opal_deploy.train.evaluation.figures import Evaluation, figures_of
 from opal_deploy.train.pictures import Batches, Pictures, Report, normalised
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures over N pictures.
-
-    Attributes:
-        images: N.
-        loss: cross-entropy over the logits, in nats.
-        accuracy: 0 ... 1.
-        spatial_prototype_collapse: 0 ... 1 (paper, Supp. D.1); None for a network without slots.
-    """
-
-    images: int
-    loss: float
-    accuracy: float
-    spatial_prototype_collapse: float | None = None
-
-    def to_dict(self, prefix: str) -> dict[str, Any]:
-        """For checkpoints and JSON: `<prefix>_accuracy`, `<prefix>_loss`, `<prefix>_images`, the collapse as it is."""
-        figures: dict[str, Any] = {
-            f"{prefix}_accuracy": self.accuracy,
-            f"{prefix}_loss": self.loss,
-            f"{prefix}_images": self.images,
-        }
-        if self.spatial_prototype_collapse is not None:
-            figures["spatial_prototype_collapse"] = self.spatial_prototype_collapse
-        return figures
+__all__ = ["Evaluation", "evaluate", "evaluate_batches"]
 
 
 def evaluate(
@@ -55,25 +29,37 @@ def evaluate(
     return evaluate_batches(network, batches, report=report)
 
 
-def evaluate_batches(network: OpalNetwork, batches: Batches, *, report: Report | None = None) -> Evaluation:
-    """As `evaluate`, over batches that may be cached."""
+# one batch's logits [n, C], labels [n] and cells [n, K], where there are any
+Part = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int32] | None]
+
+
+def evaluate_batches(
+    network: OpalNetwork,
+    batches: Batches,
+    *,
+    report: Report | None = None,
+    gather: Callable[[list[Part]], list[list[Part]]] | None = None,
+) -> Evaluation:
+    """As `evaluate`, over batches that may be cached.
+
+    Args:
+        gather: from this process's share to that of each; the figures are then of all, in every process.
+    """
     network.eval()
     device = next(network.parameters()).device
-    all_logits, all_labels, all_cells = [], [], []
+    parts: list[Part] = []
     done = 0
     with torch.inference_mode():
         for images, labels in batches:
             outputs = network.explain(normalised(images.to(device), IMAGENET_MEAN, IMAGENET_STD))
-            all_logits.append(outputs.logits.float().cpu().numpy())
-            all_labels.append(labels.numpy())
-            if outputs.argmax is not None:
-                all_cells.append(outputs.argmax.cpu().numpy())
+            cells = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
+            parts.append((outputs.logits.float().cpu().numpy(), labels.numpy(), cells))
             done += len(labels)
             if report is not None:
                 report(done, len(batches.pictures), "evaluating")
-    logits, labels_array = np.concatenate(all_logits), np.concatenate(all_labels)
-    collapse = None
-    if all_cells:
-        m = network.config.head.prototypes_per_class
-        collapse = spatial_prototype_collapse(np.concatenate(all_cells), labels_array, m)
-    return Evaluation(len(logits), cross_entropy(logits, labels_array), accuracy(logits, labels_array), collapse)
+    if gather is not None:
+        parts = [part for share in gather(parts) for part in share]
+    logits, all_labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+    all_cells = [part[2] for part in parts if part[2] is not None]
+    m = network.config.head.prototypes_per_class
+    return figures_of(logits, all_labels, np.concatenate(all_cells) if all_cells else None, m)

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import UsageError
-from opal_deploy.pipeline.engine import ahead
-from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
-from opal_deploy.preprocess.decode import MAX_PIXELS
-from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.session import ImageBatch, Session
+from opal_deploy.train.data.cub_parts import PartLocations
 from opal_deploy.train.data.samples import Sample
-from opal_deploy.train.evaluation.metrics import accuracy, cross_entropy, spatial_prototype_collapse
-from opal_deploy.train.evaluation.network import Evaluation
+from opal_deploy.train.evaluation.answers import answers
+from opal_deploy.train.evaluation.figures import Evaluation, figures_of
+from opal_deploy.train.evaluation.maps import CONSISTENCY, PURITY, STABILITY, of_session
+from opal_deploy.train.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.train.pictures import Report
+
+_BOXES = "the protocol crops to the boxes; leave --no-boxes out"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model on N pictures.
+
+    Attributes:
+        evaluation: the figures that need labels only.
+        parts: the figures that need part locations; None where they were not asked for.
+        labels: [N].
+        outputs: the model's answers, without attention maps.
+    """
+
+    evaluation: Evaluation
+    parts: PartFigures | None
+    labels: NDArray[np.int64]
+    outputs: Outputs
+
+    def to_dict(self, prefix: str) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {**self.evaluation.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
 
 
 def evaluate_session(
@@ -27,47 +50,37 @@ def evaluate_session(
     boxes: bool = True,
     batch: int = 16,
     workers: int = 2,
+    parts: PartLocations | None = None,
+    seed: int = 0,
     report: Report | None = None,
-) -> Evaluation:
+) -> Measured:
     """Figures over `samples` (at least one).
 
     Args:
         session: of a model whose classes are those of the samples' labels.
         boxes: crop to the samples' boxes; False shows what leaving them out costs.
+        batch: pictures a forward pass.
+        workers: threads that decode.
+        parts: of the samples; None leaves consistency, stability and purity out.
+        seed: of stability's noise, 0 or more.
+        report: called with pictures done and in all.
 
     Raises:
         UsageError: names a picture that cannot be used.
     """
     metadata = session.metadata
-    requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
-    parts: list[Outputs] = []
-    done = 0
-    for pixels in _batches(requests, metadata.input_size, batch, workers):
-        parts.append(session.run(pixels))
-        done += len(pixels)
-        if report is not None:
-            report(done, len(samples), "evaluating")
-    outputs = Outputs.concatenate(parts)
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    collapse = None
-    if outputs.argmax is not None:
-        collapse = spatial_prototype_collapse(outputs.argmax, labels, metadata.prototypes_per_class)
-    logits = outputs.logits
-    return Evaluation(len(labels), cross_entropy(logits, labels), accuracy(logits, labels), collapse)
-
-
-def _batches(requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int) -> Iterator[Pixels]:
-    def prepared(request: Request) -> Prepared:
-        return prepare(request, size, MAX_PIXELS, keep_picture=False)
-
-    with ThreadPoolExecutor(workers, "decode") as pool:
-        ready = ahead((pool.submit(prepared, request) for request in requests), 2 * batch)
-        while group := list(itertools.islice(ready, batch)):
-            yield np.stack([_pixels(entry) for entry in group])
-
-
-def _pixels(entry: Prepared) -> Pixels:
-    if entry.pixels is None:
-        message = entry.error["error"]["message"] if entry.error else "unusable"
-        raise UsageError(f"{entry.request.name}: {message}; take it out of the data set")
-    return entry.pixels
+    run: Callable[[ImageBatch], Outputs] = session.run
+    meter = None
+    if parts is not None:
+        source = of_session(session)
+        if not boxes:
+            nothing = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), _BOXES)
+            source = replace(source, unavailable={**nothing, **source.unavailable})
+        meter = PartMeter(source, parts, labels, seed=seed)
+        run = source.run
+    outputs = answers(
+        run, samples, metadata.input_size, boxes=boxes, batch=batch, workers=workers, watch=meter, report=report
+    )
+    evaluation = figures_of(outputs.logits, labels, outputs.argmax, metadata.prototypes_per_class)
+    return Measured(evaluation, meter.figures(outputs.scores, outputs.argmax) if meter else None, labels, outputs)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.engine_file import Check, Sidecar, load_engine, passed_here, record_check
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime import probe
@@ -128,6 +128,13 @@ class EngineSession:
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         check_batch(images, self.metadata)
+        return self._answer(images)
+
+    def run_normalised(self, images: FloatArray) -> Outputs:
+        """`run` for float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
+        return self._answer(images)
+
+    def _answer(self, images: NDArray[Any]) -> Outputs:
         self._cuda.use()
         parts: list[Outputs] = []
         working: deque[_Slot] = deque()
@@ -276,11 +283,11 @@ class EngineSession:
             device[name] = self._cuda.allocate(host[name].nbytes)
         return _Slot(device, host, self._cuda.event(), self._cuda.event())
 
-    def _start(self, slot: _Slot, images: ImageBatch) -> None:
+    def _start(self, slot: _Slot, images: NDArray[Any]) -> None:
         """Queue everything for at most `most` pictures."""
         count = max(len(images), self.sidecar.batch.least)
         feed = slot.host[INPUT]
-        if self.metadata.input_kind == "float32":
+        if images.dtype == np.uint8 and self.metadata.input_kind == "float32":
             feed[: len(images)] = normalise(images, self.metadata.mean, self.metadata.std)
         else:
             feed[: len(images)] = images

@@ -1,0 +1,154 @@
+"""`opal-deploy reproduce`: a table of the paper, ours beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from opal_deploy.cli.console import emit_json, progress, say
+from opal_deploy.cli.options import parse_size
+from opal_deploy.errors import StoppedEarly, UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.train.reproduce.plan import Plan
+    from opal_deploy.train.reproduce.runs import Source
+
+
+def reproduce(
+    table: Annotated[
+        str,
+        typer.Argument(
+            help="methods, backbones, ablation, prototypes, distances, beyond, collapse, parts, or components."
+        ),
+    ],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=FOLDER, repeatable: the paper's cub, cars, pets, dogs, flowers, imagenet, caltech101, dtd, "
+            "sun397, or any other name for a data set of your own.",
+            show_default=False,
+        ),
+    ] = None,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help="Only rows whose name holds this, repeatable.", show_default=False),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1,2",
+    out: Annotated[Path, typer.Option(help="The folder of all runs; tables share it.")] = Path("runs/reproduce"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and estimate their GPU hours.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Train nothing: the table of what is finished.")] = False,
+    tflops: Annotated[
+        float, typer.Option(min=0.001, help="Assumed to be sustained while training, for --dry-run.")
+    ] = 40.0,
+    output: Annotated[
+        Literal["text", "json", "markdown"], typer.Option("--format", help="Of the table, on stdout.")
+    ] = "text",
+    recipe: Annotated[str, typer.Option(help="A .toml file, or `paper`.")] = "paper",
+    backbone: Annotated[str | None, typer.Option(help="Instead of the paper's.", show_default=False)] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="See `train`; 'none' for random ones.", show_default=False)
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Paper: 30.", show_default=False)] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Paper: 64.", show_default=False)] = None,
+    lr: Annotated[float | None, typer.Option(help="Paper: 1e-4.", show_default=False)] = None,
+    size: Annotated[str | None, typer.Option(help="Paper: 224.", show_default=False)] = None,
+    augment: Annotated[Literal["paper", "none"] | None, typer.Option(show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=False)] = None,
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"] | None, typer.Option(show_default=False)] = None,
+    workers: Annotated[int | None, typer.Option(min=0, show_default=False)] = None,
+) -> None:
+    """Train what a table of the paper needs and is not there yet, and print ours beside the paper's.
+
+    Repeat the command to continue: finished runs are kept, the one under way is resumed, and tables share runs.
+    """
+    for package in ("torch", "torchvision", "matplotlib"):
+        require(package, "train", "opal-deploy reproduce")
+    from opal_deploy.train import recipe as recipes
+    from opal_deploy.train.reproduce import paper, plan, render, runs
+
+    wanted = paper.table(table)
+    sources = _sources(data or [])
+    asked = list(sources) or ([c.dataset for c in wanted.columns] if dry_run or show else [])
+    if not asked:
+        names = ", ".join(dict.fromkeys(column.dataset for column in wanted.columns))
+        raise UsageError(f"no data set: give --data NAME=FOLDER, of {names} or of your own; --dry-run needs none")
+    overrides: recipes.Sections = {
+        "model": {
+            "backbone": backbone,
+            "weights": weights,
+            "input_size": None if size is None else list(parse_size(size)),
+        },
+        "training": {
+            "epochs": epochs, "batch_size": batch_size, "lr": lr, "augment": augment, "precision": precision,
+        },
+        "machine": {"device": device, "workers": workers},
+    }  # fmt: skip
+    made = plan.make_plan(
+        wanted, list(dict.fromkeys(asked)), _seeds(seeds), recipes.load(recipe), overrides, out, only=row or ()
+    )
+    failures: list[str] = []
+    if dry_run:
+        _say_runs(made, out, tflops)
+        return
+    if not show:
+        with progress("reproducing") as advance:
+            failures = runs.carry_out(made, sources, report=advance, log=say)
+    if output == "json":
+        emit_json(render.to_json(made))
+    else:
+        print(render.to_text(made) if output == "text" else render.to_markdown(made), end="", flush=True)
+    if failures:
+        raise StoppedEarly(f"{len(failures)} run(s) failed: {'; '.join(failures)}")
+
+
+def _sources(given: list[str]) -> dict[str, Source]:
+    from opal_deploy.train.data.catalogue import NAMES
+    from opal_deploy.train.reproduce.runs import Source
+
+    found: dict[str, Source] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or not name or not folder or "/" in name:
+            raise UsageError(f"--data {text!r}: expected NAME=FOLDER, such as cub=data/CUB_200_2011")
+        if name in found:
+            raise UsageError(f"--data {name} is given twice; give each data set once")
+        if not Path(folder).is_dir():
+            raise UsageError(f"--data {text}: no such folder; give the data set's folder as it was unpacked")
+        found[name] = Source(Path(folder), name if name in NAMES else None)
+    return found
+
+
+def _seeds(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts):
+        raise UsageError(f"--seeds {text!r}: expected different whole numbers separated by commas, such as 0,1,2")
+    return [int(part) for part in parts]
+
+
+def _say_runs(made: Plan, out: Path, tflops: float) -> None:
+    from opal_deploy.train.reproduce.plan import estimate, known_size
+
+    hours, unknown, measured = 0.0, 0, 0
+    for run in made.runs:
+        found = estimate(run, out, known_size(run.dataset), tflops)
+        state = "finished" if run.is_finished else "to do"
+        if found is None:
+            time = "hours unknown"
+            unknown += not run.is_finished
+        else:
+            time = f"{found.hours:.2f} GPU hours{' (rate measured here)' if found.measured else ''}"
+            measured += found.measured
+            hours += 0.0 if run.is_finished else found.hours
+        print(f"{run.dataset}  {run.row.name}  seed {run.seed}  {state}  {time}  {run.folder}")
+    todo = sum(not run.is_finished for run in made.runs)
+    say(
+        f"{len(made.runs)} runs, {todo} to do, about {hours:.1f} GPU hours"
+        + (f", {unknown} unknown" if unknown else "")
+    )
+    if measured < len(made.runs) - unknown:
+        say(
+            f"estimated from the backbones' counted operations at an assumed {tflops:g} TFLOP/s (--tflops); "
+            "a finished run in the same folder replaces the assumption"
+        )

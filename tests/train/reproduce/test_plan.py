@@ -1,0 +1,158 @@
+"""Which runs a table needs, what is shown of them, and what they may take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.errors import UsageError
+from opal_deploy.train import recipe
+from opal_deploy.train.reproduce import paper, render
+from opal_deploy.train.reproduce.plan import Plan, Run, estimate, make_plan
+from opal_deploy.train.reproduce.runs import gather
+
+PAPER = recipe.load("paper")
+
+
+def _plan(
+    name: str, out: Path, datasets: tuple[str, ...] = ("cub",), seeds: tuple[int, ...] = (0,), **more: Any
+) -> Plan:
+    return make_plan(paper.table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
+
+
+def _finish(run: Run, **summary: float) -> None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+    stored = {"options": {"input_size": [224, 224], "precision": "auto"}}
+    (run.folder / "config.json").write_text(json.dumps(stored))
+
+
+def _run(plan: Plan, row: str, seed: int = 0) -> Run:
+    return next(run for run in plan.runs if run.row.name == row and run.seed == seed)
+
+
+def test_tables_share_their_runs(tmp_path: Path) -> None:
+    folders = [
+        {run.folder for run in _plan(name, tmp_path).runs}
+        for name in ("methods", "ablation", "prototypes", "distances")
+    ]
+    assert set.intersection(*folders) == {
+        tmp_path / "cub" / "convnext_tiny-opal-m5-l2-seed0",
+        tmp_path / "cub" / "convnext_tiny-linear-seed0",
+    }
+
+
+@pytest.mark.parametrize("name", paper.names())
+def test_different_rows_have_different_folders(name: str, tmp_path: Path) -> None:
+    runs = (
+        _plan(name, tmp_path, seeds=(0, 1)).runs if name != "beyond" else _plan(name, tmp_path, ("dtd",), (0, 1)).runs
+    )
+    assert len({run.folder for run in runs}) == len(runs)
+    assert len({run.options for run in runs}) == len(runs)
+
+
+def test_a_whole_table_of_one_seed_comes_first(tmp_path: Path) -> None:
+    seeds = [run.seed for run in _plan("ablation", tmp_path, ("cub", "pets"), (0, 1)).runs]
+    assert seeds == sorted(seeds)
+    assert len(seeds) == 11 * 2 * 2
+
+
+def test_a_data_set_of_ones_own_is_a_column_without_the_papers_figures(tmp_path: Path) -> None:
+    plan = _plan("ablation", tmp_path, ("mine",))
+    assert [(column.dataset, column.figure) for column in plan.columns] == [("mine", "accuracy")]
+    assert "left out: cub, cars, pets, dogs, flowers" in render.to_text(plan)
+
+
+def test_rows_can_be_chosen_by_name(tmp_path: Path) -> None:
+    assert [run.row.name for run in _plan("prototypes", tmp_path, only=("m=1",)).runs] == ["OPAL m=1", "OPAL m=10"]
+    with pytest.raises(UsageError, match=r"no row of prototypes is named like m=7: it has Baseline"):
+        _plan("prototypes", tmp_path, only=("m=7",))
+
+
+def test_what_a_table_varies_cannot_be_fixed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="backbone is what the table backbones varies"):
+        _plan("backbones", tmp_path, overrides={"model": {"backbone": "resnet18"}})
+
+
+def test_departures_from_the_protocol_are_said(tmp_path: Path) -> None:
+    overrides = {"training": {"epochs": 2, "lr": 1e-3}, "model": {"backbone": "resnet18", "weights": "none"}}
+    plan = _plan("ablation", tmp_path, overrides=overrides)
+    assert plan.departures == (
+        "backbone resnet18 instead of convnext_tiny",
+        "weights None instead of IMAGENET1K_V1",
+        "epochs 2 instead of 30",
+        "lr 0.001 instead of 0.0001",
+    )
+    assert "not the paper's protocol: backbone resnet18" in render.to_text(plan)
+    assert _plan("ablation", tmp_path).departures == ()
+
+
+def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
+    plan = _plan("methods", tmp_path, seeds=(0, 1, 2))
+    for seed, accuracy in enumerate((0.84, 0.86, 0.85)):
+        _finish(_run(plan, "OPAL", seed), test_accuracy=accuracy)
+    _finish(_run(plan, "Baseline (ConvNeXt-Tiny)", 1), test_accuracy=0.83)
+    opal, baseline = plan.table.rows[-1], plan.table.rows[0]
+    found = gather(plan, opal, plan.columns[0])
+    assert found is not None
+    assert found.mean == pytest.approx(85.0)
+    assert found.std == pytest.approx(1.0)  # n - 1
+    lines = render.to_text(plan).splitlines()
+    assert next(line for line in lines if line.startswith("OPAL")).split() == [
+        "OPAL",
+        "85.0",
+        "±",
+        "1.0",
+        "85.6",
+        "±",
+        "0.2",
+    ]
+    assert "83.0 (1 of 3)" in next(line for line in lines if line.startswith("Baseline"))
+    assert "2 of 6 runs are not finished" in lines[-1]
+    document = render.to_json(plan)
+    cell = document["rows"][-1]["cells"][0]
+    assert cell["ours"]["values"] == pytest.approx([84.0, 86.0, 85.0])
+    assert cell["paper"] == {"mean": 85.6, "std": 0.2}
+    assert gather(plan, baseline, plan.columns[0]).std is None  # type: ignore[union-attr]
+
+
+def test_collapse_spreads_over_pictures_as_in_the_paper(tmp_path: Path) -> None:
+    plan = _plan("collapse", tmp_path, seeds=(0, 1))
+    for seed in (0, 1):
+        run = _run(plan, "Proj.+GMP+CWS+Orth. (OPAL)", seed)
+        _finish(run, spatial_prototype_collapse=0.01 + 0.02 * seed, spatial_prototype_collapse_std=0.08)
+    assert "2.0 ± 8.0" in render.to_text(plan)
+    assert "standard deviation over the test pictures" in render.to_text(plan)
+
+
+def test_markdown_is_a_table(tmp_path: Path) -> None:
+    lines = render.to_markdown(_plan("distances", tmp_path)).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + 7
+    assert len({line.count("|") for line in table}) == 1
+    assert table[2] == "| Baseline (ConvNeXt-Tiny) | - | 84.2 |"
+
+
+def test_hours_come_from_counted_operations(tmp_path: Path) -> None:
+    run = _run(_plan("backbones", tmp_path), "ResNet-50")
+    size = paper.sizes()["cub"]
+    found = estimate(run, tmp_path, size, tflops=100.0)
+    # ResNet-50 without its dense layer: 4.09 G multiply-accumulates (He et al. 2016; torchvision's page)
+    train, val = 5994 - 1198, 1198
+    flops = 2 * 4.087e9 * (30 * (3 * train + val) + 5794)
+    assert found is not None
+    assert found.hours == pytest.approx(flops / 100e12 / 3600, rel=0.01)
+    assert not found.measured
+    assert estimate(run, tmp_path, None) is None
+
+
+def test_a_finished_run_replaces_the_assumption(tmp_path: Path) -> None:
+    plan = _plan("methods", tmp_path)
+    _finish(_run(plan, "OPAL"), test_accuracy=0.5, images_per_second=1000.0)
+    found = estimate(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.sizes()["cub"])
+    assert found is not None
+    assert found.measured
+    assert found.hours == pytest.approx(30 * (4796 + 1198 / 3) / 1000 / 3600, rel=1e-3)

@@ -1,0 +1,127 @@
+"""`opal-deploy reproduce`: what is missing is trained, what is there is kept, and the table is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from opal_deploy.cli.reproduce import reproduce
+from opal_deploy.demo import generate
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.train.reproduce import runs
+
+
+@pytest.fixture(scope="module")
+def creatures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("creatures") / "data"
+    generate(root, num_species=3, train_per_class=6, val_per_class=2, test_per_class=2, size=(64, 64))
+    return root
+
+
+SMALL = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "epochs": 1, "batch_size": 6, "size": "64"}
+
+
+def test_a_table_is_trained_once_and_printed(
+    creatures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"data": [f"mine={creatures}"], "seeds": "0", "out": tmp_path / "runs", "output": "json", **SMALL}
+    reproduce("collapse", **arguments)  # type: ignore[arg-type]
+    first = json.loads(capsys.readouterr().out)
+    assert [row["row"] for row in first["rows"]] == ["Proj.+GMP+Orth.", "Proj.+GMP+CWS+Orth. (OPAL)"]
+    for row in first["rows"]:
+        summary = json.loads((Path(row["runs"][0]) / "summary.json").read_text())
+        assert row["cells"][0]["ours"]["values"] == [100 * summary["spatial_prototype_collapse"]]
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    reproduce("collapse", **arguments)  # type: ignore[arg-type]
+    assert json.loads(capsys.readouterr().out) == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()} == written
+
+
+def test_other_options_on_the_same_runs_are_refused(creatures: Path, tmp_path: Path) -> None:
+    arguments = {"data": [f"mine={creatures}"], "row": ["OPAL"], "seeds": "0", "out": tmp_path, **SMALL}
+    reproduce("collapse", **arguments)  # type: ignore[arg-type]
+    (next(tmp_path.rglob("summary.json"))).unlink()
+    with pytest.raises(UsageError, match="batch_size was 6 and is 5"):
+        reproduce("collapse", **{**arguments, "batch_size": 5})  # type: ignore[arg-type]
+
+
+def test_a_run_that_diverges_does_not_stop_the_others(
+    creatures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = runs.fit
+
+    def diverging(*arguments: object, **options: object) -> object:
+        if arguments[1].head == HeadConfig(cws=False):  # type: ignore[attr-defined]
+            raise runs.Diverged("the training loss is nan")
+        return fit(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runs, "fit", diverging)
+    with pytest.raises(StoppedEarly, match=r"1 run\(s\) failed: mine, Proj\.\+GMP\+Orth\., seed 0"):
+        reproduce("collapse", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)  # type: ignore[arg-type]
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("Proj.+GMP+Orth.")).split()[1] == "-"
+    assert next(line for line in lines if line.startswith("Proj.+GMP+CWS+Orth.")).split()[2] != "-"
+
+
+def test_a_dry_run_needs_no_pictures_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reproduce("prototypes", out=tmp_path, seeds="0,1", dry_run=True)
+    found = capsys.readouterr()
+    assert len(found.out.splitlines()) == 5 * 5 * 2
+    assert "50 runs, 50 to do" in found.err
+    assert "assumed 40 TFLOP/s" in found.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "no data set: give --data NAME=FOLDER, of cub, cars"),
+        (["cub"], "expected NAME=FOLDER"),
+        (["cub=/no/such/folder"], "no such folder"),
+        (["a=.", "a=."], "given twice"),
+    ],
+)
+def test_data_sets_that_are_no_data_sets(data: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        reproduce("ablation", data=data, out=tmp_path)
+
+
+@pytest.mark.parametrize("seeds", ["", "a", "0,0", "0,,1", "-1"])
+def test_seeds_are_numbers(seeds: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected different whole numbers"):
+        reproduce("ablation", data=["mine=."], seeds=seeds, out=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_whole_ablation_of_two_seeds_killed_once_and_resumed(creatures: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "opal_deploy", "reproduce", "ablation", "--data", f"mine={creatures}", "--seeds", "0,1",
+        "--out", tmp_path / "runs", "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--epochs", "2",
+        "--batch-size", "6", "--size", "64", "--format", "json",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.DEVNULL)
+    # in the middle of the fourth run
+    while len(list((tmp_path / "runs").rglob("config.json"))) < 4:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("summary.json")}
+    assert len(finished) == 3
+    done = subprocess.run(
+        [*map(str, command)], env=environment, capture_output=True, text=True, check=True, timeout=900
+    )
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    table = json.loads(done.stdout)
+    assert len(table["rows"]) == 11
+    assert all(len(row["cells"][0]["ours"]["values"]) == 2 for row in table["rows"])

@@ -1,0 +1,166 @@
+"""Several processes do what one does with the same global batch."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opal_deploy.errors import UsageError
+from opal_deploy.model import checkpoint
+from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.pictures import Batches, Pictures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 classes; 27 training pictures, so that shares of a batch differ in size; 7 to validate, 5 to test."""
+    root = tmp_path_factory.mktemp("squares")
+    rng = np.random.default_rng(0)
+    for split, counts in (("train", (9, 9, 9)), ("val", (3, 2, 2)), ("test", (2, 2, 1))):
+        for label, count in enumerate(counts):
+            (root / split / f"{label}").mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(60, 160, (72, 72, 3), dtype=np.uint8)
+                pixels[20:50, 20:50, label] = 250
+                Image.fromarray(pixels).save(root / split / f"{label}" / f"{index:02}.png")
+    return root
+
+
+def _train(folder: Path, out: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m"]
+    if processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    # a network without batch statistics and chance: those of a process's own share differ from the whole batch's
+    command = [
+        *launcher, "opal_deploy", "train", folder, "--out", out, "--backbone", "vgg11", "--weights", "none",
+        "--size", "64", "--epochs", "2", "--batch-size", "9", "--device", "cpu", "--prototypes", "2", "--lr", "1e-4",
+        "--workers", "0", *options,
+    ]  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def _epochs(out: Path) -> list[dict[str, float]]:
+    with (out / "metrics.csv").open() as stream:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
+
+
+def test_two_processes_train_as_one_does(folder: Path, tmp_path: Path) -> None:
+    one, two = _train(folder, tmp_path / "one"), _train(folder, tmp_path / "two", processes=2)
+    assert one.returncode == 0, one.stderr
+    assert two.returncode == 0, two.stderr
+    # one writes and speaks
+    assert two.stderr.count("epoch 1/2") == one.stderr.count("epoch 1/2") == 1
+    assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
+
+    for a, b in zip(_epochs(tmp_path / "one"), _epochs(tmp_path / "two"), strict=True):
+        assert b["train_loss"] == pytest.approx(a["train_loss"], rel=1e-4)
+        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-4)
+        assert b["train_accuracy"] == a["train_accuracy"]
+        assert b["val_accuracy"] == a["val_accuracy"]
+    first, second = (checkpoint.load(tmp_path / name / "best.pt") for name in ("one", "two"))
+    assert second.metrics["val_images"] == 7
+    assert second.metrics["test_images"] == 5
+    assert second.metrics["test_accuracy"] == first.metrics["test_accuracy"]
+    weights = [net.network.head.projection.weight for net in (first, second)]
+    start = _start(tmp_path, folder)
+    moved = (weights[0] - start).abs().max()
+    # the paths stay together: what separates them is rounding, small beside what training moved
+    assert (weights[0] - weights[1]).abs().max() < 0.05 * moved
+
+
+def _start(tmp_path: Path, folder: Path) -> torch.Tensor:
+    from opal_deploy.model.config import HeadConfig, NetworkConfig
+    from opal_deploy.model.network import OpalNetwork
+
+    torch.manual_seed(0)
+    network = OpalNetwork(NetworkConfig("vgg11", 3, (64, 64), HeadConfig(prototypes_per_class=2)))
+    return network.head.projection.weight.detach()
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_two_processes_goes_on(folder: Path, tmp_path: Path) -> None:
+    """Bit by bit: two numbers add up to the same in either order."""
+    assert _train(folder, tmp_path / "whole", processes=2).returncode == 0
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", _KILLED, folder, run]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launched = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True)
+    while not (run / "last.pt").exists():
+        assert launched.poll() is None
+        time.sleep(0.01)
+    os.killpg(launched.pid, signal.SIGKILL)
+    launched.wait()
+    assert not (run / "summary.json").exists()
+    refused = _train(folder, run, "--resume")
+    assert refused.returncode == 2
+    assert "2 processes were running and now are 1" in refused.stderr
+    assert _train(folder, run, "--resume", processes=2).returncode == 0
+    whole, resumed = (checkpoint.load(tmp_path / name / "best.pt").network.state_dict() for name in ("whole", "run"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+# torchrun in the session of this process, so that all of its processes are killed together
+_KILLED = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_distributed import _train
+_train(*sys.argv[1:], "--save-every", "1", processes=2)
+"""
+
+
+def test_more_processes_than_pictures_for_them_are_refused(folder: Path, tmp_path: Path) -> None:
+    found = _train(folder, tmp_path / "run", "--batch-size", "3", processes=2)
+    assert found.returncode != 0
+    assert "batches of 3 over 2 processes: at least 2 pictures for each are needed" in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [16, 17, 21, 40])
+def test_every_picture_is_in_one_share_an_epoch(size: int, count: int, tmp_path: Path) -> None:
+    pictures = Pictures([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
+    for shuffle in (None, 7):
+        shares = [Batches(pictures, 8, shuffle_seed=shuffle, rank=rank, size=size) for rank in range(size)]
+        for batches in shares:
+            batches.epoch = 3
+        seen = Counter(index for batches in shares for share in batches.share() for _, index in share)
+        assert seen == Counter(range(count))
+        if shuffle is not None:
+            # as many steps everywhere: a process without a share would leave the others waiting
+            assert len({len(batches.share()) for batches in shares}) == 1
+
+
+def test_an_epoch_can_be_entered_at_any_batch(tmp_path: Path) -> None:
+    pictures = Pictures([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
+    batches = Batches(pictures, 6, shuffle_seed=0)
+    whole = batches.share()
+    batches.first = 2
+    assert batches.share() == whole[2:]
+    assert batches.files(1) == [tmp_path / f"{index}.png" for _, index in whole[1]]
+
+
+def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from opal_deploy.train import distributed
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed, "choose_device", torch.device)
+    with pytest.raises(UsageError, match="each takes a GPU of its own"), distributed.joined("cuda:1"):
+        pass

@@ -1,0 +1,90 @@
+"""Training on an NVIDIA GPU: every precision, compiled, continued, and on several GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from opal_deploy.demo import generate
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.train.data.catalogue import DataSet, read
+from opal_deploy.train.loop import fit
+from opal_deploy.train.options import Options, TrainingPrecision
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU that PyTorch can use"),
+]
+
+OPTIONS = Options(
+    backbone="resnet18",
+    epochs=4,
+    batch_size=32,
+    lr=1e-3,
+    input_size=(96, 96),
+    head=HeadConfig(prototypes_per_class=2),
+    augment="none",
+    device="cuda",
+    workers=2,
+)
+
+
+@pytest.fixture(scope="module")
+def creatures(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+    root = tmp_path_factory.mktemp("creatures") / "data"
+    generate(root, num_species=3, train_per_class=64, val_per_class=12, test_per_class=12, size=(96, 96))
+    return read(root)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_precision_learns(creatures: DataSet, tmp_path: Path, precision: TrainingPrecision) -> None:
+    result = fit(creatures, replace(OPTIONS, precision=precision), tmp_path)
+    assert result.epochs[-1].train_loss < 0.9 * result.epochs[0].train_loss
+
+
+def test_a_compiled_step_learns_as_a_plain_one(creatures: DataSet, tmp_path: Path) -> None:
+    plain, compiled = (
+        fit(creatures, replace(OPTIONS, epochs=1, precision="fp32", compile=wanted), tmp_path / str(wanted))
+        for wanted in (False, True)
+    )
+    assert compiled.epochs[0].train_loss == pytest.approx(plain.epochs[0].train_loss, rel=0.02)
+
+
+def test_a_run_goes_on_with_its_optimizer_and_scaler(creatures: DataSet, tmp_path: Path) -> None:
+    class Stop(BaseException):
+        pass
+
+    def interrupt(line: str) -> None:
+        if line.startswith("epoch 2"):
+            raise Stop
+
+    options = replace(OPTIONS, precision="fp16")
+    with pytest.raises(Stop):
+        fit(creatures, options, tmp_path / "run", log=interrupt)
+    resumed = fit(creatures, options, tmp_path / "run", resume=True)
+    whole = fit(creatures, options, tmp_path / "whole")
+    # sums on a GPU come in no fixed order
+    assert resumed.epochs[1].val_loss == pytest.approx(whole.epochs[1].val_loss, rel=0.1)
+    assert resumed.epochs[-1].train_loss == pytest.approx(whole.epochs[-1].train_loss, rel=0.1)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_two_gpus_train_as_one_does(creatures: DataSet, tmp_path: Path) -> None:
+    """With batch statistics over both shares; measured in float32."""
+    for name, launcher in (("one", []), ("two", ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
+        command = [
+            sys.executable, *(("-m", *launcher) if launcher else ()), "-m", "opal_deploy", "train", creatures.root,
+            "--out", tmp_path / name, "--backbone", "resnet18", "--weights", "none", "--size", "96", "--epochs", "2",
+            "--batch-size", "32", "--precision", "fp32", "--augment", "none", "--device", "cuda",
+        ]  # fmt: skip
+        subprocess.run([*map(str, command)], env={**os.environ, "OMP_NUM_THREADS": "4"}, check=True, timeout=280)
+    one, two = (checkpoint.load(tmp_path / name / "last.pt").metrics for name in ("one", "two"))
+    assert two["val_images"] == one["val_images"]
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=0.1)

@@ -1,0 +1,128 @@
+"""Recipes: what a TOML file says, what the command line says instead, and what is saved."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.errors import UsageError
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.train import recipe
+from opal_deploy.train.options import Options
+from opal_deploy.train.recipe import Recipe, load, resolve
+
+
+def _head(**said: Any) -> HeadConfig:
+    return resolve(load("paper"), {"head": said}).options.head
+
+
+def test_the_papers_recipe_is_the_papers_protocol() -> None:
+    options = resolve(load("paper"), {}).options
+    assert (options.epochs, options.batch_size, options.lr) == (30, 64, 1e-4)
+    assert options.input_size == (224, 224)
+    assert options.head == HeadConfig()
+    assert options.backbone == "convnext_tiny"
+    assert options.weights == "IMAGENET1K_V1"
+    assert options.augment == "paper"
+
+
+def test_weights_follow_the_backbone_unless_they_are_given() -> None:
+    paper = load("paper")
+    assert resolve(paper, {"model": {"backbone": "resnet50"}}).options.weights == "IMAGENET1K_V2"
+    assert resolve(paper, {"model": {"weights": "none"}}).options.weights is None
+    assert resolve(paper, {"model": {"weights": "mine.pth"}}).options.weights == "mine.pth"
+
+
+def test_the_command_line_overrides_and_its_silence_does_not() -> None:
+    found = resolve(
+        {"training": {"epochs": 7, "seed": 4}, "data": {"dataset": "cub"}},
+        {"training": {"epochs": 2, "seed": None}, "data": {"dataset": None, "partition": 3}},
+    )
+    assert (found.options.epochs, found.options.seed) == (2, 4)
+    assert (found.dataset, found.partition) == ("cub", 3)
+
+
+def test_head_options_make_the_papers_variants() -> None:
+    assert _head(kind="opal") == HeadConfig()
+    assert _head(kind="linear") == LINEAR_BASELINE
+    assert _head(cws=False).evidence == "exact"
+    assert _head(cws=False, anchors=False).evidence == "none"
+    assert _head(prototypes_per_class=3, distance="kl") == HeadConfig(prototypes_per_class=3, distance="kl")
+    with pytest.raises(UsageError, match="eleven variants"):
+        _head(anchors=False)
+    with pytest.raises(UsageError, match="--head linear pools by average"):
+        _head(kind="linear", pooling="max")
+
+
+def test_a_kind_on_the_command_line_replaces_the_recipes_variant() -> None:
+    ablated = {"head": {"cws": False, "pooling": "avg", "prototypes_per_class": 3}}
+    assert resolve(ablated, {}).options.head == HeadConfig(cws=False, pooling="avg", prototypes_per_class=3)
+    assert resolve(ablated, {"head": {"kind": "opal"}}).options.head == HeadConfig(prototypes_per_class=3)
+    assert resolve(ablated, {"head": {"kind": "linear"}}).options.head == LINEAR_BASELINE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(),
+        Options(head=LINEAR_BASELINE, weights="IMAGENET1K_V2", backbone="resnet50"),
+        Options(head=HeadConfig(cws=False, distance="linf", prototypes_per_class=1), workers=3, tf32=True, seed=9),
+        Options(input_size=(224, 448), augment="none", precision="bf16", compile=True, save_every=10, tensorboard=True),
+    ],
+)
+def test_what_is_saved_resolves_to_the_same_run(options: Options, tmp_path: Path) -> None:
+    original = Recipe(options, "dtd", partition=4, skip_missing=True)
+    path = tmp_path / "recipe.toml"
+    path.write_text(original.to_toml())
+    assert resolve(load(str(path)), {}) == original
+    assert tomllib.loads(path.read_text())["model"]["backbone"] == options.backbone
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs = 3", r"'epochs' is none of its sections \(data, model, head, training, machine\)"),
+        ("[training]\nepoch = 3", r"\[training\] knows no 'epoch' \(epochs, batch_size"),
+        ("[training]\nepochs = '3'", r"\[training\] epochs = '3': expected a whole number"),
+        ("[training]\nepochs = true", r"epochs = True: expected a whole number"),
+        ("[training]\nlr = 'fast'", r"lr = 'fast': expected a number"),
+        ("[head]\nkind = 'dense'", r"kind = 'dense': expected opal or linear"),
+        ("[training", r"not TOML"),
+    ],
+)
+def test_a_recipe_that_says_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load(str(path))
+
+
+def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text("[training]\nepoch = 3\nlr = 'x'\n[modle]\n")
+    with pytest.raises(UsageError, match=r"'epoch'.*lr = 'x'.*'modle'"):
+        load(str(path))
+
+
+def test_an_unknown_recipe_names_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"recipe 'papers': no such file, and not one of paper"):
+        load("papers")
+    assert recipe.names() == ["paper"]
+
+
+@pytest.mark.parametrize("size", [[224], [224, 0], [224.0, 224], ["a", 3]])
+def test_an_input_size_is_two_numbers(size: list[Any]) -> None:
+    with pytest.raises(UsageError, match="expected two whole numbers"):
+        resolve({"model": {"input_size": size}}, {})
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [({"augment": "strong"}, "expected one of paper, none"), ({"precision": "int8"}, "expected one of auto, fp32")],
+)
+def test_words_are_checked(training: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        resolve({"training": training}, {})

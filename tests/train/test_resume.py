@@ -1,0 +1,236 @@
+"""A run that is killed at any moment goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.train import loop
+from opal_deploy.train.data.catalogue import DataSet, read
+from opal_deploy.train.loop import fit
+from opal_deploy.train.options import Options
+
+# stochastic depth draws from torch's generator: a state that is not restored changes the weights
+OPTIONS = Options(
+    backbone="shufflenet_v2_x0_5",
+    epochs=2,
+    batch_size=8,
+    lr=1e-3,
+    input_size=(32, 32),
+    head=HeadConfig(prototypes_per_class=2),
+    device="cpu",
+)
+COLOURS = ((40, 60, 220), (40, 190, 60), (220, 50, 40))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("squares")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 2)):
+        for label, colour in enumerate(COLOURS):
+            (root / split / f"{label}").mkdir(parents=True)
+            for index in range(count):
+                pixels = rng.integers(90, 140, (40, 40, 3), dtype=np.uint8)
+                pixels[8:30, 8:30] = colour
+                Image.fromarray(pixels).save(root / split / f"{label}" / f"{index:02}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def squares(folder: Path) -> DataSet:
+    return read(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole")
+    fit(squares, OPTIONS, out)
+    return out
+
+
+def _outcome(out: Path) -> dict[str, Any]:
+    """Everything that must not depend on interruptions: weights bit by bit, figures, the epochs' losses."""
+    found: dict[str, Any] = {}
+    for name in ("best.pt", "last.pt"):
+        stored = checkpoint.load(out / name)
+        found[name] = {key: value.numpy().tobytes() for key, value in stored.network.state_dict().items()}
+        found[f"{name} metrics"] = stored.metrics
+    with (out / "metrics.csv").open() as stream:
+        found["epochs"] = [
+            {k: v for k, v in row.items() if "loss" in k or "accuracy" in k} for row in csv.DictReader(stream)
+        ]
+    return found
+
+
+class _Killed(BaseException):
+    """Stands for a kill: nothing in the program catches it."""
+
+
+# within the first epoch, its best.pt, its last.pt, the last.pt of the second, best.pt with the test figures
+@pytest.mark.parametrize("write", [1, 2, 3, 5, 6])
+def test_ending_before_any_write_and_resuming_ends_bit_identical(
+    squares: DataSet, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: int
+) -> None:
+    done = 0
+    save = loop.save
+
+    def save_or_die(*arguments: Any, **options: Any) -> None:
+        nonlocal done
+        done += 1
+        if done == write:
+            raise _Killed
+        save(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "save", save_or_die)
+        options = replace(OPTIONS, save_every=2)
+        with pytest.raises(_Killed):
+            fit(squares, options, tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    torch.manual_seed(99)  # another process draws from another state
+    result = fit(squares, options, tmp_path / "run", resume=True)
+    assert _outcome(tmp_path / "run") == _outcome(whole)
+    assert result.best_epoch == checkpoint.load(whole / "best.pt").metrics["epoch"]
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares: DataSet, tmp_path: Path) -> None:
+    options = replace(OPTIONS, backbone="efficientnet_b0", save_every=1)
+    small = replace(squares, train=squares.train[:16], val=squares.val[:4], test=[])
+    fit(small, options, tmp_path / "whole")
+
+    def interrupt(line: str) -> None:
+        if line.startswith("epoch 1"):
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        fit(small, options, tmp_path / "run", log=interrupt)
+    torch.manual_seed(99)
+    fit(small, options, tmp_path / "run", resume=True)
+    assert _outcome(tmp_path / "run") == _outcome(tmp_path / "whole")
+
+
+def test_resuming_where_there_is_no_run_begins_one(squares: DataSet, whole: Path, tmp_path: Path) -> None:
+    fit(squares, OPTIONS, tmp_path / "run", resume=True)
+    assert _outcome(tmp_path / "run") == _outcome(whole)
+
+
+def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares: DataSet, whole: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
+    result = fit(squares, OPTIONS, whole, resume=True)
+    assert {path.name: path.stat().st_mtime_ns for path in whole.iterdir()} == before
+    assert result.test is not None
+    assert result.test.accuracy == json.loads((whole / "summary.json").read_text())["test_accuracy"]
+    assert [record.epoch for record in result.epochs] == [1, 2]
+
+
+def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares: DataSet, whole: Path, tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        if line.startswith("epoch 1"):
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        fit(squares, replace(OPTIONS, epochs=1), tmp_path / "run", log=interrupt)
+    fit(squares, OPTIONS, tmp_path / "run", resume=True)
+    assert _outcome(tmp_path / "run") == _outcome(whole)
+
+
+def test_another_run_is_refused_with_what_differs(squares: DataSet, whole: Path) -> None:
+    with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.002; repeat the first command with --resume"):
+        fit(squares, replace(OPTIONS, lr=2e-3), whole, resume=True)
+    fewer = replace(squares, train=squares.train[1:])
+    with pytest.raises(UsageError, match="the pictures, labels, boxes or splits of the data set are others"):
+        fit(fewer, OPTIONS, whole, resume=True)
+
+
+def test_a_folder_of_checkpoints_without_state_is_refused(squares: DataSet, whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "last.pt").write_bytes((whole / "last.pt").read_bytes())
+    with pytest.raises(UsageError, match="holds no training state"):
+        fit(squares, OPTIONS, tmp_path, resume=True)
+
+
+def test_the_finished_checkpoint_carries_no_training_state(whole: Path) -> None:
+    assert "resume" not in torch.load(whole / "last.pt", weights_only=True)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(
+    squares: DataSet, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    sizes: list[bytes] = []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill_the_disk(line: str) -> None:
+        if line.startswith("epoch 1"):
+            sizes.append((out / "last.pt").read_bytes())
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(sizes[0]) // 2, before[1]))
+
+    try:
+        with pytest.raises(StoppedEarly, match=r"cannot be written .*last\.pt is as it was before; make room and"):
+            fit(squares, OPTIONS, out, log=fill_the_disk)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (out / "last.pt").read_bytes() == sizes[0]
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+    fit(squares, OPTIONS, out, resume=True)
+    assert _outcome(out) == _outcome(whole)
+
+
+def _kill_and_resume(folder: Path, out: Path, kills: int, seed: int) -> int:
+    """Starts the command again and again and kills it, then lets it finish; how many were killed while they ran."""
+    command = [
+        sys.executable, "-m", "opal_deploy", "train", folder, "--out", out, "--resume", "--weights", "none",
+        "--backbone", OPTIONS.backbone, "--epochs", OPTIONS.epochs, "--batch-size", OPTIONS.batch_size, "--lr", 1e-3,
+        "--size", "32", "--prototypes", "2", "--device", "cpu", "--save-every", "1", "--workers", "0",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    moments = random.Random(seed)
+    killed = 0
+    for _ in range(kills):
+        process = subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.DEVNULL)
+        # importing torch takes seconds: what is to be hit is what comes after
+        started = time.monotonic()
+        while not (out / "config.json").exists() and process.poll() is None and time.monotonic() - started < 60:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.0, 6.0))
+        process.kill()
+        killed += process.wait() == -signal.SIGKILL
+    subprocess.run([*map(str, command)], env=environment, check=True, stderr=subprocess.DEVNULL, timeout=240)
+    return killed
+
+
+def test_kill_9_and_resume_from_the_command_line(folder: Path, whole: Path, tmp_path: Path) -> None:
+    assert _kill_and_resume(folder, tmp_path / "run", kills=1, seed=1) == 1
+    assert _outcome(tmp_path / "run") == _outcome(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_kill_9_twenty_times_at_random_moments(folder: Path, whole: Path, tmp_path: Path) -> None:
+    killed = 0
+    for series in range(7):
+        killed += _kill_and_resume(folder, tmp_path / f"{series}", kills=3, seed=series)
+        assert _outcome(tmp_path / f"{series}") == _outcome(whole)
+    assert killed >= 20

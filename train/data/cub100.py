@@ -1,0 +1,81 @@
+"""A course's subset of CUB-200-2011: 100 classes, pictures squashed to 227x227, comma-separated tables, ids from 0.
+
+    images.txt              <image id>, <path under images/>
+    image_class_labels.txt  <image id>, <class id>
+    train_test_split.txt    <image id>, <1 for TEST, 0 for training>
+    classes.txt             <class id>, <name>
+
+Its README calls the flag "is training", but counts 2,999 training pictures, as many as there are zeros. Whole pictures:
+there are no boxes. The set's own split; it has no validation pictures.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from opal_deploy.errors import UsageError
+from opal_deploy.train.data.cub import comma_separated, has_tables
+from opal_deploy.train.data.listing import Adapter, Listing, Pair, all_of, from_pairs, lacking, require_files
+from opal_deploy.train.data.samples import listed
+
+_IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
+_TABLES = (_IMAGES, _LABELS, _SPLIT, _CLASSES)
+
+
+def read(folder: Path) -> Listing:
+    """The tables' content; ids that do not agree become problems.
+
+    Raises:
+        UsageError: tables that are absent or in another format.
+    """
+    require_files(folder, "the 100-class subset of CUB", lacking(folder, _TABLES))
+    tables = all_of({name: partial(_table, folder / name) for name in _TABLES})
+    images, labels, flags, classes = (tables[name] for name in _TABLES)
+    problems = []
+    for name, table in ((_LABELS, labels), (_SPLIT, flags)):
+        if strange := sorted(table.keys() - images.keys(), key=int):
+            problems.append(f"{len(strange):,} ids of {name} are not in {_IMAGES}: {listed(strange)}")
+        if absent := sorted(images.keys() - table.keys(), key=int):
+            problems.append(f"{len(absent):,} ids of {_IMAGES} are not in {name}: {listed(absent)}")
+    if strange := sorted(set(labels.values()) - classes.keys()):
+        problems.append(f"class ids that {_CLASSES} does not name: {listed(strange)}")
+    if strange := sorted(set(flags.values()) - {"0", "1"}):
+        problems.append(f"{_SPLIT} holds {listed(strange)} beside 0 and 1")
+    label_of = {class_id: label for label, class_id in enumerate(sorted(classes, key=int))}
+    splits: dict[str, list[Pair]] = {"train": [], "test": []}
+    for key, name in images.items():
+        label, split = label_of.get(labels.get(key, "")), {"0": "train", "1": "test"}.get(flags.get(key, ""))
+        if label is not None and split is not None:
+            splits[split].append((folder / "images" / name, label))
+    class_names = [classes[class_id] for class_id in label_of]
+    return from_pairs("cub100", folder, class_names, splits, problems=problems, pictures=(folder / "images",))
+
+
+def _table(path: Path) -> dict[str, str]:
+    """Id to value, in the file's order."""
+    rows: dict[str, str] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); get the file again") from None
+    for number, line in enumerate(lines, 1):
+        key, comma, value = (part.strip() for part in line.partition(","))
+        if not line.strip():
+            continue
+        if not key.isdigit() or not comma or not value or key in rows:
+            raise UsageError(
+                f"{path}, line {number}: {line.strip()[:80]!r} is not a new numeric id, a comma and a value; "
+                "get the file again"
+            )
+        rows[key] = value
+    return rows
+
+
+ADAPTER = Adapter(
+    "cub100",
+    "the 100-class subset of CUB-200-2011 at 227x227",
+    lambda folder: has_tables(folder) and comma_separated(folder),
+    lambda folder, _: read(folder),
+    ("cub100_227px",),
+)

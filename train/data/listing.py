@@ -1,0 +1,137 @@
+"""What an adapter makes of a data set's own lists, before anybody looked whether the pictures are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from opal_deploy.errors import UsageError
+from opal_deploy.train.data.samples import DataSet, Sample, listed
+
+# a picture's file and its class index
+Pair = tuple[Path, int]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A data set as its lists describe it.
+
+    Attributes:
+        data: the official splits; pictures may be missing or broken.
+        problems: what is wrong with the lists, a clause each; any is an error, raised with all that `checks` finds.
+        pictures: folders in which every picture should be in some list.
+        advice: what to do about an error, completing "...; ".
+    """
+
+    data: DataSet
+    problems: list[str] = field(default_factory=list)
+    pictures: tuple[Path, ...] = ()
+    advice: str = "unpack the official archives again"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How one data set is recognised and read.
+
+    Attributes:
+        name: as a user gives it.
+        title: as its authors call it.
+        recognises: whether a folder is unmistakably this data set's own.
+        read: from the data set's folder and the partition's number to its lists.
+        folders: what the data set's own folder is called where its parent is given, torchvision's names first.
+        partitions: how many official ones there are; 0 for a data set with a single split.
+    """
+
+    name: str
+    title: str
+    recognises: Callable[[Path], bool]
+    read: Callable[[Path, int], Listing]
+    folders: tuple[str, ...] = ()
+    partitions: int = 0
+
+
+def lacking(folder: Path, names: Iterable[str]) -> list[str]:
+    """Which of the files, or folders where the name ends in a slash, are not in `folder`."""
+    return [n for n in names if not ((folder / n).is_dir() if n.endswith("/") else (folder / n).is_file())]
+
+
+def has(folder: Path, *names: str) -> bool:
+    """Whether `folder` has all these files, or folders where the name ends in a slash."""
+    return not lacking(folder, names)
+
+
+def require_files(folder: Path, title: str, absent: list[str], advice: str = "") -> None:
+    """Refuse a folder in which files are absent.
+
+    Raises:
+        UsageError: all of them in one line.
+    """
+    if absent:
+        raise UsageError(
+            f"{folder}: it is read as {title} but lacks {listed(absent)}; "
+            f"{advice or 'unpack all of the official archives there, or name another data set or folder'}"
+        )
+
+
+def all_of(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """What each of the readers returns.
+
+    Raises:
+        UsageError: one with the messages of all that failed.
+    """
+    found: dict[str, T] = {}
+    messages: dict[str, None] = {}
+    for name, read in readers.items():
+        try:
+            found[name] = read()
+        except UsageError as error:
+            messages[str(error)] = None
+    if messages:
+        raise UsageError("; also, ".join(messages))
+    return found
+
+
+def first_of(folder: Path, *names: str) -> Path:
+    """The first of these files or folders that exists; the first name's path where none does."""
+    paths = [folder / name for name in names]
+    return next((path for path in paths if path.exists()), paths[0])
+
+
+def from_pairs(
+    layout: str,
+    folder: Path,
+    class_names: list[str],
+    splits: Mapping[str, list[Pair]],
+    *,
+    problems: Iterable[str] = (),
+    warnings: Iterable[str] = (),
+    pictures: tuple[Path, ...] = (),
+) -> Listing:
+    """A listing of whole pictures; labels that no class has become a problem.
+
+    Args:
+        splits: `train`, and where there are such `val` and `test`.
+    """
+    problems = list(problems)
+    samples: dict[str, list[Sample]] = {}
+    for name, pairs in splits.items():
+        strange = sorted({label for _, label in pairs if not 0 <= label < len(class_names)})
+        if strange:
+            # as in the official files, which count from 1
+            found = listed([str(label + 1) for label in strange])
+            problems.append(f"class ids in the {name} list outside 1 to {len(class_names)}: {found}")
+        samples[name] = [Sample(path, label) for path, label in pairs if label not in strange]
+    data = DataSet(
+        folder,
+        layout,
+        class_names,
+        samples["train"],
+        samples.get("val", []),
+        samples.get("test", []),
+        warnings=list(warnings),
+    )
+    return Listing(data, problems, pictures)

@@ -1,0 +1,64 @@
+"""SUN397: 397 scenes, whole pictures, ten official partitions of 50 training and 50 test pictures a class.
+
+    SUN397/ClassName.txt, SUN397/<letter>/<scene>/sun_*.jpg
+    Training_<pp>.txt, Testing_<pp>.txt     pp = 01 ... 10, of Partitions.zip, in SUN397/, Partitions/ or beside
+
+torchvision.datasets.SUN397 reads the classes; it knows no split. A partition uses a part of the archive by design, so
+pictures that it does not list are no warning. It has no validation pictures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opal_deploy.errors import UsageError
+from opal_deploy.train.data.listing import Adapter, Listing, Pair, from_pairs, has, lacking, require_files
+from opal_deploy.train.data.official import through_torchvision
+from opal_deploy.train.data.samples import listed
+
+_TITLE = "SUN397"
+
+
+def is_sun397(folder: Path) -> bool:
+    """Whether it has the class names beside the first letter's scenes."""
+    return has(folder, "ClassName.txt", "a/")
+
+
+def read(folder: Path, partition: int = 1) -> Listing:
+    """The lists of a partition.
+
+    Args:
+        partition: 1 ... 10.
+
+    Raises:
+        UsageError: files that are absent or damaged.
+    """
+    files = {"train": f"Training_{partition:02}.txt", "test": f"Testing_{partition:02}.txt"}
+    places = (folder, folder / "Partitions", folder.parent, folder.parent / "Partitions")
+    lists = next((place for place in places if has(place, *files.values())), folder)
+    absent = [*lacking(folder, ["ClassName.txt"]), *lacking(lists, files.values())]
+    advice = "fetch Partitions.zip from https://vision.princeton.edu/projects/2010/SUN/ and unpack it there"
+    require_files(folder, _TITLE, absent, advice)
+    found = through_torchvision(folder, "SUN397", {"SUN397": folder}, {"all": {}})["all"]
+    label_of = {name: label for label, name in enumerate(found.classes)}
+    splits: dict[str, list[Pair]] = {}
+    problems = []
+    for split, name in files.items():
+        # /<letter>/<scene>/<file>, where a scene may have an inner part: /a/apartment_building/outdoor/sun_x.jpg
+        paths = [Path(line.strip().lstrip("/")) for line in _lines(lists / name) if line.strip()]
+        scenes = ["/".join(path.parts[1:-1]) for path in paths]
+        if strange := sorted(set(scenes) - label_of.keys()):
+            problems.append(f"{name} has scenes that ClassName.txt does not name: {listed(strange)}")
+        pairs = zip(paths, scenes, strict=True)
+        splits[split] = [(folder / path, label_of[scene]) for path, scene in pairs if scene in label_of]
+    return from_pairs("sun397", folder, found.classes, splits, problems=problems)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a readable UTF-8 list ({error}); unpack Partitions.zip again") from None
+
+
+ADAPTER = Adapter("sun397", _TITLE, is_sun397, read, ("SUN397",), partitions=10)

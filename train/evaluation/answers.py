@@ -1,0 +1,84 @@
+"""A data set's pictures through a model: decoded in threads ahead of it, prepared as everywhere else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import UsageError
+from opal_deploy.pipeline.engine import ahead
+from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
+from opal_deploy.preprocess.decode import MAX_PIXELS
+from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.pictures import Report
+
+
+class Watch(Protocol):
+    """Sees each batch while its attention maps are there."""
+
+    def __call__(self, first: int, pixels: Pixels, outputs: Outputs) -> None:
+        """Picture number `first` and those after it: uint8 [N, H0, W0, 3], and what the model answered."""
+        ...
+
+
+def answers(
+    run: Callable[[Pixels], Outputs],
+    samples: list[Sample],
+    input_size: tuple[int, int],
+    *,
+    boxes: bool = True,
+    batch: int = 16,
+    workers: int = 2,
+    watch: Watch | None = None,
+    report: Report | None = None,
+) -> Outputs:
+    """Everything but the attention maps, of which a whole data set's are too large to keep.
+
+    Args:
+        run: uint8 [N, H0, W0, 3] to outputs.
+        samples: at least one.
+        input_size: (H0, W0).
+        boxes: crop to the samples' boxes.
+        batch: pictures a call of `run`.
+        workers: threads that decode.
+        watch: sees each batch.
+        report: called with pictures done and in all.
+
+    Raises:
+        UsageError: names a picture that cannot be used.
+    """
+    requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
+    found: list[Outputs] = []
+    done = 0
+    for pixels in _batches(requests, input_size, batch, workers):
+        outputs = run(pixels)
+        if watch is not None:
+            watch(done, pixels, outputs)
+        found.append(replace(outputs, attention=None))
+        done += len(pixels)
+        if report is not None:
+            report(done, len(samples), "evaluating")
+    return Outputs.concatenate(found)
+
+
+def _batches(requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int) -> Iterator[Pixels]:
+    def prepared(request: Request) -> Prepared:
+        return prepare(request, size, MAX_PIXELS, keep_picture=False)
+
+    with ThreadPoolExecutor(workers, "decode") as pool:
+        ready = ahead((pool.submit(prepared, request) for request in requests), 2 * batch)
+        while group := list(itertools.islice(ready, batch)):
+            yield np.stack([_pixels(entry) for entry in group])
+
+
+def _pixels(entry: Prepared) -> Pixels:
+    if entry.pixels is None:
+        message = entry.error["error"]["message"] if entry.error else "unusable"
+        raise UsageError(f"{entry.request.name}: {message}; take it out of the data set")
+    return entry.pixels

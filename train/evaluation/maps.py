@@ -1,0 +1,125 @@
+"""Where attention maps come from: a network in PyTorch, or whatever a graph or an engine was exported with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+import torch
+
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
+from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.session import ImageBatch, Session
+from opal_deploy.runtime.torch_session import TorchSession, to_outputs
+
+CONSISTENCY, STABILITY, PURITY = "prototype_consistency", "prototype_stability", "part_purity"
+# the protocols state their regions and patches in pixels of this input
+INPUT_SIZE = (224, 224)
+
+
+@dataclass(frozen=True)
+class MapSource:
+    """A model as the part figures use it.
+
+    Attributes:
+        prototypes_per_class: m.
+        grid: (H, W) of the feature map.
+        input_size: (H0, W0) in pixels.
+        mean, std: per channel R, G, B.
+        run: uint8 [N, H0, W0, 3] to outputs, with `attention` wherever the model can give it.
+        run_normalised: the same for float32 [N, 3, H0, W0], normalised; None where normalisation is in the graph.
+        unavailable: figure to one line, why this model cannot be measured so and what would help.
+    """
+
+    prototypes_per_class: int
+    grid: tuple[int, int]
+    input_size: tuple[int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    run: Callable[[ImageBatch], Outputs]
+    run_normalised: Callable[[FloatArray], Outputs] | None
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def of_network(network: OpalNetwork) -> MapSource:
+    """A network on its device, in eval mode from here on."""
+    network.eval()
+    device = next(network.parameters()).device
+
+    def run_normalised(images: FloatArray) -> Outputs:
+        with torch.inference_mode():
+            return to_outputs(network.explain(torch.from_numpy(images).to(device)), attention=True)
+
+    def run(images: ImageBatch) -> Outputs:
+        return run_normalised(normalise(images, IMAGENET_MEAN, IMAGENET_STD))
+
+    config = network.config
+    return MapSource(
+        config.head.prototypes_per_class,
+        network.grid,
+        config.input_size,
+        IMAGENET_MEAN,
+        IMAGENET_STD,
+        run,
+        run_normalised,
+        _nothing(config.head.evidence, config.input_size),
+    )
+
+
+def of_session(session: Session) -> MapSource:
+    """A loaded model; a checkpoint gives its maps always, an exported model only what it was exported with."""
+    metadata = session.metadata
+    run, run_normalised = session.run, None
+    if isinstance(session, TorchSession) or metadata.input_kind == "float32":
+        run_normalised = cast(_TakesNormalised, session).run_normalised
+    if isinstance(session, TorchSession):
+
+        def run(images: ImageBatch) -> Outputs:
+            return session.run_normalised(normalise(images, metadata.mean, metadata.std))
+
+    unavailable = _nothing(metadata.evidence, metadata.input_size)
+    if not unavailable and not isinstance(session, TorchSession):
+        unavailable = _exported_without(metadata)
+    return MapSource(
+        metadata.prototypes_per_class,
+        metadata.grid,
+        metadata.input_size,
+        metadata.mean,
+        metadata.std,
+        run,
+        run_normalised,
+        unavailable,
+    )
+
+
+class _TakesNormalised(Protocol):
+    def run_normalised(self, images: FloatArray) -> Outputs: ...
+
+
+def _nothing(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
+    """Why none of the figures is defined; empty if they are."""
+    reason = ""
+    if evidence == "none":
+        reason = "the model has no prototypes (evidence none); only models with anchors have"
+    elif input_size != INPUT_SIZE:
+        found = "x".join(map(str, input_size))
+        reason = f"its input is {found} and the protocol's regions are defined on 224x224; train it with --size 224"
+    return dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
+
+
+def _exported_without(metadata: Metadata) -> dict[str, str]:
+    """What an exported model lacks, and the command that makes one with it."""
+    source = metadata.source.get("file", "CHECKPOINT")
+    reasons = {}
+    if "attention" not in metadata.outputs:
+        command = f"opal-deploy export {source} --outputs attention"
+        reasons[CONSISTENCY] = f"the model has no output attention; export it again: {command}"
+    if "attention" not in metadata.outputs or metadata.input_kind != "float32":
+        lacks = [] if "attention" in metadata.outputs else ["output attention"]
+        lacks += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
+        command = f"opal-deploy export {source} --outputs attention --input float32"
+        reasons[STABILITY] = f"the model has no {' and no '.join(lacks)}; export it again: {command}"
+    return reasons

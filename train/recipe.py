@@ -1,0 +1,199 @@
+"""Recipes: TOML files that say everything a run needs.
+
+[data] dataset, validation, partition, skip_missing      [model] backbone, weights, input_size
+[head] kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
+[training] epochs, batch_size, lr, augment, seed, precision, tf32
+[machine] device, workers, compile, cache_megabytes, save_every, tensorboard
+
+What a recipe leaves out is the paper's. The resolved recipe that is saved with a run repeats it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.errors import UsageError, require
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.train.options import Options
+
+# sections of key to value
+Sections = dict[str, dict[str, Any]]
+
+_MODEL: dict[str, type] = {"backbone": str, "weights": str, "input_size": list}
+_HEAD = {
+    "kind": str, "prototypes_per_class": int, "distance": str, "pooling": str,
+    "cws": bool, "projection": bool, "anchors": bool, "epsilon": float,
+}  # fmt: skip
+_TRAINING = {
+    "epochs": int, "batch_size": int, "lr": float, "augment": str, "seed": int, "precision": str, "tf32": bool,
+}  # fmt: skip
+_MACHINE = {
+    "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
+}  # fmt: skip
+_DATA = {"dataset": str, "validation": str, "partition": int, "skip_missing": bool}
+_SECTIONS: dict[str, dict[str, type]] = {
+    "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
+}  # fmt: skip
+_WORDS = {"validation": ("authors",), "kind": ("opal", "linear")}
+_TOML_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+
+IMAGENET, RANDOM = "imagenet", "none"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run, resolved.
+
+    Attributes:
+        options: see Options.
+        dataset: a name of the catalogue's; None recognises the folder by its files.
+        partition: of data sets that come in several.
+        skip_missing: leave out pictures that the lists name and that are not there.
+    """
+
+    options: Options
+    dataset: str | None = None
+    partition: int = 1
+    skip_missing: bool = False
+
+    def to_toml(self) -> str:
+        """What `resolve` makes this recipe of again."""
+        require("tomli_w", "train", "saving a recipe", pip_name="tomli-w")
+        import tomli_w
+
+        o = self.options
+        data: dict[str, Any] = {"validation": "authors", "partition": self.partition, "skip_missing": self.skip_missing}
+        if self.dataset is not None:
+            data["dataset"] = self.dataset
+        sections: Sections = {
+            "data": data,
+            "model": {
+                "backbone": o.backbone,
+                "weights": RANDOM if o.weights is None else o.weights,
+                "input_size": list(o.input_size),
+            },
+            "head": o.head.to_dict(),
+            "training": {key: getattr(o, key) for key in _TRAINING},
+            "machine": {key: getattr(o, key) for key in _MACHINE if getattr(o, key) is not None},
+        }
+        return tomli_w.dumps(sections)
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    folder = resources.files("opal_deploy.train") / "recipes"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(name: str) -> Sections:
+    """A recipe of the package's by name, or a file.
+
+    Raises:
+        UsageError: no such recipe, not TOML, unknown sections or keys, or values of another type.
+    """
+    if name in names():
+        text, origin = (resources.files("opal_deploy.train") / "recipes" / f"{name}.toml").read_text("utf-8"), name
+    else:
+        path = Path(name)
+        if not path.is_file():
+            raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names())}; give a .toml file")
+        try:
+            text, origin = path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: not a readable UTF-8 file ({error})") from None
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"recipe {origin}: not TOML ({error})") from None
+    problems = _problems(raw)
+    if problems:
+        raise UsageError(f"recipe {origin}: {'; '.join(problems)}")
+    return raw
+
+
+def resolve(raw: Sections, overrides: Sections) -> Recipe:
+    """A recipe with what the command line says instead.
+
+    Args:
+        raw: from `load`.
+        overrides: the same sections; values of None say nothing.
+
+    Raises:
+        UsageError: options that contradict each other, or values that no run can have.
+    """
+    said = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
+    merged: Sections = {section: {**raw.get(section, {}), **said.get(section, {})} for section in _SECTIONS}
+    model, data = merged["model"], merged["data"]
+    backbone = model.get("backbone", Options.backbone)
+    options = Options(
+        backbone=backbone,
+        head=_head(raw.get("head", {}), said.get("head", {})),
+        weights=_weights(model.get("weights", IMAGENET), backbone),
+        input_size=_size(model.get("input_size", Options.input_size)),
+        **merged["training"],
+        **merged["machine"],
+    )
+    options.check()
+    return Recipe(options, data.get("dataset"), data.get("partition", 1), data.get("skip_missing", False))
+
+
+def _problems(raw: dict[str, Any]) -> list[str]:
+    problems = []
+    for section, keys in raw.items():
+        if section not in _SECTIONS or not isinstance(keys, dict):
+            problems.append(f"{section!r} is none of its sections ({', '.join(_SECTIONS)})")
+            continue
+        known = _SECTIONS[section]
+        for key, value in keys.items():
+            if key not in known:
+                problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")
+            elif not _fits(value, known[key]):
+                problems.append(f"[{section}] {key} = {value!r}: expected {_TOML_NAMES[known[key]]}")
+            elif key in _WORDS and value not in _WORDS[key]:
+                problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_WORDS[key])}")
+    return problems
+
+
+def _fits(value: Any, wanted: type) -> bool:
+    # True is an int to Python and 1 no float to TOML
+    if wanted is float:
+        return type(value) in (float, int)
+    return type(value) is wanted
+
+
+def _head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
+    kind = said.get("kind", recipe.get("kind"))
+    switches = {key: value for key, value in said.items() if key != "kind"}
+    if kind == "linear":
+        if switches.get("pooling") == "max":
+            raise UsageError(
+                "--head linear pools by average; for the ablation row with max pooling use "
+                "--no-projection --no-cws --no-anchors --pooling max"
+            )
+        return LINEAR_BASELINE
+    base = {key: value for key, value in recipe.items() if key != "kind"}
+    if said.get("kind") == "opal":
+        # OPAL's own parts, whatever variant the recipe is of
+        base = {key: value for key, value in base.items() if key in ("prototypes_per_class", "distance", "epsilon")}
+    known = {field.name for field in fields(HeadConfig)}
+    return HeadConfig(**{key: value for key, value in {**base, **switches}.items() if key in known})
+
+
+def _weights(name: str, backbone: str) -> str | None:
+    if name == RANDOM:
+        return None
+    if name != IMAGENET:
+        return name
+    from opal_deploy.train.setup import default_weights
+
+    return default_weights(backbone)
+
+
+def _size(value: Any) -> tuple[int, int]:
+    if len(value) != 2 or not all(type(number) is int and number > 0 for number in value):
+        raise UsageError(f"input_size {value!r}: expected two whole numbers, height and width in pixels")
+    return int(value[0]), int(value[1])

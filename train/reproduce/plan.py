@@ -1,0 +1,210 @@
+"""Which runs a table needs, where they are kept, and how long they may take.
+
+A run's folder is named for what it is (data set, backbone, head, seed), so tables share their runs: full OPAL on
+ConvNeXt-Tiny stands in five of them and is trained once a seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from opal_deploy.errors import UsageError
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.train import recipe as recipes
+from opal_deploy.train.options import Options
+from opal_deploy.train.recipe import Sections
+from opal_deploy.train.reproduce.paper import Column, Row, Size, Table, sizes
+
+# sustained while training, where no run of this backbone is finished here yet: an assumption, to be overridden
+ASSUMED_TFLOPS = 40.0
+# forward, and backward for inputs and weights
+_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        dataset: the column's.
+        row: of the table.
+        seed: of everything random.
+        options: resolved.
+        folder: where it is kept.
+    """
+
+    dataset: str
+    row: Row
+    seed: int
+    options: Options
+    folder: Path
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it came to its end in its folder."""
+        return (self.folder / "summary.json").is_file()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a table needs.
+
+    Attributes:
+        table: the paper's.
+        columns: those to be filled: of the data sets at hand; in the order of the table, then others'.
+        runs: seed by seed, so that a whole table of one seed is there first.
+        departures: where the runs are not the paper's protocol, a line each.
+    """
+
+    table: Table
+    columns: tuple[Column, ...]
+    runs: tuple[Run, ...]
+    departures: tuple[str, ...]
+
+
+def make_plan(
+    table: Table,
+    datasets: Sequence[str],
+    seeds: Sequence[int],
+    base: Sections,
+    overrides: Sections,
+    out: Path,
+    *,
+    only: Sequence[str] = (),
+) -> Plan:
+    """The runs of a table.
+
+    Args:
+        datasets: names of those at hand; one that the table does not have becomes columns of its own.
+        seeds: at least one.
+        base: a recipe.
+        overrides: of the recipe, for every run; what a row says comes last.
+        out: the folder of all runs.
+        only: parts of row names; none takes all rows.
+
+    Raises:
+        UsageError: no such row, or options that contradict each other.
+    """
+    rows = [row for row in table.rows if not only or any(part.lower() in row.name.lower() for part in only)]
+    if not rows:
+        raise UsageError(
+            f"no row of {table.name} is named like {' or '.join(only)}: it has {'; '.join(r.name for r in table.rows)}"
+        )
+    varied = {key for row in rows if row.run for key in row.run.get("model", {})}
+    fixed = {key for key, value in overrides.get("model", {}).items() if value is not None}
+    if clash := varied & fixed:
+        raise UsageError(f"{', '.join(sorted(clash))} is what the table {table.name} varies; leave it out")
+    figures = list(dict.fromkeys(column.figure for column in table.columns))
+    columns = [column for column in table.columns if column.dataset in datasets]
+    own = [name for name in datasets if name not in {column.dataset for column in table.columns}]
+    columns += [Column(name, figure) for name in own for figure in figures]
+    runs = []
+    for seed in seeds:
+        for row in rows:
+            if row.run is None:
+                continue
+            for name in dict.fromkeys(column.dataset for column in columns):
+                options = recipes.resolve(base, _merged(overrides, row.run, {"training": {"seed": seed}})).options
+                runs.append(Run(name, row, seed, options, out / name / folder_name(options)))
+    shown = replace(table, rows=tuple(rows))
+    return Plan(shown, tuple(columns), tuple(runs), _departures(base, overrides, table))
+
+
+def folder_name(options: Options) -> str:
+    """Of a run: backbone, head and seed."""
+    return f"{options.backbone}-{head_name(options.head)}-seed{options.seed}"
+
+
+def head_name(head: HeadConfig) -> str:
+    """`opal-m5-l2`, `linear`, or the parts that are on."""
+    if head == LINEAR_BASELINE:
+        return "linear"
+    parts = {"proj": head.projection, "gmp": head.pooling == "max", "cws": head.cws, "orth": head.anchors}
+    on = "opal" if all(parts.values()) else "+".join(name for name, is_on in parts.items() if is_on)
+    size = f"-m{head.prototypes_per_class}" if head.projection else ""
+    return f"{on}{size}{f'-{head.distance}' if head.anchors else ''}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a run may take.
+
+    Attributes:
+        hours: of one GPU.
+        measured: whether from images per second of a finished run of the same backbone and size, in the same folder.
+    """
+
+    hours: float
+    measured: bool
+
+
+def estimate(run: Run, out: Path, size: Size | None, tflops: float = ASSUMED_TFLOPS) -> Estimate | None:
+    """From the pictures of the data set and the multiply-accumulates of the backbone; None if its size is not known."""
+    if size is None:
+        return None
+    val = size.val or size.train // 5
+    train = size.train if size.val else size.train - val
+    options = run.options
+    if (rate := _measured_rate(out, options)) is not None:
+        return Estimate(options.epochs * (train + val / _PASSES) / rate / 3600, measured=True)
+    flops = 2.0 * _macs(options.backbone, options.input_size)
+    pictures = options.epochs * (_PASSES * train + val) + size.test
+    return Estimate(flops * pictures / (tflops * 1e12) / 3600, measured=False)
+
+
+def known_size(name: str) -> Size | None:
+    """The official one; None for a data set of somebody's own."""
+    return sizes().get(name)
+
+
+def _measured_rate(out: Path, options: Options) -> float | None:
+    """Training pictures a second of a finished run in `out` with the same backbone, input and precision."""
+    for path in sorted(out.glob(f"*/{options.backbone}-*/summary.json")):
+        try:
+            rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
+            stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))["options"]
+        except (OSError, ValueError, KeyError):
+            continue
+        if stored["input_size"] == list(options.input_size) and stored["precision"] == options.precision and rate > 0:
+            return rate
+    return None
+
+
+@cache
+def _macs(backbone: str, input_size: tuple[int, int]) -> int:
+    """Multiply-accumulates of one picture through the backbone, counted on tensors without memory."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from opal_deploy.model import backbones
+
+    network = backbones.build(backbone, device="meta").eval()
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        network(torch.empty(1, 3, *input_size, device="meta"))
+    return int(counter.get_total_flops()) // 2
+
+
+def _merged(*layers: Sections) -> Sections:
+    merged: Sections = {}
+    for layer in layers:
+        for section, keys in layer.items():
+            merged.setdefault(section, {}).update({k: v for k, v in keys.items() if v is not None})
+    return merged
+
+
+def _departures(base: Sections, overrides: Sections, table: Table) -> tuple[str, ...]:
+    """Where a run of full OPAL is another than the paper's."""
+    ours = recipes.resolve(base, _merged(overrides)).options
+    papers = recipes.resolve(recipes.load("paper"), {}).options
+    lines = []
+    for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment"):
+        if key in ("backbone", "weights") and table.name == "backbones" and ours.backbone == papers.backbone:
+            continue
+        if getattr(ours, key) != getattr(papers, key):
+            lines.append(f"{key} {getattr(ours, key)} instead of {getattr(papers, key)}")
+    return tuple(lines)

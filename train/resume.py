@@ -1,0 +1,193 @@
+"""What last.pt holds beside the network while a run is under way: everything that the next step depends on.
+
+It is one file, written under another name and renamed, so a run that is killed at any moment leaves the state of one
+moment. Order and augmentation of the pictures depend on seed, epoch and position alone (see `pictures`), so they need
+no state of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.model.backbones import load_torch_file
+from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.evaluation.network import Evaluation
+from opal_deploy.train.options import FREE_TO_CHANGE
+from opal_deploy.train.run_folder import EpochRecord, RunFolder
+
+# the key beside the checkpoint's own
+KEY = "resume"
+_ADVICE = "repeat the first command with --resume, or give another --out"
+
+
+@dataclass
+class Sums:
+    """Of the epoch under way, over all processes: loss, correct answers and pictures; seconds of this process."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    seen: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        epoch: epochs that are finished.
+        step: steps done of the epoch after them.
+        sums: of that epoch.
+        records: one an epoch that is finished.
+        best: epoch and validation figures of the lowest validation loss up to now.
+        figures: what last.pt says of itself.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    sums: Sums = field(default_factory=Sums)
+    records: list[EpochRecord] = field(default_factory=list)
+    best: tuple[int, Evaluation] | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, which `from_dict` reads back."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "sums": asdict(self.sums),
+            "records": [asdict(record) for record in self.records],
+            "best": None if self.best is None else [self.best[0], plain(self.best[1])],
+            "figures": self.figures,
+        }
+
+    @staticmethod
+    def from_dict(raw: dict[str, Any]) -> Progress:
+        """The inverse of `to_dict`."""
+        best = raw["best"]
+        return Progress(
+            raw["epoch"],
+            raw["step"],
+            Sums(**raw["sums"]),
+            [EpochRecord(**record) for record in raw["records"]],
+            None if best is None else (best[0], Evaluation(**best[1])),
+            raw["figures"],
+        )
+
+
+def plain(evaluation: Evaluation) -> dict[str, Any]:
+    """The figures that are numbers."""
+    return {k: v for k, v in vars(evaluation).items() if isinstance(v, int | float)}
+
+
+def evaluation_of(figures: dict[str, Any], split: str) -> Evaluation:
+    """The inverse of `Evaluation.to_dict`, for what a checkpoint's metrics hold."""
+    own = {name.removeprefix(f"{split}_"): value for name, value in figures.items()}
+    return Evaluation(**{field.name: own[field.name] for field in fields(Evaluation) if field.name in own})
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of torch's generators in this process: stochastic depth and dropout draw from them."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def load_state(folder: RunFolder) -> dict[str, Any] | None:
+    """What last.pt holds, the network's weights under `state_dict`; None where there is no last.pt yet.
+
+    Raises:
+        UsageError: it is there, but of a run that cannot be continued.
+    """
+    if not folder.last.is_file():
+        return None
+    raw = load_torch_file(folder.last)
+    if not isinstance(raw, dict) or KEY not in raw:
+        raise UsageError(f"{folder.last}: it holds no training state, so the run cannot be continued; {_ADVICE}")
+    return raw
+
+
+def check_same(folder: RunFolder, wanted: dict[str, Any]) -> None:
+    """Compare what a run was started with with what it is to be continued with.
+
+    Args:
+        wanted: a document as config.json holds it.
+
+    Raises:
+        UsageError: names what differs.
+    """
+    stored = read_config(folder)
+    if stored is None:
+        return
+    wanted = json.loads(json.dumps(wanted))
+    old, new = stored.get("options", {}), wanted["options"]
+    keys = [key for key in {**old, **new} if key not in FREE_TO_CHANGE and old.get(key) != new.get(key)]
+    differences = [f"{key} was {_short(old.get(key))} and is {_short(new.get(key))}" for key in keys]
+    if stored.get("fingerprint") != wanted["fingerprint"]:
+        differences.append("the pictures, labels, boxes or splits of the data set are others")
+    if stored.get("processes", 1) != wanted["processes"]:
+        differences.append(f"{stored.get('processes', 1)} processes were running and now are {wanted['processes']}")
+    if differences:
+        raise UsageError(f"{folder.root}: it holds another run: {'; '.join(differences)}; {_ADVICE}")
+
+
+def read_config(folder: RunFolder) -> dict[str, Any] | None:
+    """config.json; None where there is none.
+
+    Raises:
+        CheckpointError: damaged.
+    """
+    try:
+        found: dict[str, Any] = json.loads(folder.config.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder.config}: not readable ({error}); {_ADVICE}") from None
+    return found
+
+
+def fingerprint(data: DataSet) -> str:
+    """sha256 over every picture's path under the root, size in bytes, label and box, split by split.
+
+    Raises:
+        UsageError: a picture has vanished.
+    """
+    digest = hashlib.sha256(json.dumps(data.class_names).encode())
+    for split in (data.train, data.val, data.test):
+        for sample in split:
+            name = _relative(sample.path, data.root)
+            try:
+                size = sample.path.stat().st_size
+            except OSError as error:
+                raise UsageError(f"{sample.path}: cannot be read ({error.strerror}); put it back") from None
+            digest.update(json.dumps([name, size, sample.label, sample.box]).encode())
+        digest.update(b"|")
+    return digest.hexdigest()
+
+
+def _relative(path: Path, root: Path) -> str:
+    try:
+        return path.relative_to(root).as_posix()
+    except ValueError:
+        return path.name
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
