@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from opal_deploy.errors import StoppedEarly, UsageError, require
-from opal_deploy.model.checkpoint import Checkpoint, load, save
+from opal_deploy.model.backbones import load_torch_file
+from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import resume as resuming
@@ -219,10 +220,10 @@ class _Run:
         learner.scaler.load_state_dict(stored["scaler"])
         # killed between best.pt and last.pt: the epoch is done again, but its weights have replaced the best before it
         if self.folder.best.is_file():
-            best = load(self.folder.best).metrics
+            best = load_torch_file(self.folder.best)["metrics"]
             if best.get("epoch") == progress.epoch + 1:
                 progress.best = (progress.epoch + 1, resuming.evaluation_of(best, "val"))
-        # last, since building a network, as `load` does, draws from the same generator
+        # last, since building a network draws from the same generator
         resuming.set_random_state(stored["random"][self.group.rank], self.group.device)
         return progress
 
@@ -289,7 +290,7 @@ class _Run:
         assert progress.best is not None  # there was at least one epoch
         best_epoch, val = progress.best
         group.wait()
-        self.network.load_state_dict(load(folder.best).network.state_dict())
+        self.network.load_state_dict(load_torch_file(folder.best)["state_dict"])
         test = None
         if self.data.test:
             pictures = Pictures(self.data.test, self.options.input_size)
@@ -309,8 +310,7 @@ class _Run:
                     {**figures, "epochs": len(progress.records), "seconds": seconds, "images_per_second": rate},
                 )
             # from here on the run is finished, and what continued it only takes room
-            last = load(folder.last)
-            self.network.load_state_dict(last.network.state_dict())
+            self.network.load_state_dict(load_torch_file(folder.last)["state_dict"])
             with _stop_when_full(progress):
                 self._write(folder.last, progress.figures)
         group.wait()
@@ -380,7 +380,7 @@ def _stop_when_full(progress: Progress) -> Iterator[None]:
 
 def _stored_result(folder: RunFolder) -> Result:
     """Of a run that is finished."""
-    metrics = load(folder.best).metrics
+    metrics = load_torch_file(folder.best)["metrics"]
     test = resuming.evaluation_of(metrics, "test") if "test_loss" in metrics else None
     return Result(folder.best, metrics["epoch"], folder.read_epochs(), resuming.evaluation_of(metrics, "val"), test)
 

@@ -31,6 +31,10 @@ def evaluate(
         str | None,
         typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
     ] = None,
+    partition: Annotated[int, typer.Option(min=1, max=10, help="Of DTD and SUN-397.")] = 1,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Leave out pictures that are not there.")
+    ] = False,
     split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which pictures.")] = "test",
     boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
     parts: Annotated[
@@ -69,7 +73,7 @@ def evaluate(
             raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if out is not None:
         report.new_folder(out, overwrite=overwrite)
-    pictures = read(data) if dataset is None else read(data, dataset)
+    pictures = read(data, dataset, partition=partition, skip_missing=skip_missing)
     for line in pictures.warnings:
         say(f"warning: {line}")
     samples = _samples(pictures, split)

@@ -9,6 +9,7 @@ names stay torchvision's (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,10 @@ def build(name: str, *, device: str | torch.device = "cpu") -> Backbone:
         UsageError: not a classifier of torchvision's, or not one with a grid of cells before a global pooling.
     """
     full = full_model(name, device)
-    cut = _node_before_pooling(name, full)
+    cut, num_features, stride = _plan(name)
     from torchvision.models.feature_extraction import create_feature_extractor
 
     body = create_feature_extractor(full, {cut: _OUTPUT}, suppress_diff_warning=True)
-    num_features, stride = _probe(name, cut)
     return Backbone(name, body, num_features, stride)
 
 
@@ -211,6 +211,13 @@ class _ParametersOn(TorchFunctionMode):
         if func in (torch.empty, torch.zeros, torch.ones):
             kwargs["device"] = self.device
         return func(*args, **kwargs)
+
+
+@cache
+def _plan(name: str) -> tuple[str, int, int]:
+    """Where a network is cut, D and the stride: found by tracing, which takes longer than building it."""
+    cut = _node_before_pooling(name, full_model(name, "meta"))
+    return cut, *_probe(name, cut)
 
 
 def _node_before_pooling(name: str, full: nn.Module) -> str:

@@ -43,7 +43,7 @@ def test_running_it_is_refused_in_one_line(
     call = {
         "infer": ["infer", "in", "--explain", "--model", engine],
         "verify": ["verify", engine],
-        "evaluate": ["evaluate", "in", "--model", engine],
+        "evaluate": ["evaluate", "in", "--split", "train", "--model", engine],
         "bench": ["bench", "pipeline", "in", "--model", engine],
     }[command]
     done = opal(*call, cwd=tmp_path)

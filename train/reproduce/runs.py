@@ -15,6 +15,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model.checkpoint import load
 from opal_deploy.train.data.catalogue import read
 from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.evaluation.maps import CONSISTENCY, STABILITY
 from opal_deploy.train.evaluation.parts import measure_parts
 from opal_deploy.train.loop import Diverged, fit
 from opal_deploy.train.pictures import Report
@@ -23,7 +24,8 @@ from opal_deploy.train.reproduce.paper import Column, FigureName, Row
 from opal_deploy.train.reproduce.plan import Plan, Run
 
 PARTS_FILE = "parts.json"
-_PART_FIGURES = ("consistency", "stability")
+# our names of the figures in PARTS_FILE
+_PART_FIGURES = {"consistency": CONSISTENCY, "stability": STABILITY}
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def _figure(run: Run, name: FigureName) -> tuple[float | None, float | None]:
     """A run's figure in per cent, and its spread over pictures."""
     if name in _PART_FIGURES:
         found = _read_json(run.folder / PARTS_FILE)
-        value = found.get(name)
+        value = found.get(_PART_FIGURES[name])
         return (None if value is None else float(value)), None
     summary = _read_json(run.folder / "summary.json")
     key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
@@ -136,7 +138,7 @@ def _figure(run: Run, name: FigureName) -> tuple[float | None, float | None]:
 
 
 def _needs_parts(run: Run, wanted: set[FigureName]) -> bool:
-    if not wanted & set(_PART_FIGURES) or run.options.head.evidence == "none":
+    if not wanted & _PART_FIGURES.keys() or run.options.head.evidence == "none":
         return False
     return not (run.folder / PARTS_FILE).is_file()
 
