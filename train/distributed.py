@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from opal_deploy.errors import UsageError
+from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.setup import choose_device
 
 
@@ -54,6 +55,12 @@ class Group:
         distributed.all_gather_object(found, value)
         return found
 
+    def share_buffers(self, module: nn.Module) -> None:
+        """The first process's buffers (running batch statistics) in every process."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                distributed.broadcast(buffer, 0)
+
     def wait(self) -> None:
         """Until every process has come here."""
         if self.size > 1:
@@ -91,3 +98,17 @@ def joined(device: str) -> Iterator[Group]:
         yield Group(chosen, distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
+
+
+def spread(network: OpalNetwork, group: Group) -> nn.Module:
+    """The network as training calls it: gradients averaged over the group's processes."""
+    if group.size == 1:
+        return network
+    devices = [group.device] if group.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(network, device_ids=devices)
+
+
+def with_common_batch_norm(network: OpalNetwork) -> OpalNetwork:
+    """Batch statistics over all processes' shares, as one process with the whole batch has them; GPUs only."""
+    found: OpalNetwork = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    return found

@@ -17,7 +17,6 @@ from torch.nn import functional
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.train.distributed import Group
 from opal_deploy.train.pictures import Batches, normalised
-from opal_deploy.train.resume import Sums
 from opal_deploy.train.setup import Amp
 
 # a GPU is asked for its losses only so often: each question waits until it has caught up
@@ -36,6 +35,17 @@ class LossNotFinite(Exception):
     def __init__(self, step: int, loss: float, files: list[Path]) -> None:
         super().__init__(f"loss {loss} at step {step}")
         self.step, self.loss, self.files = step, loss, files
+
+
+@dataclass
+class Sums:
+    """Of the epoch under way, over all processes: loss, correct answers and pictures; seconds of this process."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    seen: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
 
 
 @dataclass

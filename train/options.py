@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -58,8 +59,10 @@ class Options:
 
     def check(self) -> None:
         """Raise UsageError for numbers that no run can have."""
-        if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0:
-            raise UsageError("epochs and batch size must be at least 1 and the learning rate above 0")
+        if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
+            raise UsageError("epochs and batch size must be at least 1 and the learning rate a number above 0")
+        if self.seed >= 1 << 63 or not math.isfinite(self.head.epsilon):
+            raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
         if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
             raise UsageError("save_every, cache_megabytes, workers and seed must not be negative")
         if self.augment not in get_args(Augment):

@@ -102,12 +102,13 @@ def load(name: str) -> Sections:
         if not path.is_file():
             raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names())}; give a .toml file")
         try:
-            text, origin = path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: not a readable UTF-8 file ({error})") from None
+            # a path to weights may hold bytes that are no UTF-8
+            text, origin = path.read_text(encoding="utf-8", errors="surrogateescape"), str(path)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"recipe {origin}: not TOML ({error})") from None
     problems = _problems(raw)
     if problems:
@@ -155,6 +156,9 @@ def _problems(raw: dict[str, Any]) -> list[str]:
                 problems.append(f"[{section}] {key} = {value!r}: expected {_TOML_NAMES[known[key]]}")
             elif key in _WORDS and value not in _WORDS[key]:
                 problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_WORDS[key])}")
+    head = raw.get("head")
+    if isinstance(head, dict) and head.get("kind") == "linear" and len(head) > 1:
+        problems.append(f"[head] kind = 'linear' has none of {', '.join(key for key in head if key != 'kind')}")
     return problems
 
 
@@ -173,6 +177,10 @@ def _head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
             raise UsageError(
                 "--head linear pools by average; for the ablation row with max pooling use "
                 "--no-projection --no-cws --no-anchors --pooling max"
+            )
+        if others := sorted(switches.keys() - {"pooling"}):
+            raise UsageError(
+                f"the linear head has none of {', '.join(others)}; leave them out, or train another head (--head opal)"
             )
         return LINEAR_BASELINE
     base = {key: value for key, value in recipe.items() if key != "kind"}

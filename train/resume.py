@@ -17,25 +17,17 @@ import torch
 
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model.backbones import load_torch_file
+from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.distributed import Group
+from opal_deploy.train.epoch import Learner, Sums
 from opal_deploy.train.evaluation.network import Evaluation
 from opal_deploy.train.options import FREE_TO_CHANGE
 from opal_deploy.train.run_folder import EpochRecord, RunFolder
 
 # the key beside the checkpoint's own
 KEY = "resume"
-_ADVICE = "repeat the first command with --resume, or give another --out"
-
-
-@dataclass
-class Sums:
-    """Of the epoch under way, over all processes: loss, correct answers and pictures; seconds of this process."""
-
-    loss: float = 0.0
-    correct: float = 0.0
-    seen: float = 0.0
-    seconds: float = 0.0
-    waited: float = 0.0
+_ADVICE = "give --resume with the options that it was begun with, another --out, or --overwrite"
 
 
 @dataclass
@@ -94,6 +86,19 @@ def evaluation_of(figures: dict[str, Any], split: str) -> Evaluation:
     return Evaluation(**{field.name: own[field.name] for field in fields(Evaluation) if field.name in own})
 
 
+def restore(last: dict[str, Any], network: OpalNetwork, learner: Learner, group: Group) -> Progress:
+    """Put everything but the random state back as `last` has it; any exception means that it is damaged."""
+    stored = last[KEY]
+    progress = Progress.from_dict(stored["progress"])
+    network.load_state_dict(last["state_dict"])
+    learner.optimizer.load_state_dict(stored["optimizer"])
+    if stored["scaler"]:
+        learner.scaler.load_state_dict(stored["scaler"])
+    if len(stored["random"]) != group.size or "cpu" not in stored["random"][group.rank]:
+        raise ValueError("random state of other processes")
+    return progress
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """Of torch's generators in this process: stochastic depth and dropout draw from them."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
@@ -109,42 +114,54 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def load_state(folder: RunFolder) -> dict[str, Any] | None:
-    """What last.pt holds, the network's weights under `state_dict`; None where there is no last.pt yet.
+def load_file(path: Path) -> dict[str, Any]:
+    """A checkpoint of the run's own as it is stored.
 
     Raises:
-        UsageError: it is there, but of a run that cannot be continued.
+        CheckpointError: damaged, or not one.
     """
-    if not folder.last.is_file():
-        return None
-    raw = load_torch_file(folder.last)
-    if not isinstance(raw, dict) or KEY not in raw:
-        raise UsageError(f"{folder.last}: it holds no training state, so the run cannot be continued; {_ADVICE}")
+    try:
+        raw = load_torch_file(path)
+    except CheckpointError:
+        raise CheckpointError(f"{path}: damaged, so the run cannot be continued; {_ADVICE}") from None
+    if not isinstance(raw, dict) or not {"state_dict", "training", "metrics"} <= raw.keys():
+        raise CheckpointError(f"{path}: not a checkpoint of this trainer's; {_ADVICE}")
     return raw
 
 
-def check_same(folder: RunFolder, wanted: dict[str, Any]) -> None:
+def check_same(folder: RunFolder, last: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
     """Compare what a run was started with with what it is to be continued with.
 
     Args:
-        wanted: a document as config.json holds it.
+        last: last.pt, which is what counts; without one, config.json does.
+        wanted: `options`, `fingerprint`, `processes` and `precision`.
 
     Raises:
         UsageError: names what differs.
     """
-    stored = read_config(folder)
+    stored = read_config(folder) if last is None else last["training"]
     if stored is None:
         return
-    wanted = json.loads(json.dumps(wanted))
-    old, new = stored.get("options", {}), wanted["options"]
-    keys = [key for key in {**old, **new} if key not in FREE_TO_CHANGE and old.get(key) != new.get(key)]
-    differences = [f"{key} was {_short(old.get(key))} and is {_short(new.get(key))}" for key in keys]
-    if stored.get("fingerprint") != wanted["fingerprint"]:
-        differences.append("the pictures, labels, boxes or splits of the data set are others")
-    if stored.get("processes", 1) != wanted["processes"]:
-        differences.append(f"{stored.get('processes', 1)} processes were running and now are {wanted['processes']}")
+    differences = differing(stored, wanted)
     if differences:
         raise UsageError(f"{folder.root}: it holds another run: {'; '.join(differences)}; {_ADVICE}")
+
+
+def differing(stored: Any, wanted: dict[str, Any], free: tuple[str, ...] = FREE_TO_CHANGE) -> list[str]:
+    """In words, what is not the same in two runs, options that are `free` left out."""
+    if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
+        return ["its record cannot be read"]
+    stored, wanted = json.loads(json.dumps([stored, wanted]))
+    old, new = stored["options"], wanted["options"]
+    keys = [key for key in {**old, **new} if key not in free and old.get(key) != new.get(key)]
+    words = [f"{key} was {_short(old.get(key))} and is {_short(new.get(key))}" for key in keys]
+    others = {
+        "fingerprint": "the pictures, labels, boxes or splits of the data set are others",
+        "processes": f"{stored.get('processes')} processes were running and now are {wanted.get('processes')}",
+        "precision": f"it computed in {stored.get('precision')} and now would in {wanted.get('precision')}",
+    }
+    words += [text for key, text in others.items() if key in wanted and stored.get(key) != wanted[key]]
+    return words
 
 
 def read_config(folder: RunFolder) -> dict[str, Any] | None:
@@ -154,11 +171,13 @@ def read_config(folder: RunFolder) -> dict[str, Any] | None:
         CheckpointError: damaged.
     """
     try:
-        found: dict[str, Any] = json.loads(folder.config.read_text(encoding="utf-8"))
+        found = json.loads(folder.config.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder.config}: not readable ({error}); {_ADVICE}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder.config}: not the record of a run; {_ADVICE}")
     return found
 
 

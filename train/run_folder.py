@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import remove_leftovers, written_atomically
 from opal_deploy.errors import UsageError
 
 FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", "summary.json")
@@ -70,6 +70,12 @@ class RunFolder:
                 "give --resume to continue it, another --out, or --overwrite"
             )
 
+    def remove_leftovers(self, wanted: bool) -> None:
+        """What processes left that were killed while they wrote; for whoever has the folder for itself."""
+        if wanted:
+            for name in FILES:
+                remove_leftovers(self.root / name)
+
     def clear(self) -> None:
         """Make the folder, and take away an older run's files, so that no two runs mix.
 
@@ -93,14 +99,17 @@ class RunFolder:
     def write_text(self, path: Path, text: str) -> None:
         """`path` is one of the folder's own."""
         with written_atomically(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            # a path that a recipe holds may have bytes that are no UTF-8
+            temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
 
     def read_epochs(self) -> list[EpochRecord]:
-        """What metrics.csv holds.
+        """What metrics.csv holds; nothing where it is gone.
 
         Raises:
             UsageError: it cannot be read.
         """
+        if not self.metrics.is_file():
+            return []
         try:
             with self.metrics.open(newline="", encoding="utf-8") as stream:
                 rows = list(csv.DictReader(stream))

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
+from torch import nn
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import sha256_of_file
@@ -104,6 +105,16 @@ class Amp:
     def scaler(self) -> torch.amp.GradScaler:
         """Does something with float16 only."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
+
+
+def check_batch_norm(network: OpalNetwork, share: int) -> None:
+    """Raise UsageError where a process's `share` of a batch is a single value for batch normalisation."""
+    normalises = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
+    if normalises and share == 1 and network.grid == (1, 1):
+        raise UsageError(
+            f"batches of one picture with a single cell in {network.config.backbone}: batch normalisation needs two "
+            "values; give a larger --batch-size or --size"
+        )
 
 
 def default_weights(backbone: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opal_deploy.errors import ArtifactError, UsageError
@@ -38,6 +39,54 @@ def check_pinned(path: Path, expected: str) -> str:
             f"{path}: sha256 {found}, expected {expected.strip().lower()}; this is not the file you were told of"
         )
     return found
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Nobody else's writing in `folder`, which is made if missing, while the block runs.
+
+    A lock of the operating system's on a hidden file: it ends with the process, however that ends.
+
+    Raises:
+        UsageError: another process is at work there, or the folder cannot be written to.
+    """
+    if sys.platform == "win32":  # it has no such locks
+        yield
+        return
+    import fcntl
+
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    path = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                raise UsageError(
+                    f"{folder}: another process is at work there; wait for it, or give another --out"
+                ) from None
+            # whoever had it before may have taken the file away in between
+            with suppress(FileNotFoundError):
+                if os.fstat(handle).st_ino == path.stat().st_ino:
+                    break
+            os.close(handle)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); give another --out") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+        _remove_empty(made)
+
+
+def remove_leftovers(path: Path) -> None:
+    """What writers of `path` left that were killed; only for whoever has the folder for itself."""
+    for part in path.parent.glob(f".{path.name}.*.part*"):
+        part.unlink(missing_ok=True)
 
 
 @contextmanager

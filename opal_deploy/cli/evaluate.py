@@ -23,7 +23,7 @@ _PATIENCE = 60.0
 
 
 def evaluate(
-    data: Annotated[Path, typer.Argument(help="A data set as `train` takes it: an ImageFolder, or CUB's folder.")],
+    data: Annotated[Path, typer.Argument(help="A data set as `train` takes it.")],
     model: Annotated[
         list[Path], typer.Option(help="An exported model, or a checkpoint. Several are compared: give it again.")
     ],
@@ -72,20 +72,28 @@ def evaluate(
         if not path.is_file():
             raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if out is not None:
-        report.new_folder(out, overwrite=overwrite)
-    pictures = read(data, dataset, partition=partition, skip_missing=skip_missing)
+        report.check_folder(out, data, overwrite=overwrite)
+    known = [_metadata(path) for path in model]
+    with progress("reading") as advance:
+        pictures = read(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
+    say(one_line(f"read as {pictures.describe()}"))
     for line in pictures.warnings:
         say(f"warning: {line}")
     samples = _samples(pictures, split)
+    for path, metadata in zip(model, known, strict=True):
+        _check_classes(path, list(metadata.class_names), pictures)
+        _warn_of_crop(path, metadata.crop, pictures, boxes=boxes)
     if parts and not cub_parts.has_parts(pictures):
         raise UsageError(f"{data}: it has no part locations (parts/part_locs.txt of CUB); leave --parts out")
     located = None
     if parts is not False and cub_parts.has_parts(pictures):
         located = cub_parts.read(pictures.root, samples)
+    if out is not None:
+        report.new_folder(out)
     folders = [None] * len(model) if out is None else report.model_folders(out, model)
     runs = []
     for path, folder in zip(model, folders, strict=True):
-        run = _evaluate(path, pictures, samples, located, _Options(split, boxes, seed, device, threads, batch))
+        run = _evaluate(path, samples, located, _Options(split, boxes, seed, device, threads, batch))
         if folder is not None:
             report.write_model(folder, run.measured, run.metadata, samples, pictures.root)
         _say_figures(run, split, boxes=boxes)
@@ -126,19 +134,63 @@ class _Run:
         return {**head, **self.measured.to_dict(split)}
 
 
-def _evaluate(
-    path: Path, pictures: DataSet, samples: list[Sample], located: PartLocations | None, options: _Options
-) -> _Run:
+def _metadata(path: Path) -> Metadata:
+    """What a model says of itself, without an engine: a second one's mistake is found before the first one runs.
+
+    Raises:
+        UsageError: not one of ours, or damaged.
+    """
+    from opal_deploy.artifact import engine_file, onnx_file
+    from opal_deploy.model import checkpoint
+    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES, ONNX_SUFFIX
+
+    if path.suffix in CHECKPOINT_SUFFIXES:
+        return checkpoint.describe(checkpoint.load(path))
+    if path.suffix == engine_file.ENGINE_SUFFIX:
+        return engine_file.read_sidecar(path).metadata
+    if path.suffix == ONNX_SUFFIX:
+        return onnx_file.read_metadata(path)
+    raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
+
+
+def _check_classes(path: Path, names: list[str], pictures: DataSet) -> None:
+    theirs = pictures.class_names
+    if names == theirs:
+        return
+    expected = "they must be the same, in the same order; give the data set that the model was trained on"
+    if len(names) != len(theirs):
+        raise UsageError(
+            f"{path} knows {len(names)} classes ({names[0]}, ...), {pictures.root} has {len(theirs)} "
+            f"({theirs[0]}, ...); {expected}"
+        )
+    number, (ours, other) = next(
+        (i, pair) for i, pair in enumerate(zip(names, theirs, strict=True), 1) if len({*pair}) > 1
+    )
+    raise UsageError(
+        f"{path} and {pictures.root} have {len(names)} classes each, but number {number} is {ours!r} to the model and "
+        f"{other!r} in the data set; {expected}"
+    )
+
+
+def _warn_of_crop(path: Path, trained: str | None, pictures: DataSet, *, boxes: bool) -> None:
+    measured = pictures.crop if boxes else None
+    if trained == measured:
+        return
+    if measured is not None:
+        words = (
+            "says it was trained on whole pictures and is measured on pictures cropped to their boxes; see --no-boxes"
+        )
+    else:
+        why = "see --boxes" if pictures.crop else "the data set has no boxes"
+        words = f"says it was trained on pictures cropped to their boxes and is measured on whole ones; {why}"
+    say(f"warning: {one_line(str(path))} {words}")
+
+
+def _evaluate(path: Path, samples: list[Sample], located: PartLocations | None, options: _Options) -> _Run:
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.train.evaluation.session import evaluate_session
 
     session = open_sessions(path, device=options.device, threads=options.threads)[0]
-    names = list(session.metadata.class_names)
-    if names != pictures.class_names:
-        raise UsageError(
-            f"{path} knows {len(names)} classes ({names[0]}, ...), {pictures.root} has {pictures.num_classes} "
-            f"({pictures.class_names[0]}, ...); they must be the same, in the same order"
-        )
     with progress("evaluating") as advance:
         measured = evaluate_session(
             session,
@@ -148,6 +200,7 @@ def _evaluate(
             parts=located,
             seed=options.seed,
             report=_with_estimate(advance, parts=located is not None),
+            model=str(path),
         )
     return _Run(path, session.description, session.metadata, measured)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +11,7 @@ import typer
 
 from opal_deploy.cli.console import emit_json, progress, say
 from opal_deploy.cli.options import parse_size
-from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.train.reproduce.plan import Plan
@@ -88,19 +90,28 @@ def reproduce(
     made = plan.make_plan(
         wanted, list(dict.fromkeys(asked)), _seeds(seeds), recipes.load(recipe), overrides, out, only=row or ()
     )
-    failures: list[str] = []
+    failures: list[OpalError] = []
     if dry_run:
         _say_runs(made, out, tflops)
         return
+    # under torchrun every process runs this, and one speaks
+    alone = int(os.environ.get("RANK", "0")) == 0
     if not show:
         with progress("reproducing") as advance:
-            failures = runs.carry_out(made, sources, report=advance, log=say)
+            failures = runs.carry_out(made, sources, report=advance, log=say if alone else _silence)
+    if not alone:
+        return
     if output == "json":
         emit_json(render.to_json(made))
     else:
         print(render.to_text(made) if output == "text" else render.to_markdown(made), end="", flush=True)
     if failures:
-        raise StoppedEarly(f"{len(failures)} run(s) failed: {'; '.join(failures)}")
+        wrong = any(isinstance(failure, UsageError) for failure in failures)
+        kind = UsageError if wrong else StoppedEarly
+        raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")
+
+
+def _silence(line: str) -> None: ...
 
 
 def _sources(given: list[str]) -> dict[str, Source]:
@@ -110,8 +121,11 @@ def _sources(given: list[str]) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for text in given:
         name, equals, folder = text.partition("=")
-        if not equals or not name or not folder or "/" in name:
-            raise UsageError(f"--data {text!r}: expected NAME=FOLDER, such as cub=data/CUB_200_2011")
+        if not equals or not folder or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+            raise UsageError(
+                f"--data {text!r}: expected NAME=FOLDER, such as cub=data/CUB_200_2011, the name of letters, digits, "
+                "'_', '-' and '.'"
+            )
         if name in found:
             raise UsageError(f"--data {name} is given twice; give each data set once")
         if not Path(folder).is_dir():
@@ -122,7 +136,7 @@ def _sources(given: list[str]) -> dict[str, Source]:
 
 def _seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts):
+    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(map(int, parts))) < len(parts):
         raise UsageError(f"--seeds {text!r}: expected different whole numbers separated by commas, such as 0,1,2")
     return [int(part) for part in parts]
 

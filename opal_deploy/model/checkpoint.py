@@ -94,7 +94,11 @@ def save(path: Path, checkpoint: Checkpoint, *, beside: dict[str, Any] | None = 
         **(beside or {}),
     }
     with written_atomically(path) as temporary, temporary.open("wb") as stream:
-        torch.save(document, stream)
+        try:
+            torch.save(document, stream)
+        except RuntimeError as error:
+            # torch's writer says in words of its own that the stream took no more
+            raise OSError(f"disk full? {str(error).splitlines()[0][:80]}") from None
 
 
 def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:

@@ -18,7 +18,9 @@ from PIL import Image
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
+from opal_deploy.train.data.catalogue import read
 from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.evaluation.network import evaluate
 from opal_deploy.train.pictures import Batches, Pictures
 
 
@@ -86,6 +88,16 @@ def test_two_processes_train_as_one_does(folder: Path, tmp_path: Path) -> None:
     assert (weights[0] - weights[1]).abs().max() < 0.05 * moved
 
 
+def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_path: Path) -> None:
+    """Batch statistics differ between processes without a common batch norm; one process's are saved."""
+    batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1")
+    done = _train(folder, tmp_path / "run", *batch_norm, processes=2)
+    assert done.returncode == 0, done.stderr
+    stored = checkpoint.load(tmp_path / "run" / "last.pt")
+    again = evaluate(stored.network, read(folder).val)
+    assert again.loss == pytest.approx(stored.metrics["val_loss"], abs=1e-6)
+
+
 def _start(tmp_path: Path, folder: Path) -> torch.Tensor:
     from opal_deploy.model.config import HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
@@ -129,7 +141,7 @@ _train(*sys.argv[1:], "--save-every", "1", processes=2)
 def test_more_processes_than_pictures_for_them_are_refused(folder: Path, tmp_path: Path) -> None:
     found = _train(folder, tmp_path / "run", "--batch-size", "3", processes=2)
     assert found.returncode != 0
-    assert "batches of 3 over 2 processes: at least 2 pictures for each are needed" in found.stderr
+    assert "at least 2 pictures for each are needed; start fewer" in found.stderr
     assert not (tmp_path / "run").exists()
 
 

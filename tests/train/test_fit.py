@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import loop
 from opal_deploy.train.data.catalogue import DataSet, Sample, read
 from opal_deploy.train.evaluation.network import Evaluation, evaluate
-from opal_deploy.train.loop import fit
+from opal_deploy.train.loop import Diverged, fit
 from opal_deploy.train.options import Options
 from opal_deploy.train.run_folder import FILES
 
@@ -214,7 +215,7 @@ def test_an_interruption_leaves_the_epochs_before(squares: DataSet, tmp_path: Pa
     [
         (replace(OPTIONS, device="tpu"), "expected auto, cpu, cuda"),
         (replace(OPTIONS, device="cuda:99"), "CUDA devices here"),
-        (replace(OPTIONS, lr=0.0), "learning rate above 0"),
+        (replace(OPTIONS, lr=0.0), "learning rate a number above 0"),
         (replace(OPTIONS, backbone="resnet19"), "no such classifier"),
         (replace(OPTIONS, input_size=(100, 100)), "multiples of its stride"),
     ],
@@ -231,3 +232,56 @@ def test_a_data_set_put_together_in_code_needs_validation(tmp_path: Path) -> Non
     bare = DataSet(tmp_path, "code", ["a", "b"], [Sample(tmp_path / "x.png", 0)], [], [])
     with pytest.raises(UsageError, match="needs training and validation pictures"):
         fit(bare, OPTIONS, tmp_path / "out")
+
+
+def test_a_bad_batch_is_listed_whatever_its_files_are_called(squares: DataSet, tmp_path: Path) -> None:
+    root = tmp_path / "a\udcff\nb"
+    shutil.copytree(squares.root, root)
+    with pytest.raises(Diverged, match=r"step \d"):
+        fit(read(root), replace(OPTIONS, lr=1e30), tmp_path / "run")
+    names = (tmp_path / "run" / "nonfinite_batch.txt").read_text(encoding="utf-8").splitlines()
+    assert len(names) == 8
+    assert all(name.startswith(str(tmp_path)) and "a\\xff\\x0ab" in name for name in names)
+
+
+def test_bfloat16_on_a_cpu_keeps_float32_weights(squares: DataSet, tmp_path: Path) -> None:
+    fit(squares, replace(OPTIONS, epochs=1, precision="bf16", device="cpu"), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["precision"] == "bf16"
+    weights = torch.load(tmp_path / "best.pt", weights_only=True)["state_dict"]
+    assert {value.dtype for key, value in weights.items() if key.endswith("weight")} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (replace(OPTIONS, precision="fp16", device="cpu"), "precision fp16 on a CPU"),
+        (replace(OPTIONS, seed=1 << 64), r"the seed must be below 2\^63"),
+        (replace(OPTIONS, lr=math.inf), "learning rate a number above 0"),
+        (replace(OPTIONS, input_size=(32, 32), batch_size=1), "batch normalisation needs two values"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_line(
+    squares: DataSet, tmp_path: Path, options: Options, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        fit(squares, options, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_that_runs_out_is_no_bug(squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("opal_deploy.train.epoch.Learner.step", step)
+    with pytest.raises(StoppedEarly, match=r"out of memory on cpu with batches of 8 pictures of 64x64"):
+        fit(squares, replace(OPTIONS, device="cpu"), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_step_trains_as_a_plain_one(squares: DataSet, tmp_path: Path) -> None:
+    plain, compiled = (
+        fit(squares, replace(OPTIONS, epochs=1, compile=wanted, device="cpu"), tmp_path / str(wanted))
+        for wanted in (False, True)
+    )
+    assert compiled.epochs[0].train_loss == pytest.approx(plain.epochs[0].train_loss, rel=1e-3)

@@ -55,6 +55,8 @@ def test_head_options_make_the_papers_variants() -> None:
         _head(anchors=False)
     with pytest.raises(UsageError, match="--head linear pools by average"):
         _head(kind="linear", pooling="max")
+    with pytest.raises(UsageError, match="the linear head has none of cws, prototypes_per_class"):
+        _head(kind="linear", prototypes_per_class=3, cws=False)
 
 
 def test_a_kind_on_the_command_line_replaces_the_recipes_variant() -> None:
@@ -91,6 +93,8 @@ def test_what_is_saved_resolves_to_the_same_run(options: Options, tmp_path: Path
         ("[training]\nlr = 'fast'", r"lr = 'fast': expected a number"),
         ("[head]\nkind = 'dense'", r"kind = 'dense': expected opal or linear"),
         ("[training", r"not TOML"),
+        ("a = " + "[" * 3000, r"not TOML"),
+        ("[head]\nkind = 'linear'\npooling = 'max'", r"kind = 'linear' has none of pooling"),
     ],
 )
 def test_a_recipe_that_says_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from PIL import Image
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train import loop
+from opal_deploy.train import keeper
 from opal_deploy.train.data.catalogue import DataSet, read
 from opal_deploy.train.loop import fit
 from opal_deploy.train.options import Options
@@ -92,7 +92,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(
     squares: DataSet, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
     done = 0
-    save = loop.save
+    save = keeper.save
 
     def save_or_die(*arguments: Any, **options: Any) -> None:
         nonlocal done
@@ -102,7 +102,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(
         save(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save", save_or_die)
+        patch.setattr(keeper, "save", save_or_die)
         options = replace(OPTIONS, save_every=2)
         with pytest.raises(_Killed):
             fit(squares, options, tmp_path / "run", resume=True)
@@ -156,7 +156,9 @@ def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares: DataSet
 
 
 def test_another_run_is_refused_with_what_differs(squares: DataSet, whole: Path) -> None:
-    with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.002; repeat the first command with --resume"):
+    with pytest.raises(
+        UsageError, match=r"lr was 0\.001 and is 0\.002; give --resume with the options"
+    ):
         fit(squares, replace(OPTIONS, lr=2e-3), whole, resume=True)
     fewer = replace(squares, train=squares.train[1:])
     with pytest.raises(UsageError, match="the pictures, labels, boxes or splits of the data set are others"):
@@ -187,7 +189,9 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(sizes[0]) // 2, before[1]))
 
     try:
-        with pytest.raises(StoppedEarly, match=r"cannot be written .*last\.pt is as it was before; make room and"):
+        with pytest.raises(
+            StoppedEarly, match=r"last\.pt: cannot be written .*best\.pt holds epoch 1, .*make room and"
+        ):
             fit(squares, OPTIONS, out, log=fill_the_disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -196,6 +200,110 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
     fit(squares, OPTIONS, out, resume=True)
     assert _outcome(out) == _outcome(whole)
+
+
+def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(
+    squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise UsageError("best.pt: cannot be written (No space left on device); choose another place")
+
+    monkeypatch.setattr(keeper, "save", full)
+    with pytest.raises(StoppedEarly, match=r"\(No space left on device\); nothing was kept yet, "):
+        fit(squares, OPTIONS, tmp_path / "run")
+
+
+def _interrupted(squares: DataSet, out: Path, options: Options = OPTIONS) -> Path:
+    """A run that ended after its first epoch."""
+
+    def interrupt(line: str) -> None:
+        if line.startswith("epoch 1"):
+            raise _Killed
+
+    with pytest.raises(_Killed):
+        fit(squares, options, out, log=interrupt)
+    return out
+
+
+def test_a_finished_run_cannot_be_given_more_epochs_and_says_so(squares: DataSet, whole: Path) -> None:
+    with pytest.raises(UsageError, match="the run is finished after 2 epochs and cannot be given 5"):
+        fit(squares, replace(OPTIONS, epochs=5), whole, resume=True)
+
+
+def test_the_checkpoint_counts_and_not_the_record_beside_it(squares: DataSet, tmp_path: Path) -> None:
+    run = _interrupted(squares, tmp_path / "run")
+    other = _interrupted(squares, tmp_path / "other", replace(OPTIONS, seed=5))
+    (run / "last.pt").write_bytes((other / "last.pt").read_bytes())
+    with pytest.raises(UsageError, match="seed was 5 and is 0"):
+        fit(squares, OPTIONS, run, resume=True)
+    (other / "config.json").unlink()
+    with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.5"):
+        fit(squares, replace(OPTIONS, seed=5, lr=0.5), other, resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"resume": 3},
+        {"resume": {}},
+        {"random": []},
+        {"optimizer": {}},
+        {"progress": {"epoch": 1}},
+        {"state_dict": {}},
+    ],
+)
+def test_a_damaged_state_is_one_line(squares: DataSet, whole: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    raw = torch.load(whole / "last.pt", weights_only=True)
+    state = {"progress": {}, "optimizer": {}, "scaler": {}, "random": [{"cpu": torch.get_rng_state()}]}
+    top = damage if "resume" in damage or "state_dict" in damage else {"resume": {**state, **damage}}
+    torch.save({**raw, "resume": state, **top}, run / "last.pt")
+    with pytest.raises(UsageError, match=r"last\.pt: its training state is damaged .*give another --out, or --overwr"):
+        fit(squares, OPTIONS, run, resume=True)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"options": null}'])
+def test_a_damaged_record_without_a_checkpoint_is_one_line(squares: DataSet, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match="another --out, or --overwrite"):
+        fit(squares, OPTIONS, tmp_path, resume=True)
+
+
+def test_a_best_checkpoint_that_is_gone_is_found_before_training_goes_on(squares: DataSet, tmp_path: Path) -> None:
+    run = _interrupted(squares, tmp_path / "run")
+    (run / "best.pt").unlink()
+    lines: list[str] = []
+    with pytest.raises(UsageError, match=r"best\.pt: it is not the checkpoint of epoch 1, the best of this run"):
+        fit(squares, OPTIONS, run, resume=True, log=lines.append)
+    assert lines == []
+
+
+def test_resuming_and_overwriting_are_opposites(squares: DataSet, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give one of them"):
+        fit(squares, OPTIONS, tmp_path, resume=True, overwrite=True)
+
+
+def test_a_second_process_in_the_same_folder_is_refused(squares: DataSet, tmp_path: Path) -> None:
+    refused = []
+
+    def meanwhile(line: str) -> None:
+        for options in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(UsageError, match="another process is at work there"):
+                fit(squares, OPTIONS, tmp_path, **options)
+            refused.append(options)
+
+    fit(squares, replace(OPTIONS, epochs=1), tmp_path, log=meanwhile)
+    assert len(refused) == 2
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_what_killed_writers_left_is_taken_away(squares: DataSet, tmp_path: Path) -> None:
+    run = _interrupted(squares, tmp_path / "run")
+    (run / ".last.pt.abc123.part.pt").write_bytes(b"half")
+    (run / ".mine.part").write_bytes(b"not ours")
+    fit(squares, OPTIONS, run, resume=True)
+    assert {path.name for path in run.iterdir() if path.name.startswith(".")} == {".mine.part"}
 
 
 def _kill_and_resume(folder: Path, out: Path, kills: int, seed: int) -> int:

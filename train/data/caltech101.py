@@ -20,6 +20,7 @@ from pathlib import Path
 from opal_deploy.errors import UsageError
 from opal_deploy.train.data.image_folder import subfolders
 from opal_deploy.train.data.listing import Adapter, Listing, Pair, from_pairs, has, lacking, require_files
+from opal_deploy.train.data.samples import counted
 from opal_deploy.train.data.splits import SPLITS, stratified_split
 
 _TITLE = "Caltech-101"
@@ -47,9 +48,16 @@ def read(folder: Path) -> Listing:
         numbers = [int(match[1]) for path in found.iterdir() if (match := _PICTURE.fullmatch(path.name))]
         pairs += [(found / f"image_{number:04}.jpg", label) for number in range(1, max(numbers, default=0) + 1)]
     if len(classes) < 2:
-        raise UsageError(f"{folder}: {len(classes)} class folders in {_FOLDER}/ are too few; unpack it again")
+        raise UsageError(
+            f"{folder}: {counted(len(classes), 'class folder', 'class folders')} in {_FOLDER}/, at least 2 are needed; "
+            "unpack it again"
+        )
     train, test = stratified_split(
-        [label for _, label in pairs], class_names, part="test", advice="unpack the official archive again"
+        [label for _, label in pairs],
+        class_names,
+        root=folder,
+        part="test",
+        advice="unpack the official archive again",
     )
     split = SPLITS["authors"]
     return from_pairs(

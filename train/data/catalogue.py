@@ -27,8 +27,8 @@ from opal_deploy.train.data import (
     pets,
     sun397,
 )
-from opal_deploy.train.data.listing import Adapter
-from opal_deploy.train.data.samples import DataSet, Sample
+from opal_deploy.train.data.listing import Adapter, cannot_be_read
+from opal_deploy.train.data.samples import DataSet, Report, Sample
 from opal_deploy.train.data.splits import stratified_split
 
 __all__ = ["NAMES", "DataSet", "Sample", "read", "stratified_split"]
@@ -40,7 +40,14 @@ _ADAPTERS = {
 NAMES: tuple[str, ...] = tuple(_ADAPTERS)
 
 
-def read(root: Path, dataset: str | None = None, *, partition: int = 1, skip_missing: bool = False) -> DataSet:
+def read(
+    root: Path,
+    dataset: str | None = None,
+    *,
+    partition: int = 1,
+    skip_missing: bool = False,
+    report: Report | None = None,
+) -> DataSet:
     """Read, check, and set a fifth of each class aside for validation where the data set does not.
 
     Args:
@@ -48,19 +55,27 @@ def read(root: Path, dataset: str | None = None, *, partition: int = 1, skip_mis
         dataset: one of `NAMES`; None recognises it by its files and takes any other folder for an ImageFolder.
         partition: which of the official ones, from 1, where a data set has several.
         skip_missing: leave listed pictures that are not there out, with a warning, instead of refusing the data set.
+        report: called while the pictures' headers are looked at, which takes minutes on a network drive.
 
     Raises:
         UsageError: one line with everything that is wrong and what to do.
     """
     if dataset is not None and dataset not in _ADAPTERS:
         raise UsageError(f"no data set is called {dataset!r}; choose one of {', '.join(NAMES)}")
+    try:
+        return _read(root, dataset, partition, skip_missing, report)
+    except OSError as error:
+        raise cannot_be_read(error, root) from None
+
+
+def _read(root: Path, dataset: str | None, partition: int, skip_missing: bool, report: Report | None) -> DataSet:
     if not root.is_dir():
         raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
     adapter, folder = _recognised(root) if dataset is None else _located(root, _ADAPTERS[dataset])
     _check_partition(adapter, partition)
-    data = checks.usable(adapter.read(folder, partition), skip_missing=skip_missing)
+    data = checks.usable(adapter.read(folder, partition), skip_missing=skip_missing, report=report)
     if not data.val:
-        train, val = stratified_split([sample.label for sample in data.train], data.class_names)
+        train, val = stratified_split([sample.label for sample in data.train], data.class_names, root=data.root)
         data = replace(data, train=[data.train[i] for i in train], val=[data.train[i] for i in val])
     # last, because a pair within train/ may now lie on both sides
     return replace(data, warnings=[*data.warnings, *duplicates.warnings(data)])

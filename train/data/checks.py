@@ -24,7 +24,7 @@ from opal_deploy.preprocess.resize import lay_out
 from opal_deploy.train.data import duplicates
 from opal_deploy.train.data.image_folder import EXTENSIONS
 from opal_deploy.train.data.listing import Listing
-from opal_deploy.train.data.samples import DataSet, Sample, classes_without, listed, shown
+from opal_deploy.train.data.samples import DataSet, Report, Sample, classes_without, counted, listed, shown
 from opal_deploy.train.data.threads import in_threads
 
 T = TypeVar("T")
@@ -33,12 +33,13 @@ T = TypeVar("T")
 _TRANSPOSED = (5, 6, 7, 8)
 
 
-def usable(listing: Listing, *, skip_missing: bool = False) -> DataSet:
+def usable(listing: Listing, *, skip_missing: bool = False, report: Report | None = None) -> DataSet:
     """The data set without what cannot be used, with a warning for each kind of thing found.
 
     Args:
         listing: from an adapter.
         skip_missing: leave missing pictures out instead of refusing the data set.
+        report: called while the pictures' headers are looked at.
 
     Raises:
         UsageError: one line with the lists' problems, missing pictures, classes or splits that have nothing left, and,
@@ -51,25 +52,28 @@ def usable(listing: Listing, *, skip_missing: bool = False) -> DataSet:
     present = _by_path(everything, lambda sample: os.path.isfile(sample.path))  # Path.is_file may raise
     missing = [path for path, there in present.items() if not there]
     existing = [sample for sample in everything if present[sample.path]]
-    reasons = _by_path(existing, _header_problem)
+    reasons = _by_path(existing, _header_problem, report)
     bad = {path: reason for path, reason in reasons.items() if reason is not None}
     # what is refused below for missing pictures is not called empty on top of it
     left = _without(whole, {*missing, *bad} if skip_missing else bad)
 
     if missing:
         names = listed([shown(path, whole.root) for path in missing])
-        line = f"{len(missing):,} of {len(present):,} listed pictures are missing"
+        of = counted(len(present), "listed picture", "listed pictures")
+        line = f"{counted(len(missing), f'of {of} is', f'of {of} are')} missing"
         if skip_missing:
             warnings.append(f"{line} and left out: {names}")
         else:
             problems.append(f"{line}: {names} (--skip-missing leaves them out)")
     if bad:
         names = listed([f"{shown(path, whole.root)} ({reason})" for path, reason in bad.items()])
-        warnings.append(f"{len(bad):,} of {len(reasons):,} files cannot be used and are left out: {names}")
+        warnings.append(f"{len(bad):,} of {counted(len(reasons), 'file', 'files')} cannot be used, left out: {names}")
     if unlisted := sorted(set(_pictures_in(listing.pictures)) - present.keys()):
         names = listed([shown(path, whole.root) for path in unlisted])
-        warnings.append(f"{len(unlisted):,} pictures are in no list and not used: {names}")
+        warnings.append(f"{counted(len(unlisted), 'picture is', 'pictures are')} in no list and not used: {names}")
 
+    if whole.num_classes < 2:
+        problems.append(f"{counted(whole.num_classes, 'class', 'classes')} found, at least 2 are needed")
     if not whole.train:
         problems.append("no pictures to train on")
     never = classes_without(whole.train, whole.class_names)
@@ -89,8 +93,13 @@ def usable(listing: Listing, *, skip_missing: bool = False) -> DataSet:
     return replace(left, warnings=warnings, skipped=[*missing, *bad])
 
 
-def _by_path(samples: list[Sample], look: Callable[[Sample], T]) -> dict[Path, T]:
-    return dict(zip((sample.path for sample in samples), in_threads(look, samples), strict=True))
+def _by_path(samples: list[Sample], look: Callable[[Sample], T], report: Report | None = None) -> dict[Path, T]:
+    found: dict[Path, T] = {}
+    for done, (sample, result) in enumerate(zip(samples, in_threads(look, samples), strict=True), 1):
+        found[sample.path] = result
+        if report is not None:
+            report(done, len(samples), "reading headers")
+    return found
 
 
 def _without(data: DataSet, gone: Collection[Path]) -> DataSet:

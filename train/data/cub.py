@@ -12,13 +12,26 @@ pictures.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import partial
 from pathlib import Path
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.data.listing import Adapter, Listing, all_of, has, lacking, require_files
-from opal_deploy.train.data.samples import DataSet, Sample, listed
+from opal_deploy.train.data.listing import (
+    Adapter,
+    Listing,
+    all_of,
+    has,
+    is_id,
+    lacking,
+    leaving,
+    of_one_name,
+    require_files,
+    stays_below,
+    text_of,
+)
+from opal_deploy.train.data.samples import DataSet, Sample, counted, listed
 
 # name, values a line after the id
 _TABLES = {
@@ -29,6 +42,8 @@ _TABLES = {
     "classes.txt": 1,
 }
 
+
+_ADVICE = "unpack the official archive again, or mend its tables"
 
 # an image's id with a comma after it: see `cub100`
 _COMMA = re.compile(r"\s*\d+\s*,")
@@ -46,7 +61,7 @@ def has_tables(folder: Path) -> bool:
 
 def comma_separated(folder: Path) -> bool:
     """Whether images.txt has commas after its ids."""
-    with (folder / "images.txt").open(encoding="utf-8", errors="replace") as file:
+    with (folder / "images.txt").open(encoding="utf-8-sig", errors="replace") as file:
         return _COMMA.match(file.readline()) is not None
 
 
@@ -69,7 +84,7 @@ def read(folder: Path) -> Listing:
         others = (tables[table].get(key) for table in ("image_class_labels.txt", "train_test_split.txt"))
         class_id, flag = (values[0] if values else "" for values in others)
         box = tables["bounding_boxes.txt"].get(key)
-        if box is None or class_id not in label_of or flag not in splits:
+        if box is None or class_id not in label_of or flag not in splits or not stays_below(name):
             continue  # one of `_disagreements`
         x, y, width, height = (float(value) for value in box)
         splits[flag].append(Sample(folder / "images" / name, label_of[class_id], (x, y, x + width, y + height)))
@@ -78,31 +93,27 @@ def read(folder: Path) -> Listing:
         DataSet(folder, "cub", class_names, splits["1"], [], splits["0"], crop="boxes"),
         _disagreements(tables),
         (folder / "images",),
-        "unpack the official archive again, or mend its tables",
+        _ADVICE,
     )
 
 
 def _table(path: Path, values: int) -> dict[str, list[str]]:
     """Id to values, in the file's order; a single value may hold spaces."""
     rows: dict[str, list[str]] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a readable UTF-8 table ({error})") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text_of(path, _ADVICE).splitlines(), 1):
         if not line.strip():
             continue
         key, *rest = line.split(maxsplit=1) if values == 1 else line.split()
         rest = [value.strip() for value in rest]
         # ids that are no plain numbers are another file format, such as comma-separated relatives of CUB
-        if not key.isdigit() or len(rest) != values or key in rows or not _numbers(rest, needed=values == 4):
+        if not is_id(key) or len(rest) != values or key in rows or not _numbers(rest, needed=values == 4):
             raise UsageError(
                 f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, a new numeric id and "
-                f"{values} value(s) separated by spaces"
+                f"{counted(values, 'value', 'values')} separated by spaces; {_ADVICE}"
             )
         rows[key] = rest
     if not rows:
-        raise UsageError(f"{path}: the table is empty")
+        raise UsageError(f"{path}: the table is empty; {_ADVICE}")
     return rows
 
 
@@ -110,23 +121,25 @@ def _numbers(values: list[str], *, needed: bool) -> bool:
     if not needed:
         return True
     try:
-        [float(value) for value in values]
+        return all(math.isfinite(float(value)) for value in values)
     except ValueError:
         return False
-    return True
 
 
 def _disagreements(tables: dict[str, dict[str, list[str]]]) -> list[str]:
     images, classes = tables["images.txt"], tables["classes.txt"]
-    problems = []
+    problems = leaving((name for (name,) in images.values()), "images.txt", "images")
+    problems += of_one_name([name for (name,) in classes.values()], "classes.txt")
     for name in ("image_class_labels.txt", "train_test_split.txt", "bounding_boxes.txt"):
         table = tables[name]
         without_image = [key for key in table if key not in images]
         without_line = [key for key in images if key not in table]
         if without_image:
-            problems.append(f"{len(without_image):,} ids of {name} are not in images.txt: {listed(without_image)}")
+            ids = counted(len(without_image), f"id of {name} is", f"ids of {name} are")
+            problems.append(f"{ids} not in images.txt: {listed(without_image)}")
         if without_line:
-            problems.append(f"{len(without_line):,} ids of images.txt are not in {name}: {listed(without_line)}")
+            ids = counted(len(without_line), "id of images.txt is", "ids of images.txt are")
+            problems.append(f"{ids} not in {name}: {listed(without_line)}")
     flags = sorted({values[0] for values in tables["train_test_split.txt"].values()} - {"0", "1"})
     if flags:
         problems.append(f"train_test_split.txt holds {listed(flags)} beside 0 and 1")

@@ -16,8 +16,21 @@ from pathlib import Path
 
 from opal_deploy.errors import UsageError
 from opal_deploy.train.data.cub import comma_separated, has_tables
-from opal_deploy.train.data.listing import Adapter, Listing, Pair, all_of, from_pairs, lacking, require_files
-from opal_deploy.train.data.samples import listed
+from opal_deploy.train.data.listing import (
+    Adapter,
+    Listing,
+    Pair,
+    all_of,
+    from_pairs,
+    is_id,
+    lacking,
+    leaving,
+    of_one_name,
+    require_files,
+    stays_below,
+    text_of,
+)
+from opal_deploy.train.data.samples import counted, listed
 
 _IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
 _TABLES = (_IMAGES, _LABELS, _SPLIT, _CLASSES)
@@ -32,12 +45,14 @@ def read(folder: Path) -> Listing:
     require_files(folder, "the 100-class subset of CUB", lacking(folder, _TABLES))
     tables = all_of({name: partial(_table, folder / name) for name in _TABLES})
     images, labels, flags, classes = (tables[name] for name in _TABLES)
-    problems = []
+    problems = leaving(images.values(), _IMAGES, "images") + of_one_name(list(classes.values()), _CLASSES)
     for name, table in ((_LABELS, labels), (_SPLIT, flags)):
         if strange := sorted(table.keys() - images.keys(), key=int):
-            problems.append(f"{len(strange):,} ids of {name} are not in {_IMAGES}: {listed(strange)}")
+            ids = counted(len(strange), f"id of {name} is", f"ids of {name} are")
+            problems.append(f"{ids} not in {_IMAGES}: {listed(strange)}")
         if absent := sorted(images.keys() - table.keys(), key=int):
-            problems.append(f"{len(absent):,} ids of {_IMAGES} are not in {name}: {listed(absent)}")
+            ids = counted(len(absent), f"id of {_IMAGES} is", f"ids of {_IMAGES} are")
+            problems.append(f"{ids} not in {name}: {listed(absent)}")
     if strange := sorted(set(labels.values()) - classes.keys()):
         problems.append(f"class ids that {_CLASSES} does not name: {listed(strange)}")
     if strange := sorted(set(flags.values()) - {"0", "1"}):
@@ -46,7 +61,7 @@ def read(folder: Path) -> Listing:
     splits: dict[str, list[Pair]] = {"train": [], "test": []}
     for key, name in images.items():
         label, split = label_of.get(labels.get(key, "")), {"0": "train", "1": "test"}.get(flags.get(key, ""))
-        if label is not None and split is not None:
+        if label is not None and split is not None and stays_below(name):
             splits[split].append((folder / "images" / name, label))
     class_names = [classes[class_id] for class_id in label_of]
     return from_pairs("cub100", folder, class_names, splits, problems=problems, pictures=(folder / "images",))
@@ -55,15 +70,11 @@ def read(folder: Path) -> Listing:
 def _table(path: Path) -> dict[str, str]:
     """Id to value, in the file's order."""
     rows: dict[str, str] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); get the file again") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text_of(path, "get the file again").splitlines(), 1):
         key, comma, value = (part.strip() for part in line.partition(","))
         if not line.strip():
             continue
-        if not key.isdigit() or not comma or not value or key in rows:
+        if not is_id(key) or not comma or not value or key in rows:
             raise UsageError(
                 f"{path}, line {number}: {line.strip()[:80]!r} is not a new numeric id, a comma and a value; "
                 "get the file again"

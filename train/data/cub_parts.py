@@ -14,9 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.data.samples import DataSet, Sample, listed
+from opal_deploy.train.data.listing import cannot_be_read, is_id, text_of
+from opal_deploy.train.data.samples import DataSet, Sample, counted, listed
 
+_ADVICE = "mend it, or leave the parts out with --no-parts"
 _LOCATIONS = Path("parts") / "part_locs.txt"
+_BOXES = "bounding_boxes.txt"
 _NAMES = Path("parts") / "parts.txt"
 
 
@@ -50,8 +53,15 @@ class PartLocations:
 
 
 def has_parts(data: DataSet) -> bool:
-    """Whether `read` has something to read: CUB's layout, with part locations."""
-    return data.layout == "cub" and (data.root / _LOCATIONS).is_file()
+    """Whether `read` has something to read: CUB's layout, with part locations.
+
+    Raises:
+        UsageError: nobody may look.
+    """
+    try:
+        return data.layout == "cub" and (data.root / _LOCATIONS).is_file()
+    except OSError as error:
+        raise cannot_be_read(error, data.root / _LOCATIONS, _ADVICE) from None
 
 
 def read(root: Path, samples: Sequence[Sample]) -> PartLocations:
@@ -70,13 +80,13 @@ def read(root: Path, samples: Sequence[Sample]) -> PartLocations:
     for sample in samples:
         name = sample.path.relative_to(root / "images").as_posix()
         if name not in id_of:
-            raise UsageError(f"{root}: images.txt does not have {name}, so its parts are unknown; mend the table")
+            raise UsageError(f"{root}: images.txt does not have {name}, so its parts are unknown; {_ADVICE}")
         ids.append(id_of[name])
-    boxes = _by_image(root / "bounding_boxes.txt", ids, columns=5)
+    boxes = _by_image(root / _BOXES, ids, columns=5)
     locations = _by_image(root / _LOCATIONS, ids, columns=5, parts=tuple(names))
     small = [str(key) for key, box in zip(ids, boxes[:, 0], strict=True) if min(box[2:]) < 1]
     if small:
-        raise UsageError(f"{root}: boxes of less than a pixel for image ids {listed(small)}; mend bounding_boxes.txt")
+        raise UsageError(f"{root / _BOXES}: boxes of less than a pixel for image ids {listed(small)}; {_ADVICE}")
     return PartLocations(tuple(names.values()), locations[..., :2], locations[..., 2] == 1, boxes[:, 0])
 
 
@@ -90,37 +100,41 @@ def _by_image(
     wanted = [[(i,) if parts is None else (i, part) for part in parts or (0,)] for i in ids]
     missing = [str(i) for i, row in zip(ids, wanted, strict=True) if any(key not in row_of for key in row)]
     if missing:
-        raise UsageError(f"{path}: it lacks lines of {len(missing):,} image ids: {listed(missing)}; mend the table")
+        ids = counted(len(missing), "image id", "image ids")
+        raise UsageError(f"{path}: it lacks lines of {ids}: {listed(missing)}; {_ADVICE}")
     order = np.array([[row_of[key] for key in row] for row in wanted], dtype=np.int64)
     return table[order][..., keys:]
 
 
 def _numbers(path: Path, columns: int) -> NDArray[np.float64]:
+    lines = [line for line in text_of(path, _ADVICE).splitlines() if line.strip()]
+    if not lines:
+        raise UsageError(f"{path}: the table is empty; {_ADVICE}")
     try:
-        table = np.loadtxt(path, dtype=np.float64, ndmin=2, comments=None)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: not CUB's table of numbers ({' '.join(str(error).split())}); mend it") from None
-    if table.shape[1] != columns or not np.isfinite(table).all():
-        raise UsageError(f"{path}: {table.shape[1]} columns found; CUB's table has {columns}, all of finite numbers")
+        table = np.loadtxt(lines, dtype=np.float64, ndmin=2, comments=None)
+    except ValueError as error:
+        raise UsageError(f"{path}: not CUB's table of numbers ({' '.join(str(error).split())}); {_ADVICE}") from None
+    if table.shape[1] != columns:
+        found = counted(table.shape[1], "column", "columns")
+        raise UsageError(f"{path}: {found} found, CUB's table has {columns}; {_ADVICE}")
+    if not np.isfinite(table).all():
+        strange = lines[int(np.isfinite(table).all(axis=1).argmin())]
+        raise UsageError(f"{path}: {strange.strip()[:80]!r} is not all finite numbers, CUB's table is; {_ADVICE}")
     return table
 
 
 def _names(path: Path) -> dict[int, str]:
     names = {int(key): name for key, name in _pairs(path)}
     if not names:
-        raise UsageError(f"{path}: it names no part; CUB's has lines such as '7 left eye'")
+        raise UsageError(f"{path}: it names no part, CUB's has lines such as '7 left eye'; {_ADVICE}")
     return names
 
 
 def _pairs(path: Path) -> list[tuple[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); part locations need it") from None
     pairs = []
-    for line in filter(str.strip, lines):
-        key, _, name = line.strip().partition(" ")
-        if not key.isdigit() or not name.strip():
-            raise UsageError(f"{path}: {line.strip()[:80]!r} is not CUB's format, a numeric id and a name")
-        pairs.append((key, name.strip()))
+    for line in filter(str.strip, text_of(path, _ADVICE).splitlines()):
+        key, *rest = line.split(maxsplit=1)
+        if not is_id(key) or not rest:
+            raise UsageError(f"{path}: {line.strip()[:80]!r} is not CUB's format, a numeric id and a name; {_ADVICE}")
+        pairs.append((key, rest[0].strip()))
     return pairs

@@ -11,9 +11,11 @@ validation pictures.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -28,10 +30,12 @@ from opal_deploy.train.data.listing import (
     from_pairs,
     has,
     lacking,
+    leaving,
     require_files,
+    stays_below,
 )
 from opal_deploy.train.data.official import load_matlab
-from opal_deploy.train.data.samples import Sample, listed
+from opal_deploy.train.data.samples import Sample, counted, listed
 
 _TITLE = "Stanford Dogs"
 
@@ -53,8 +57,17 @@ def read(folder: Path) -> Listing:
     absent += lacking(lists, ("train_list.mat", "test_list.mat"))
     require_files(folder, _TITLE, absent, "unpack images.tar, annotation.tar and lists.tar there")
     names = {split: lists / f"{split}_list.mat" for split in ("train", "test")}
-    splits = all_of({split: partial(_list, path, images) for split, path in names.items()})
-    class_names, problems = _class_names([pair for pairs in splits.values() for pair in pairs])
+    found = all_of({split: partial(_list, path) for split, path in names.items()})
+    problems = [
+        problem
+        for split, pairs in found.items()
+        for problem in leaving((name for name, _ in pairs), names[split].name, images.name)
+    ]
+    splits = {
+        split: [(images / name, label) for name, label in pairs if stays_below(name)] for split, pairs in found.items()
+    }
+    class_names, strange = _class_names([pair for pairs in splits.values() for pair in pairs])
+    problems += strange
     listing = from_pairs("dogs", folder, class_names, splits, problems=problems, pictures=(images,))
     boxes = _Boxes(images, annotation)
     data = listing.data
@@ -82,7 +95,7 @@ class _Boxes:
             if sample.path.is_file():
                 self._absent.append(name)
             return sample
-        except (OSError, ElementTree.ParseError, ValueError) as error:
+        except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:  # an unknown encoding is the last
             self._damaged.append(f"{name} ({error})")
             return sample
         if len(found) > 1:
@@ -90,16 +103,20 @@ class _Boxes:
         return replace(sample, box=found[0])
 
     def problems(self) -> list[str]:
-        lines = {"are missing": self._absent, "have no readable box": self._damaged}
-        folder = self._annotation.name
-        return [
-            f"{len(names):,} annotations in {folder}/ {are}: {listed(names)}" for are, names in lines.items() if names
-        ]
+        lines = []
+        if self._absent:
+            are = counted(len(self._absent), "annotation is", "annotations are")
+            lines.append(f"{are} missing in {self._annotation.name}/: {listed(self._absent)}")
+        if self._damaged:
+            have = counted(len(self._damaged), "annotation has", "annotations have")
+            lines.append(f"{have} no readable box in {self._annotation.name}/: {listed(self._damaged)}")
+        return lines
 
     def warnings(self) -> list[str]:
         if not self._several:
             return []
-        return [f"{len(self._several):,} pictures have several boxes, the first is taken: {listed(self._several)}"]
+        pictures = counted(len(self._several), "picture has", "pictures have")
+        return [f"{pictures} several boxes, the first is taken: {listed(self._several)}"]
 
 
 def _boxes(path: Path) -> list[Box]:
@@ -117,15 +134,31 @@ def _boxes(path: Path) -> list[Box]:
     return found
 
 
-def _list(path: Path, images: Path) -> list[Pair]:
+def _list(path: Path) -> list[tuple[str, int]]:
+    """Paths under the pictures' folder, and class indices from 0."""
     variables = load_matlab(path)
     if absent := [name for name in ("file_list", "labels") if name not in variables]:
         raise UsageError(f"{path}: it has no {' and no '.join(absent)}; unpack lists.tar again")
     files = [str(name) for name in np.atleast_1d(variables["file_list"])]
-    labels = [int(label) - 1 for label in np.atleast_1d(variables["labels"])]
+    labels = [_label(value, path) for value in np.atleast_1d(variables["labels"])]
     if len(files) != len(labels):
-        raise UsageError(f"{path}: {len(files):,} files but {len(labels):,} labels; unpack lists.tar again")
-    return [(images / name, label) for name, label in zip(files, labels, strict=True)]
+        raise UsageError(
+            f"{path}: {counted(len(files), 'file', 'files')} but {counted(len(labels), 'label', 'labels')}; unpack lists.tar again"
+        )
+    return list(zip(files, labels, strict=True))
+
+
+def _label(value: Any, path: Path) -> int:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    # beyond that a list of the gaps would fill the memory
+    if not (number.is_integer() and number < 1e6):
+        raise UsageError(
+            f"{path}: the label {str(value)[:40]!r} is no class id, counted from 1; unpack lists.tar again"
+        )
+    return int(number) - 1
 
 
 def _class_names(pairs: list[Pair]) -> tuple[list[str], list[str]]:

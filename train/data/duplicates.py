@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
-from opal_deploy.train.data.samples import DataSet, Sample, listed, shown
+from opal_deploy.train.data.samples import DataSet, Sample, counted, listed, shown
 from opal_deploy.train.data.threads import in_threads
 
 # enough to tell nearly all pictures of equal length apart without reading them
@@ -42,7 +42,11 @@ def warnings(data: DataSet) -> list[str]:
         "listed or byte-identical in two splits, so that one is measured on what another has seen": splits,
         "listed or byte-identical with two labels": labels,
     }
-    return [f"{len(pairs):,} pairs of pictures are {what}: {listed(pairs)}" for what, pairs in lines.items() if pairs]
+    return [
+        f"{counted(len(pairs), 'pair of pictures is', 'pairs of pictures are')} {what}: {listed(pairs)}"
+        for what, pairs in lines.items()
+        if pairs
+    ]
 
 
 def identical(paths: Iterable[Path]) -> list[list[Path]]:

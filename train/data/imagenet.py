@@ -21,10 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.data.image_folder import pictures, subfolders
-from opal_deploy.train.data.listing import Adapter, Listing, Pair, from_pairs, has, lacking, require_files
+from opal_deploy.train.data.image_folder import Search, subfolders
+from opal_deploy.train.data.listing import (
+    Adapter,
+    Listing,
+    Pair,
+    from_pairs,
+    has,
+    is_id,
+    lacking,
+    leaving,
+    require_files,
+    text_of,
+)
 from opal_deploy.train.data.official import load_matlab
-from opal_deploy.train.data.samples import listed
+from opal_deploy.train.data.samples import counted, listed
 
 _TITLE = "ImageNet-1K"
 _WNID = re.compile(r"n\d{8}")
@@ -36,15 +47,17 @@ _KAGGLE_NAMES = "LOC_synset_mapping.txt"
 
 
 def is_imagenet(folder: Path) -> bool:
-    """Whether it has train/ and val/ beside a devkit or Kaggle's files, or train/ with all of the thousand wnids.
+    """Whether it has train/ or val/ beside a devkit or Kaggle's files, or both, train/ with all of the thousand wnids.
 
     Other sets keep wnids as folders and have a val/ that is for validation (Imagenette, say): those are ImageFolders.
     """
     inner, beside = _places(folder)
-    if not has(inner, "train/", "val/"):
-        return False
-    if any(has(beside, name) for name in (_META, _TRUTH, _KAGGLE_TRUTH, _KAGGLE_NAMES)):
+    there = [has(inner, name) for name in ("train/", "val/")]
+    # one of them is an archive half unpacked, of which `read` says what is absent
+    if any(there) and any(has(beside, name) for name in (_META, _TRUTH, _KAGGLE_TRUTH, _KAGGLE_NAMES)):
         return True
+    if not all(there):
+        return False
     wnids = [found.name for found in subfolders(inner / "train") if _WNID.fullmatch(found.name)]
     return len(wnids) == 1000
 
@@ -61,16 +74,20 @@ def read(folder: Path) -> Listing:
     others: list[str] = []
     for found in subfolders(inner / "train"):
         (wnids if _WNID.fullmatch(found.name) else others).append(found.name)
-    warnings = [f"folders of train/ that are no wnid were passed over: {listed(others)}"] if others else []
     if len(wnids) < 2:
         raise UsageError(
-            f"{folder}: {len(wnids)} folders in train/ are called like n01440764, at least 2 are needed; unpack "
-            "ILSVRC2012_img_train.tar and the archives in it, each into a folder of its name"
+            f"{folder}: {counted(len(wnids), 'folder in train/ is', 'folders in train/ are')} called like n01440764, "
+            "at least 2 are needed; unpack ILSVRC2012_img_train.tar and the archives in it, each into a folder of its "
+            "name"
         )
     label_of = {wnid: label for label, wnid in enumerate(wnids)}
-    train = [(path, label) for wnid, label in label_of.items() for path in pictures(inner / "train" / wnid)]
-    named = _val(inner / "val", beside)
-    problems = []
+    search = Search(folder)
+    search.stray(inner / "train")
+    train = [(path, label) for wnid, label in label_of.items() for path in search.pictures(inner / "train" / wnid)]
+    named = _val(inner / "val", beside, search)
+    problems = search.problems()
+    warnings = [f"folders of train/ that are no wnid were passed over: {listed(others)}"] if others else []
+    warnings += search.warnings()
     if strange := sorted({wnid for _, wnid in named} - label_of.keys()):
         problems.append(f"classes of val/ that train/ does not have: {listed(strange)}")
     test: list[Pair] = [(path, label_of[wnid]) for path, wnid in named if wnid in label_of]
@@ -96,14 +113,14 @@ def _places(folder: Path) -> tuple[Path, Path]:
     return inner, folder
 
 
-def _val(folder: Path, beside: Path) -> list[tuple[Path, str]]:
+def _val(folder: Path, beside: Path, search: Search) -> list[tuple[Path, str]]:
     """The official validation pictures with their wnids."""
     classes = [found for found in subfolders(folder) if _WNID.fullmatch(found.name)]
     if classes:
-        return [(path, found.name) for found in classes for path in pictures(found)]
+        return [(path, found.name) for found in classes for path in search.pictures(found)]
     if has(beside, _META, _TRUTH):
         wnid_of = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in _synsets(beside / _META)}
-        ids = [int(line) if line.isdigit() else 0 for line in _text(beside / _TRUTH).split()]
+        ids = [int(line) if is_id(line) else 0 for line in _text(beside / _TRUTH).split()]
         if strange := sorted(set(ids) - wnid_of.keys()):
             raise UsageError(
                 f"{beside / _TRUTH}: ids that meta.mat lacks: {listed([*map(str, strange)])}; unpack it again"
@@ -111,8 +128,9 @@ def _val(folder: Path, beside: Path) -> list[tuple[Path, str]]:
         return [(folder / f"ILSVRC2012_val_{i:08}.JPEG", wnid_of[class_id]) for i, class_id in enumerate(ids, 1)]
     if has(beside, _KAGGLE_TRUTH):
         return [(folder / f"{name}.JPEG", wnid) for name, wnid in _kaggle_truth(beside / _KAGGLE_TRUTH)]
+    found = counted(len(search.pictures(folder)), "picture", "pictures")
     raise UsageError(
-        f"{folder}: {len(pictures(folder)):,} pictures without class folders, and nothing gives their labels; put "
+        f"{folder}: {found} without class folders, and nothing gives their labels; put "
         f"ILSVRC2012_devkit_t12/ or {_KAGGLE_TRUTH} into {beside}, or sort the pictures into val/<wnid>/"
     )
 
@@ -130,17 +148,23 @@ def _synsets(path: Path) -> list[dict[str, Any]]:
 def _kaggle_truth(path: Path) -> list[tuple[str, str]]:
     """Picture and wnid: ILSVRC2012_val_00048981,n03995372 85 1 499 272 (a wnid and a box, for each object)."""
     found = []
-    for row in csv.DictReader(_text(path).splitlines()):
+    try:
+        rows = list(csv.DictReader(_text(path).splitlines()))
+    except csv.Error as error:
+        raise UsageError(f"{path}: not a table of comma-separated values ({error}); get the file again") from None
+    for row in rows:
         name, objects = row.get("ImageId"), (row.get("PredictionString") or "").split()
         if not name or not objects:
             raise UsageError(f"{path}: a line without ImageId or PredictionString; get the file again")
         found.append((name, objects[0]))
+    if problems := leaving((name for name, _ in found), path.name, "val"):
+        raise UsageError(f"{path}: {problems[0]}; get the file again")
     return sorted(found)
 
 
 def _text(path: Path) -> str:
     # what is no UTF-8 becomes what is no id and no wnid, and is reported as such
-    return path.read_text(encoding="utf-8", errors="replace")
+    return text_of(path, "get the file again", errors="replace")
 
 
 def _class_names(wnids: list[str], beside: Path) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TypeVar
 
 from opal_deploy.errors import UsageError
@@ -73,8 +75,60 @@ def require_files(folder: Path, title: str, absent: list[str], advice: str = "")
     if absent:
         raise UsageError(
             f"{folder}: it is read as {title} but lacks {listed(absent)}; "
-            f"{advice or 'unpack all of the official archives there, or name another data set or folder'}"
+            f"{advice or 'unpack all of the official archives there, or name another data set or folder'}; "
+            "if its folders are classes, give --dataset imagefolder"
         )
+
+
+def cannot_be_read(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
+    """What the operating system refused, for a person.
+
+    Args:
+        path: what was being read, where the error names no file.
+        advice: completing "...; ".
+    """
+    named = error.filename if isinstance(error.filename, str | bytes) else str(path)
+    return UsageError(f"{os.fsdecode(named)}: cannot be read ({error.strerror or error}); {advice}")
+
+
+def text_of(path: Path, advice: str, *, errors: str = "strict") -> str:
+    """A list's text. Editors on Windows put a mark in front of UTF-8, which is no part of the first word.
+
+    Args:
+        advice: what to do about a damaged list, completing "...; ".
+
+    Raises:
+        UsageError: not readable, or not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig", errors=errors)
+    except OSError as error:
+        raise cannot_be_read(error, path, advice) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); {advice}") from None
+
+
+def is_id(text: str) -> bool:
+    """Whether a word is a number such as the lists count with; str.isdigit also takes a superscript 1."""
+    return text.isascii() and text.isdecimal()
+
+
+def stays_below(name: str) -> bool:
+    """Whether a listed path, taken from a folder, stays in it."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def leaving(names: Iterable[str], table: str, folder: str) -> list[str]:
+    """A problem where listed paths lead out of their folder: no other list could name such a picture."""
+    strange = [name for name in names if not stays_below(name)]
+    return [f"paths of {table} that lead out of {folder}/: {listed(strange)}"] if strange else []
+
+
+def of_one_name(class_names: Sequence[str], table: str) -> list[str]:
+    """A problem where classes share a name: an answer could not tell them apart."""
+    doubled = [name for name, number in Counter(class_names).items() if number > 1]
+    return [f"several classes of one name in {table}: {listed(doubled)}"] if doubled else []
 
 
 def all_of(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:

@@ -55,6 +55,12 @@ def through_torchvision(
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).symlink_to(target.resolve())
 
+        def named(message: str) -> str:
+            # the temporary folder is gone by the time that a person looks for it
+            for name, target in links.items():
+                message = message.replace(str(root / name), str(target))
+            return message
+
         def read(split: str) -> Lists:
             try:
                 dataset = build(str(root), **splits[split])
@@ -62,7 +68,7 @@ def through_torchvision(
                 return Lists(pairs, [str(name) for name in dataset.classes])
             except Exception as error:  # torchvision and SciPy raise nearly anything for a list that is not in order
                 raise UsageError(
-                    f"{folder}: its lists for {split} are damaged or not the official ones ({_brief(error)}); "
+                    f"{folder}: its lists for {split} are damaged or not the official ones ({named(_brief(error))}); "
                     "unpack the official archives again"
                 ) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 from opal_deploy.preprocess.resize import Box
 
 Crop = Literal["boxes"]
+# called with pictures done, in all where that is known, and a word on what is done
+Report = Callable[[int, int | None, str], None]
 
 # how many names an error or a warning spells out before it only counts
 LISTED = 20
@@ -58,6 +61,15 @@ class DataSet:
         """C."""
         return len(self.class_names)
 
+    def describe(self) -> str:
+        """One line for a person: what the folder was read as, and what is in it."""
+        pictures = counted(len(self.train), "picture to train on", "pictures to train on")
+        return (
+            f"{self.layout} from {self.root}: {counted(self.num_classes, 'class', 'classes')}, {pictures}, "
+            f"{len(self.val):,} to validate, {len(self.test):,} to test"
+            f"{', cropped to their boxes' if self.crop else ''}"
+        )
+
     def summary(self) -> dict[str, Any]:
         """Counts for the run's records."""
         return {
@@ -81,6 +93,11 @@ def classes_without(samples: list[Sample], class_names: list[str]) -> list[str]:
 def shown(path: Path, root: Path) -> str:
     """A file as messages name it: relative to the data set's folder where it lies in it."""
     return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """A number with the words that go with it: "1 picture is", "1,200 pictures are"."""
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def listed(names: list[str]) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from opal_deploy.errors import UsageError, require
-from opal_deploy.train.data.samples import listed
+from opal_deploy.train.data.samples import counted, listed
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ def stratified_split(
     class_names: list[str],
     name: str = "authors",
     *,
+    root: Path | None = None,
     part: str = "validation",
     advice: str = "add pictures, or give a val/ folder beside train/",
 ) -> tuple[list[int], list[int]]:
@@ -43,6 +45,7 @@ def stratified_split(
         labels: class index of each picture.
         class_names: C names, for errors.
         name: one of `SPLITS`.
+        root: the data set's folder, for errors.
         part: what the second part is for, for errors.
         advice: what to do where no split is possible, for errors.
 
@@ -56,16 +59,17 @@ def stratified_split(
     from sklearn.model_selection import StratifiedShuffleSplit
 
     split = SPLITS[name]
+    where = "" if root is None else f"{root}: "
     counts = Counter(labels)
     lonely = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if lonely:
-        raise UsageError(f"no {part} split possible, classes with a single picture: {listed(lonely)}; {advice}")
+        raise UsageError(f"{where}no {part} split possible, classes with a single picture: {listed(lonely)}; {advice}")
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=split.fraction, random_state=split.seed)
     try:
         kept, aside = next(splitter.split(labels, labels))
     except ValueError as error:
         raise UsageError(
-            f"no {part} split possible, {len(labels)} pictures are too few for {len(class_names)} classes "
-            f"({error}); {advice}"
+            f"{where}no {part} split possible, {counted(len(labels), 'picture is', 'pictures are')} too few for "
+            f"{counted(len(class_names), 'class', 'classes')} ({error}); {advice}"
         ) from None
     return sorted(int(i) for i in kept), sorted(int(i) for i in aside)

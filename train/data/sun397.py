@@ -11,17 +11,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opal_deploy.errors import UsageError
-from opal_deploy.train.data.listing import Adapter, Listing, Pair, from_pairs, has, lacking, require_files
+from opal_deploy.train.data.image_folder import subfolders
+from opal_deploy.train.data.listing import Adapter, Listing, Pair, from_pairs, has, lacking, require_files, text_of
 from opal_deploy.train.data.official import through_torchvision
 from opal_deploy.train.data.samples import listed
 
 _TITLE = "SUN397"
+_AGAIN = "unpack Partitions.zip again"
 
 
 def is_sun397(folder: Path) -> bool:
-    """Whether it has the class names beside the first letter's scenes."""
-    return has(folder, "ClassName.txt", "a/")
+    """Whether it has the first letter's scenes beside the class names, or beside other letters' scenes alone.
+
+    An ImageFolder of letters has pictures in them, not folders that begin with the letter.
+    """
+    if not has(folder, "a/"):
+        return False
+    letters = [found for found in subfolders(folder) if found.name != "Partitions"]
+    return has(folder, "ClassName.txt") or (len(letters) > 1 and all(map(_is_letter, letters)))
+
+
+def _is_letter(folder: Path) -> bool:
+    """Whether it is one of the archive's: a letter, with nothing in it but folders that begin with it."""
+    visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    scenes = all(path.name.startswith(folder.name) and path.is_dir() for path in visible)
+    return len(folder.name) == 1 and bool(visible) and scenes
 
 
 def read(folder: Path, partition: int = 1) -> Listing:
@@ -45,20 +59,13 @@ def read(folder: Path, partition: int = 1) -> Listing:
     problems = []
     for split, name in files.items():
         # /<letter>/<scene>/<file>, where a scene may have an inner part: /a/apartment_building/outdoor/sun_x.jpg
-        paths = [Path(line.strip().lstrip("/")) for line in _lines(lists / name) if line.strip()]
+        paths = [Path(line.strip().lstrip("/")) for line in text_of(lists / name, _AGAIN).splitlines() if line.strip()]
         scenes = ["/".join(path.parts[1:-1]) for path in paths]
         if strange := sorted(set(scenes) - label_of.keys()):
             problems.append(f"{name} has scenes that ClassName.txt does not name: {listed(strange)}")
         pairs = zip(paths, scenes, strict=True)
         splits[split] = [(folder / path, label_of[scene]) for path, scene in pairs if scene in label_of]
     return from_pairs("sun397", folder, found.classes, splits, problems=problems)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: not a readable UTF-8 list ({error}); unpack Partitions.zip again") from None
 
 
 ADAPTER = Adapter("sun397", _TITLE, is_sun397, read, ("SUN397",), partitions=10)

@@ -37,6 +37,7 @@ def answers(
     workers: int = 2,
     watch: Watch | None = None,
     report: Report | None = None,
+    model: str = "the model",
 ) -> Outputs:
     """Everything but the attention maps, of which a whole data set's are too large to keep.
 
@@ -49,15 +50,17 @@ def answers(
         workers: threads that decode.
         watch: sees each batch.
         report: called with pictures done and in all.
+        model: what it is called, for errors.
 
     Raises:
-        UsageError: names a picture that cannot be used.
+        UsageError: names a picture that cannot be used, or the first whose logits are not finite.
     """
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
     found: list[Outputs] = []
     done = 0
     for pixels in _batches(requests, input_size, batch, workers):
         outputs = run(pixels)
+        _check_finite(outputs, samples[done : done + len(pixels)], model)
         if watch is not None:
             watch(done, pixels, outputs)
         found.append(replace(outputs, attention=None))
@@ -65,6 +68,16 @@ def answers(
         if report is not None:
             report(done, len(samples), "evaluating")
     return Outputs.concatenate(found)
+
+
+def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
+    """Refuse logits of which argmax and mean would still make figures, at the first batch that has some."""
+    finite = np.isfinite(outputs.logits).all(axis=1)
+    if not finite.all():
+        raise UsageError(
+            f"{model}: its logits for {samples[int(finite.argmin())].path} are not finite numbers, so it cannot be "
+            "measured; its weights are damaged or its precision is too low, use an earlier checkpoint or export fp32"
+        )
 
 
 def _batches(requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int) -> Iterator[Pixels]:

@@ -16,6 +16,7 @@ from opal_deploy.artifact.files import written_atomically
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import cosines
 from opal_deploy.errors import UsageError
+from opal_deploy.pipeline.names import escape_name
 from opal_deploy.train.data.samples import Sample
 from opal_deploy.train.evaluation.metrics import confusion_matrix
 from opal_deploy.train.evaluation.session import Measured
@@ -26,14 +27,24 @@ EVALUATION, MATRIX, PICTURE, PREDICTIONS = "evaluation.json", "confusion.csv", "
 _NAMED, _COUNTED = 40, 15
 
 
-def new_folder(folder: Path, *, overwrite: bool) -> None:
+def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
+    """Whether `folder` may be made, before anything is read or made.
+
+    Raises:
+        UsageError: it lies in `data`, where it would be read as a class, or holds an evaluation and `overwrite` is off.
+    """
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise UsageError(f"{folder}: it lies in {data}, where it would become part of the data set; give another --out")
+    if (folder / EVALUATION).exists() and not overwrite:
+        raise UsageError(f"{folder}: it already holds an evaluation; give another --out, or --overwrite")
+
+
+def new_folder(folder: Path) -> None:
     """Make `folder`, before anything is measured that could not be kept.
 
     Raises:
-        UsageError: it cannot be made, or holds an evaluation and `overwrite` is off.
+        UsageError: it cannot be made.
     """
-    if (folder / EVALUATION).exists() and not overwrite:
-        raise UsageError(f"{folder}: it already holds an evaluation; give another --out, or --overwrite")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -59,6 +70,8 @@ def write_evaluation(folder: Path, document: Any) -> None:
 def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: list[Sample], root: Path) -> None:
     """The three files of one model.
 
+    Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \\xff.
+
     confusion.csv: rows truth, columns answers, counts. predictions.csv: one line a picture, `rank` 1 where the label
     has the largest logit; cosine and margin are empty for models without prototypes.
 
@@ -69,7 +82,7 @@ def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: l
         root: what the paths in predictions.csv are relative to.
     """
     folder.mkdir(exist_ok=True)
-    names = metadata.class_names
+    names = [escape_name(name) for name in metadata.class_names]
     counts = confusion_matrix(measured.outputs.logits, measured.labels)
     _write_rows(
         folder / MATRIX,
@@ -79,10 +92,10 @@ def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: l
     _write_rows(
         folder / PREDICTIONS,
         ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin"],
-        _predictions(measured, metadata, samples, root),
+        _predictions(measured, metadata, names, samples, root),
     )
     with written_atomically(folder / PICTURE) as temporary:
-        draw(counts, names, temporary)
+        draw(counts, metadata.class_names, temporary)
 
 
 def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
@@ -109,7 +122,7 @@ def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
     axes.set_title(f"{counts.trace()} of {counts.sum()} right, shares of each row")
     if number <= _NAMED:
         # no mathematics: a class may be called $x$
-        shown = [name if len(name) <= 30 else name[:29] + "…" for name in names]
+        shown = [name if len(name) <= 30 else name[:29] + "…" for name in map(escape_name, names)]
         axes.set_xticks(range(number), shown, rotation=90, fontsize=8, parse_math=False)
         axes.set_yticks(range(number), shown, fontsize=8, parse_math=False)
     if number <= _COUNTED:
@@ -124,7 +137,7 @@ def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
 
 
 def _predictions(
-    measured: Measured, metadata: Metadata, samples: list[Sample], root: Path
+    measured: Measured, metadata: Metadata, names: list[str], samples: list[Sample], root: Path
 ) -> Iterable[list[str | int | float]]:
     logits, labels, scores = measured.outputs.logits, measured.labels, measured.outputs.scores
     order = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
@@ -137,9 +150,9 @@ def _predictions(
         if cosine is not None:
             certainty = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
         yield [
-            path.as_posix(),
-            metadata.class_names[labels[index]],
-            metadata.class_names[first],
+            escape_name(path.as_posix()),
+            names[labels[index]],
+            names[first],
             int(first == labels[index]),
             int(ranks[index]),
             float(logits[index, first]),
@@ -148,11 +161,7 @@ def _predictions(
 
 
 def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str | int | float]]) -> None:
-    # names of files and folders need not be UTF-8
-    with (
-        written_atomically(path) as temporary,
-        temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace") as stream,
-    ):
+    with written_atomically(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

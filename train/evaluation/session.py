@@ -53,6 +53,7 @@ def evaluate_session(
     parts: PartLocations | None = None,
     seed: int = 0,
     report: Report | None = None,
+    model: str = "the model",
 ) -> Measured:
     """Figures over `samples` (at least one).
 
@@ -64,9 +65,10 @@ def evaluate_session(
         parts: of the samples; None leaves consistency, stability and purity out.
         seed: of stability's noise, 0 or more.
         report: called with pictures done and in all.
+        model: what it is called, for errors.
 
     Raises:
-        UsageError: names a picture that cannot be used.
+        UsageError: names a picture that cannot be used, or the first whose logits are not finite.
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
@@ -80,7 +82,15 @@ def evaluate_session(
         meter = PartMeter(source, parts, labels, seed=seed)
         run = source.run
     outputs = answers(
-        run, samples, metadata.input_size, boxes=boxes, batch=batch, workers=workers, watch=meter, report=report
+        run,
+        samples,
+        metadata.input_size,
+        boxes=boxes,
+        batch=batch,
+        workers=workers,
+        watch=meter,
+        report=report,
+        model=model,
     )
     evaluation = figures_of(outputs.logits, labels, outputs.argmax, metadata.prototypes_per_class)
     return Measured(evaluation, meter.figures(outputs.scores, outputs.argmax) if meter else None, labels, outputs)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe as recipes
+from opal_deploy.train import resume as resuming
 from opal_deploy.train.options import Options
 from opal_deploy.train.recipe import Sections
 from opal_deploy.train.reproduce.paper import Column, Row, Size, Table, sizes
+from opal_deploy.train.run_folder import RunFolder
 
 # sustained while training, where no run of this backbone is finished here yet: an assumption, to be overridden
 ASSUMED_TFLOPS = 40.0
@@ -46,7 +49,16 @@ class Run:
     @property
     def is_finished(self) -> bool:
         """Whether it came to its end in its folder."""
-        return (self.folder / "summary.json").is_file()
+        return RunFolder(self.folder).is_finished
+
+    def stored(self) -> dict[str, Any]:
+        """What it was begun with; empty where there is no record of it.
+
+        Raises:
+            CheckpointError: a damaged record.
+        """
+        found = resuming.read_config(RunFolder(self.folder)) or {}
+        return found if isinstance(found.get("options"), dict) else {}
 
 
 @dataclass(frozen=True)
@@ -57,13 +69,16 @@ class Plan:
         table: the paper's.
         columns: those to be filled: of the data sets at hand; in the order of the table, then others'.
         runs: seed by seed, so that a whole table of one seed is there first.
-        departures: where the runs are not the paper's protocol, a line each.
     """
 
     table: Table
     columns: tuple[Column, ...]
     runs: tuple[Run, ...]
-    departures: tuple[str, ...]
+
+    @property
+    def departures(self) -> tuple[str, ...]:
+        """Where the runs are not the paper's protocol, a line each: as they were done, or else as they are planned."""
+        return tuple(dict.fromkeys(line for run in self.runs for line in _departures(run)))
 
 
 def make_plan(
@@ -89,7 +104,7 @@ def make_plan(
     Raises:
         UsageError: no such row, or options that contradict each other.
     """
-    rows = [row for row in table.rows if not only or any(part.lower() in row.name.lower() for part in only)]
+    rows = [row for row in table.rows if not only or any(_is_meant(part, row.name, table) for part in only)]
     if not rows:
         raise UsageError(
             f"no row of {table.name} is named like {' or '.join(only)}: it has {'; '.join(r.name for r in table.rows)}"
@@ -111,7 +126,13 @@ def make_plan(
                 options = recipes.resolve(base, _merged(overrides, row.run, {"training": {"seed": seed}})).options
                 runs.append(Run(name, row, seed, options, out / name / folder_name(options)))
     shown = replace(table, rows=tuple(rows))
-    return Plan(shown, tuple(columns), tuple(runs), _departures(base, overrides, table))
+    return Plan(shown, tuple(columns), tuple(runs))
+
+
+def _is_meant(part: str, name: str, table: Table) -> bool:
+    """A whole name, or its last word, means that row alone (m=1, not m=10); anything else each that holds it."""
+    exact = [row.name for row in table.rows if part.lower() in (row.name.lower(), row.name.lower().split()[-1])]
+    return name in exact if exact else part.lower() in name.lower()
 
 
 def folder_name(options: Options) -> str:
@@ -166,10 +187,15 @@ def _measured_rate(out: Path, options: Options) -> float | None:
     for path in sorted(out.glob(f"*/{options.backbone}-*/summary.json")):
         try:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
-            stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))["options"]
-        except (OSError, ValueError, KeyError):
+            stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+            same = stored["options"]["input_size"] == list(options.input_size)
+            same &= stored["options"]["precision"] == options.precision
+            same &= stored["options"]["batch_size"] == options.batch_size
+            # hours of a GPU are what is asked for
+            same &= stored["device"].startswith("cuda")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
-        if stored["input_size"] == list(options.input_size) and stored["precision"] == options.precision and rate > 0:
+        if same and rate > 0:
             return rate
     return None
 
@@ -197,14 +223,23 @@ def _merged(*layers: Sections) -> Sections:
     return merged
 
 
-def _departures(base: Sections, overrides: Sections, table: Table) -> tuple[str, ...]:
-    """Where a run of full OPAL is another than the paper's."""
-    ours = recipes.resolve(base, _merged(overrides)).options
-    papers = recipes.resolve(recipes.load("paper"), {}).options
+def _departures(run: Run) -> list[str]:
+    """Where a run is another than the paper's, head and seed apart, which the row and its folder's name say."""
+    stored = run.stored() if run.is_finished else {}
+    ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
+    backbone = (run.row.run or {}).get("model", {}).get("backbone")
+    papers = recipes.resolve(recipes.load("paper"), {"model": {"backbone": backbone}}).options
     lines = []
-    for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment"):
-        if key in ("backbone", "weights") and table.name == "backbones" and ours.backbone == papers.backbone:
-            continue
-        if getattr(ours, key) != getattr(papers, key):
-            lines.append(f"{key} {getattr(ours, key)} instead of {getattr(papers, key)}")
-    return tuple(lines)
+    for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment", "tf32"):
+        expected = json.loads(json.dumps(getattr(papers, key)))
+        if ours.get(key) != expected:
+            lines.append(f"{key} {ours.get(key)} instead of {expected}")
+    size, data = known_size(run.dataset), stored.get("data")
+    if size is not None and isinstance(data, dict):
+        found = (data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test"))
+        if found != (size.classes, size.train + size.val, size.test):
+            lines.append(
+                f"{run.dataset} is {found[0]} classes, {found[1]:,} pictures to train and validate on and {found[2]:,} "
+                f"to test instead of {size.classes}, {size.train + size.val:,} and {size.test:,}"
+            )
+    return lines

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.files import written_atomically
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.model.checkpoint import load
 from opal_deploy.train.data.catalogue import read
+from opal_deploy.train.data.cub_parts import has_parts
 from opal_deploy.train.data.samples import DataSet
 from opal_deploy.train.evaluation.maps import CONSISTENCY, STABILITY
 from opal_deploy.train.evaluation.parts import measure_parts
 from opal_deploy.train.loop import Diverged, fit
+from opal_deploy.train.options import FREE_TO_CHANGE
 from opal_deploy.train.pictures import Report
 from opal_deploy.train.recipe import Recipe
 from opal_deploy.train.reproduce.paper import Column, FigureName, Row
 from opal_deploy.train.reproduce.plan import Plan, Run
+from opal_deploy.train.resume import differing
 
 PARTS_FILE = "parts.json"
 # our names of the figures in PARTS_FILE
@@ -65,43 +69,60 @@ def carry_out(
     *,
     report: Report,
     log: Callable[[str], None],
-) -> list[str]:
+) -> list[OpalError]:
     """Train what is not finished, measure what is not measured.
 
     Args:
         sources: of every data set of the plan.
 
     Returns:
-        One line for each run that diverged.
+        What went wrong with single runs, each named; the others were done nevertheless.
 
     Raises:
-        UsageError: a data set or an option is wrong, or a folder holds a run of other options.
-        StoppedEarly: the disk is full. All can be resumed.
+        UsageError: a data set is wrong, or has no parts where nothing else is asked for; a finished run was begun with
+            other options. StoppedEarly: the disk is full. All can be resumed.
     """
     wanted = {column.figure for column in plan.columns}
+    for run in plan.runs:
+        if run.is_finished:
+            _check_finished(run)
+    todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, wanted)]
+    # before the first run of hours, whatever is wrong with the last data set
     data: dict[str, DataSet] = {}
-    failures = []
-    for number, run in enumerate(plan.runs, 1):
-        needs_parts = _needs_parts(run, wanted)
-        if run.is_finished and not needs_parts:
-            continue
-        source = sources[run.dataset]
-        if run.dataset not in data:
-            data[run.dataset] = read(source.root, source.dataset)
-            for line in data[run.dataset].warnings:
-                log(f"warning: {run.dataset}: {line}")
+    for name in dict.fromkeys(run.dataset for run in todo):
+        data[name] = read(sources[name].root, sources[name].dataset)
+        for line in data[name].warnings:
+            log(f"warning: {name}: {line}")
+        if wanted <= _PART_FIGURES.keys() and not has_parts(data[name]):
+            raise UsageError(
+                f"{name} ({sources[name].root}): it has no part locations (CUB's parts/part_locs.txt), and the table "
+                f"{plan.table.name} is about nothing else"
+            )
+    failures: list[OpalError] = []
+    for number, run in enumerate(todo, 1):
         pictures = data[run.dataset]
-        log(f"run {number} of {len(plan.runs)}: {run.dataset}, {run.row.name}, seed {run.seed} ({run.folder})")
-        recipe = Recipe(run.options, source.dataset)
+        name = f"{run.dataset}, {run.row.name}, seed {run.seed}"
+        log(f"run {number} of {len(todo)}: {name} ({run.folder})")
+        recipe = Recipe(run.options, sources[run.dataset].dataset)
         try:
             fit(pictures, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
-        except Diverged as error:
-            failures.append(f"{run.dataset}, {run.row.name}, seed {run.seed}: {error}")
+            if _needs_parts(run, wanted) and has_parts(pictures) and int(os.environ.get("RANK", "0")) == 0:
+                _measure(run, pictures)
+        except (Diverged, UsageError) as error:
+            failures.append(type(error)(f"{name}: {error}"))
             log(f"failed: {failures[-1]}")
-            continue
-        if needs_parts:
-            _measure(run, pictures)
     return failures
+
+
+def _check_finished(run: Run) -> None:
+    stored = run.stored()
+    wanted = {"options": asdict(run.options)}
+    free = tuple(name for name in FREE_TO_CHANGE if name != "epochs")
+    if stored and (differences := differing(stored, wanted, free)):
+        raise UsageError(
+            f"{run.folder}: it holds a finished run of other options: {'; '.join(differences)}; "
+            "give the same options, another --out, or remove that folder"
+        )
 
 
 def gather(plan: Plan, row: Row, column: Column) -> Measured | None:
@@ -124,17 +145,14 @@ def gather(plan: Plan, row: Row, column: Column) -> Measured | None:
 def _figure(run: Run, name: FigureName) -> tuple[float | None, float | None]:
     """A run's figure in per cent, and its spread over pictures."""
     if name in _PART_FIGURES:
-        found = _read_json(run.folder / PARTS_FILE)
-        value = found.get(_PART_FIGURES[name])
-        return (None if value is None else float(value)), None
-    summary = _read_json(run.folder / "summary.json")
+        path = run.folder / PARTS_FILE
+        return _number(_read_json(path), _PART_FIGURES[name], path), None
+    path = run.folder / "summary.json"
+    summary = _read_json(path)
     key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
-    value = summary.get(key)
-    spread = summary.get("spatial_prototype_collapse_std") if name == "collapse" else None
-    return (
-        None if value is None or math.isnan(value) else 100.0 * float(value),
-        None if spread is None else 100.0 * float(spread),
-    )
+    value = _number(summary, key, path)
+    spread = _number(summary, "spatial_prototype_collapse_std", path) if name == "collapse" else None
+    return (None if value is None else 100.0 * value), (None if spread is None else 100.0 * spread)
 
 
 def _needs_parts(run: Run, wanted: set[FigureName]) -> bool:
@@ -153,7 +171,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: not the figures of a run; remove its folder and reproduce again")
     return found
+
+
+def _number(found: dict[str, Any], name: str, path: Path) -> float | None:
+    value = found.get(name)
+    if value is None or (isinstance(value, int | float) and math.isfinite(value)):
+        return value
+    raise UsageError(f"{path}: {name} is {value!r}, no figure; remove its folder and reproduce again")

@@ -62,7 +62,7 @@ def test_a_stray_file_names_no_picture_that_is_not_there(folder: Path) -> None:
 
 def test_a_gap_in_the_numbers_is_a_missing_picture(folder: Path) -> None:
     (folder / "101_ObjectCategories" / "Faces" / "image_0003.jpg").unlink()
-    with pytest.raises(UsageError, match=r"1 of 20 listed pictures are missing: 101_ObjectCategories/Faces/image_0003"):
+    with pytest.raises(UsageError, match=r"1 of 20 listed pictures is missing: 101_ObjectCategories/Faces/image_0003"):
         data.read(folder)
 
 

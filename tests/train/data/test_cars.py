@@ -112,4 +112,4 @@ def test_missing_and_unlisted_pictures_are_found(folder: Path) -> None:
     (folder / "cars_test" / "00001.jpg").rename(folder / "cars_test" / "99999.jpg")
     found = data.read(folder, skip_missing=True)
     assert found.skipped == [folder / "cars_test" / "00001.jpg"]
-    assert "1 pictures are in no list and not used: cars_test/99999.jpg" in found.warnings
+    assert "1 picture is in no list and not used: cars_test/99999.jpg" in found.warnings

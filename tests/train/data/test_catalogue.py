@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.train.data import catalogue as data
+from opal_deploy.train.data.samples import DataSet, Sample
 
 Make = Callable[..., Path]
 
@@ -89,3 +92,66 @@ def test_class_folders_of_wnids_are_not_yet_imagenet(tmp_path: Path, class_folde
         class_folders(tmp_path / split, ["n01440764", "n02102040"])
     found = data.read(tmp_path)
     assert (found.layout, len(found.val), len(found.test)) == ("imagefolder", 10, 0)
+
+
+class TestWhatMayNotBeRead:
+    """Tests run as root, too, whom no mode keeps out: the refusal is played."""
+
+    @pytest.mark.parametrize(
+        ("call", "file"),
+        [("open", "images.txt"), ("is_file", "images.txt"), ("read_text", "classes.txt"), ("iterdir", "val")],
+        ids=["head of a table", "whether it is there", "table", "folder"],
+    )
+    def test_it_is_one_line_with_its_name(
+        self,
+        tmp_path: Path,
+        write_cub: Make,
+        class_folders: Make,
+        monkeypatch: pytest.MonkeyPatch,
+        call: str,
+        file: str,
+    ) -> None:
+        if file == "val":
+            for split in ("train", "val"):
+                class_folders(tmp_path / split)
+        else:
+            write_cub(tmp_path)
+        usual = getattr(Path, call)
+
+        def refuse(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name == file:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return usual(path, *args, **options)
+
+        monkeypatch.setattr(Path, call, refuse)
+        with pytest.raises(UsageError, match=rf"{file}: cannot be read \(Permission denied\); ") as caught:
+            data.read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_it_describes_itself_in_one_line(tmp_path: Path, write_cub: Make, class_folders: Make) -> None:
+    birds = write_cub(tmp_path / "birds" / "CUB_200_2011")
+    # fewer pictures than a fifth of which is one of each class
+    with pytest.raises(UsageError, match=rf"^{birds}: no validation split possible, .*too few for 2 classes"):
+        data.read(tmp_path / "birds")
+    found = DataSet(birds, "cub", ["a", "b"], [Sample(birds, 0)], [], [Sample(birds, 1)] * 1500, crop="boxes")
+    assert found.describe() == (
+        f"cub from {birds}: 2 classes, 1 picture to train on, 0 to validate, 1,500 to test, cropped to their boxes"
+    )
+    plain = data.read(class_folders(tmp_path / "plain"))
+    assert plain.describe() == (
+        f"imagefolder from {tmp_path / 'plain'}: 2 classes, 8 pictures to train on, 2 to validate, 0 to test"
+    )
+
+
+def test_reading_is_reported_picture_by_picture(tmp_path: Path, class_folders: Make) -> None:
+    said: list[tuple[int, int | None, str]] = []
+    data.read(class_folders(tmp_path), report=lambda *state: said.append(state))
+    assert said == [(done, 10, "reading headers") for done in range(1, 11)]
+
+
+def test_a_single_class_is_an_error_whatever_the_layout(tmp_path: Path, write_cub: Make) -> None:
+    labels = [f"{i} 1" for i in range(1, 9)]
+    write_cub(tmp_path, {"classes.txt": ["1 001.Auk"], "image_class_labels.txt": labels})
+    with pytest.raises(UsageError, match="1 class found, at least 2 are needed"):
+        data.read(tmp_path)

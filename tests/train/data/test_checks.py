@@ -63,7 +63,7 @@ class TestMissingPictures:
         found = data.read(tmp_path, skip_missing=True)
         assert len(found.test) == 1
         assert found.skipped == [tmp_path / "images" / "002.Jay" / "3.png"]
-        assert "1 of 8 listed pictures are missing and left out: images/002.Jay/3.png" in found.warnings
+        assert "1 of 8 listed pictures is missing and left out: images/002.Jay/3.png" in found.warnings
 
     def test_a_class_whose_training_pictures_are_all_missing_is_an_error(self, tmp_path: Path, write_cub: Make) -> None:
         self._few_missing(tmp_path, write_cub, *(f"002.Jay/{i}.png" for i in range(3)))
@@ -100,9 +100,9 @@ class TestMissingPictures:
         with pytest.raises(UsageError) as caught:
             data.read(tmp_path)
         message = str(caught.value)
-        assert "1 of 8 listed pictures are missing: images/001.Auk/3.png" in message
+        assert "1 of 8 listed pictures is missing: images/001.Auk/3.png" in message
         assert "images/002.Jay/0.png (no decoder recognises it as an image)" in message
-        assert "1 pictures are in no list and not used: images/002.Jay/new.png" in message
+        assert "1 picture is in no list and not used: images/002.Jay/new.png" in message
         assert "images/001.Auk/1.png = images/001.Auk/2.png" in message
         assert "\n" not in message
 
@@ -117,7 +117,7 @@ class TestUnlistedPictures:
         draw(tmp_path / "images" / "._0.jpg")
         (tmp_path / "images" / "notes.txt").write_text("no picture")
         (line,) = data.read(tmp_path).warnings
-        assert line == "1 pictures are in no list and not used: images/001.Auk/extra.jpg"
+        assert line == "1 picture is in no list and not used: images/001.Auk/extra.jpg"
 
 
 class TestDoubledPictures:
@@ -141,29 +141,29 @@ class TestDoubledPictures:
         [
             (
                 {"train": [("a.png", 0), ("c.png", 0), ("b.png", 0)]},
-                ["1 pairs of pictures are listed twice or byte-identical, in one split and class: a.png = b.png"],
+                ["1 pair of pictures is listed twice or byte-identical, in one split and class: a.png = b.png"],
             ),
             (
                 {"train": [("c.png", 0), ("c.png", 0)]},
-                ["1 pairs of pictures are listed twice or byte-identical, in one split and class: c.png = c.png"],
+                ["1 pair of pictures is listed twice or byte-identical, in one split and class: c.png = c.png"],
             ),
             (
                 {"train": [("a.png", 0)], "test": [("b.png", 0)]},
                 [
-                    "1 pairs of pictures are listed or byte-identical in two splits, so that one is measured on what "
+                    "1 pair of pictures is listed or byte-identical in two splits, so that one is measured on what "
                     "another has seen: a.png (train) = b.png (test)"
                 ],
             ),
             (
                 {"train": [("c.png", 0)], "val": [("c.png", 0)]},
                 [
-                    "1 pairs of pictures are listed or byte-identical in two splits, so that one is measured on what "
+                    "1 pair of pictures is listed or byte-identical in two splits, so that one is measured on what "
                     "another has seen: c.png (train) = c.png (val)"
                 ],
             ),
             (
                 {"train": [("a.png", 0), ("b.png", 1)]},
-                ["1 pairs of pictures are listed or byte-identical with two labels: a.png (Auk) = b.png (Jay)"],
+                ["1 pair of pictures is listed or byte-identical with two labels: a.png (Auk) = b.png (Jay)"],
             ),
         ],
         ids=["files in one class", "lines in one class", "files in two splits", "lines in two splits", "two labels"],

@@ -34,10 +34,15 @@ class TestCub:
             ("train_test_split.txt", [f"{i} {int(i < 5)}" for i in range(1, 9)], "without a training picture: 002"),
             ("images.txt", ["0, 001.Auk/0.png"], "line 1: '0, 001.Auk/0.png' is not CUB's format"),
             ("bounding_boxes.txt", ["1 2 3 4 wide"], "is not CUB's format"),
-            ("bounding_boxes.txt", [], "the table is empty"),
+            ("bounding_boxes.txt", [], "the table is empty; unpack the official archive again, or mend its tables"),
+            ("bounding_boxes.txt", ["1 2 3 4 nan"], "4 values separated by spaces; unpack the official archive again"),
+            ("classes.txt", ["¹ 001.Auk"], "is not CUB's format, a new numeric id and 1 value separated"),
+            ("classes.txt", ["1 Auk", "2 Auk"], "several classes of one name in classes.txt: Auk"),
+            ("images.txt", ["1 /tmp/a.png", "2 ../a.png"], r"images.txt that lead out of images/: /tmp/a.png, \.\./a"),
         ],
         ids=["ids without image", "images without label", "unknown class", "third flag", "class without training",
-             "comma-separated relative", "box of words", "empty table"],
+             "comma-separated relative", "box of words", "empty table", "no finite box", "superscript", "classes of one name",
+             "pictures elsewhere"],
     )  # fmt: skip
     def test_tables_that_disagree_are_named(
         self, tmp_path: Path, file: str, lines: list[str], message: str, write_cub: Make
@@ -48,7 +53,7 @@ class TestCub:
     def test_missing_pictures_are_listed(self, tmp_path: Path, write_cub: Make) -> None:
         write_cub(tmp_path)
         (tmp_path / "images" / "002.Jay" / "1.png").unlink()
-        with pytest.raises(UsageError, match=r"1 of 8 listed pictures are missing: images/002.Jay/1.png"):
+        with pytest.raises(UsageError, match=r"1 of 8 listed pictures is missing: images/002.Jay/1.png"):
             data.read(tmp_path)
 
     def test_a_missing_table_is_named(self, tmp_path: Path, write_cub: Make) -> None:
@@ -102,6 +107,12 @@ class TestCub:
         with pytest.raises(UsageError) as caught:
             data.read(tmp_path)
         message = str(caught.value)
-        assert "1 ids of images.txt are not in train_test_split.txt: 1;" in message
-        assert "1 of 7 listed pictures are missing: images/002.Jay/1.png" in message
+        assert "1 id of images.txt is not in train_test_split.txt: 1;" in message
+        assert "1 of 7 listed pictures is missing: images/002.Jay/1.png" in message
         assert "\n" not in message
+
+    def test_tables_may_begin_with_a_byte_order_mark(self, tmp_path: Path, write_cub: Make) -> None:
+        write_cub(tmp_path)
+        for table in tmp_path.glob("*.txt"):
+            table.write_text(table.read_text(), encoding="utf-8-sig")
+        assert data.read(tmp_path).class_names == ["001.Auk", "002.Jay"]

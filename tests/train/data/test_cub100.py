@@ -26,7 +26,7 @@ def folder(tmp_path: Path, draw: Make) -> Path:
     return tmp_path
 
 
-def _write(folder: Path, name: str, rows: list[tuple[int, object]]) -> None:
+def _write(folder: Path, name: str, rows: list[tuple[object, object]]) -> None:
     (folder / name).write_text("".join(f"{key}, {value}\n" for key, value in rows))
 
 
@@ -54,11 +54,25 @@ def test_class_names_follow_the_ids(folder: Path) -> None:
         ("train_test_split.txt", [(0, 1)], "11 ids of images.txt are not in train_test_split.txt: 1, 2"),
         ("train_test_split.txt", [(i, i % 3) for i in range(12)], "holds 2 beside 0 and 1"),
         ("image_class_labels.txt", [(i, i // 4) for i in range(12)], "classes.txt does not name: 2"),
+        ("classes.txt", [(0, "Auk"), (1, "Auk")], "several classes of one name in classes.txt: Auk"),
+        ("images.txt", [(0, "/a.jpg"), (1, "../a.jpg")], r"lead out of images/: /a.jpg, \.\./a.jpg"),
+        ("classes.txt", [("¹", "Auk")], "is not a new numeric id"),
         ("classes.txt", [(0, "")], "line 1: '0,' is not a new numeric id, a comma and a value"),
     ],
-    ids=["labels without image", "images without flag", "third flag", "unknown class", "no value"],
+    ids=[
+        "labels without image",
+        "images without flag",
+        "third flag",
+        "unknown class",
+        "classes of one name",
+        "elsewhere",
+        "superscript",
+        "no value",
+    ],
 )
-def test_tables_that_disagree_are_named(folder: Path, file: str, rows: list[tuple[int, object]], message: str) -> None:
+def test_tables_that_disagree_are_named(
+    folder: Path, file: str, rows: list[tuple[object, object]], message: str
+) -> None:
     _write(folder, file, rows)
     with pytest.raises(UsageError, match=message):
         data.read(folder)
@@ -82,3 +96,9 @@ def test_the_real_one_has_as_many_training_pictures_as_its_readme_says(cub100_22
     assert found.num_classes == 100
     assert found.class_names[:2] == ["Black_footed_Albatross", "Groove_billed_Ani"]
     assert found.warnings == []
+
+
+def test_tables_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    for table in folder.glob("*.txt"):
+        table.write_text(table.read_text(), encoding="utf-8-sig")
+    assert data.read(folder).layout == "cub100"

@@ -93,7 +93,7 @@ def test_of_several_boxes_the_first_is_taken_and_counted(folder: Path) -> None:
     _annotate(folder / "Annotation" / "n02085620-Zebra_dog" / "n02085620_6", (0, 0, 5, 5), (6, 6, 9, 9))
     found = data.read(folder)
     assert next(s for s in found.test if s.path.stem == "n02085620_6").box == (0.0, 0.0, 5.0, 5.0)
-    assert found.warnings == ["1 pictures have several boxes, the first is taken: n02085620-Zebra_dog/n02085620_6"]
+    assert found.warnings == ["1 picture has several boxes, the first is taken: n02085620-Zebra_dog/n02085620_6"]
 
 
 def test_missing_and_damaged_annotations_are_named_together(folder: Path) -> None:
@@ -102,11 +102,12 @@ def test_missing_and_damaged_annotations_are_named_together(folder: Path) -> Non
     (breed / "n02085620_1").write_text("<annotation>")
     (breed / "n02085620_2").write_text("<annotation></annotation>")
     _annotate(breed / "n02085620_3", ("wide", 0, 5, 5))  # type: ignore[arg-type]
+    (breed / "n02085620_4").write_text('<?xml version="1.0" encoding="martian"?><annotation/>')
     with pytest.raises(UsageError) as caught:
         data.read(folder)
     message = str(caught.value)
-    assert "1 annotations in Annotation/ are missing: n02085620-Zebra_dog/n02085620_0;" in message
-    assert "3 annotations in Annotation/ have no readable box" in message
+    assert "1 annotation is missing in Annotation/: n02085620-Zebra_dog/n02085620_0;" in message
+    assert "4 annotations have no readable box in Annotation/" in message
     assert "n02085620_2 (no object/bndbox)" in message
     assert "\n" not in message
 
@@ -144,12 +145,24 @@ def test_a_label_without_pictures_is_an_error(folder: Path) -> None:
     [
         (None, "not a readable Matlab file"),
         ({"files": 1}, "it has no file_list and no labels"),
-        ({"file_list": ["a/b.jpg"], "labels": [1, 2]}, "1 files but 2 labels"),
+        ({"file_list": ["a/b.jpg"], "labels": [1, 2]}, "1 file but 2 labels"),
+        ({"file_list": ["a/b.jpg"], "labels": ["dog"]}, "the label 'dog' is no class id, counted from 1; unpack"),
+        ({"file_list": ["a/b.jpg"], "labels": [np.nan]}, "the label 'nan' is no class id"),
+        ({"file_list": ["a/b.jpg"], "labels": [1e300]}, "the label '1e[+]300' is no class id"),
+        ({"file_list": ["/a/b.jpg"], "labels": [1]}, "paths of test_list.mat that lead out of Images/: /a/b.jpg"),
+        ({"file_list": ["../b.jpg"], "labels": [1]}, r"paths of test_list.mat that lead out of Images/: \.\./b.jpg"),
     ],
-    ids=["text", "other variables", "lengths"],
+    ids=["text", "other variables", "lengths", "words", "nan", "endless", "absolute path", "path upwards"],
 )
 def test_a_damaged_list_is_an_error(folder: Path, variables: dict[str, object] | None, message: str) -> None:
     path = next(folder.rglob("test_list.mat"))
     path.write_text("hello") if variables is None else savemat(path, variables)
     with pytest.raises(UsageError, match=message):
         data.read(folder)
+
+
+def test_an_image_folder_that_looks_like_it_is_told_how_to_say_so(tmp_path: Path, class_folders: Make) -> None:
+    class_folders(tmp_path, ["Annotation", "Images"])
+    with pytest.raises(UsageError, match="if its folders are classes, give --dataset imagefolder"):
+        data.read(tmp_path)
+    assert data.read(tmp_path, "imagefolder").class_names == ["Annotation", "Images"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +84,64 @@ class TestImageFolder:
     def test_a_missing_folder_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="no such folder"):
             data.read(tmp_path / "nowhere")
+
+
+class TestNothingIsPassedOverInSilence:
+    def test_pictures_above_the_class_folders_are_a_warning(
+        self, tmp_path: Path, class_folders: Make, draw: Make
+    ) -> None:
+        for split in ("train", "val"):
+            class_folders(tmp_path / split)
+            draw(tmp_path / split / "stray.png")
+        draw(tmp_path / "top.JPG")
+        (tmp_path / "notes.txt").touch()
+        assert data.read(tmp_path).warnings == [
+            "3 pictures lie in no class folder and are not used: top.JPG, train/stray.png, val/stray.png"
+        ]
+
+    def test_pictures_of_kinds_that_are_not_read_are_a_warning(self, tmp_path: Path, class_folders: Make) -> None:
+        class_folders(tmp_path)
+        for name in ("x.heic", "y.CR2", "z.txt", ".hidden.heic"):
+            (tmp_path / "a" / name).touch()
+        assert data.read(tmp_path).warnings == [
+            "2 files have endings that are not read and are not used: a/x.heic, a/y.CR2"
+        ]
+
+    def test_a_link_that_leads_nowhere_is_a_missing_picture(self, tmp_path: Path, class_folders: Make) -> None:
+        class_folders(tmp_path)
+        (tmp_path / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+        with pytest.raises(UsageError, match="1 of 11 listed pictures is missing: a/gone.png .--skip-missing"):
+            data.read(tmp_path)
+
+    def test_a_class_that_is_a_link_to_nowhere_is_a_warning(self, tmp_path: Path, class_folders: Make) -> None:
+        class_folders(tmp_path)
+        (tmp_path / "c").symlink_to(tmp_path / "unmounted")
+        assert data.read(tmp_path).warnings == ["1 link beside the class folders leads nowhere and is not used: c"]
+
+    def test_linked_folders_are_followed_and_circles_are_not(
+        self, tmp_path: Path, class_folders: Make, draw: Make
+    ) -> None:
+        root = class_folders(tmp_path / "data")
+        draw(tmp_path / "elsewhere" / "deep" / "more.png")
+        (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere" / "deep" / "round").symlink_to(tmp_path / "elsewhere")
+        (root / "a" / "up").symlink_to(root)
+        found = data.read(root)
+        names = [str(s.path.relative_to(root)) for s in [*found.train, *found.val] if s.label == 0]
+        assert sorted(names) == [*(f"a/{i}.png" for i in range(5)), "a/linked/deep/more.png"]
+
+    def test_a_folder_that_cannot_be_read_is_an_error(
+        self, tmp_path: Path, class_folders: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class_folders(tmp_path)
+        (tmp_path / "a" / "locked").mkdir()
+        scandir = os.scandir
+
+        def refuse(path: str) -> Any:
+            if str(path).endswith("locked"):
+                raise PermissionError(errno.EACCES, "Permission denied", path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        with pytest.raises(UsageError, match=r"1 folder cannot be read: a/locked .Permission denied."):
+            data.read(tmp_path)

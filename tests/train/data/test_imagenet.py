@@ -134,14 +134,66 @@ def test_val_pictures_without_a_label_are_a_warning_and_labels_without_picture_a
     _flat_val(tmp_path, draw)
     _devkit(tmp_path, "2\n1\n1\n1\n")
     draw(tmp_path / "val" / "other.JPEG")
-    with pytest.raises(UsageError, match=r"1 of 14 listed pictures are missing: val/ILSVRC2012_val_00000004.JPEG") as e:
+    with pytest.raises(UsageError, match=r"1 of 14 listed pictures is missing: val/ILSVRC2012_val_00000004.JPEG") as e:
         data.read(tmp_path)
-    assert "1 pictures are in no list and not used: val/other.JPEG" in str(e.value)
+    assert "1 picture is in no list and not used: val/other.JPEG" in str(e.value)
 
 
 def test_absent_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ImageNet-1K but lacks train/, val/"):
         data.read(tmp_path, "imagenet")
+
+
+@pytest.mark.parametrize(
+    ("there", "marks", "absent"),
+    [("train", "devkit", "val/"), ("train", "kaggle", "val/"), ("val", "devkit", "train/")],
+)
+def test_an_archive_half_unpacked_is_recognised(
+    tmp_path: Path, draw: Make, there: str, marks: str, absent: str
+) -> None:
+    _train(tmp_path, draw)
+    (tmp_path / "train").rename(tmp_path / there)
+    (_devkit if marks == "devkit" else _kaggle)(tmp_path)
+    with pytest.raises(UsageError, match=f"ImageNet-1K but lacks {absent};"):
+        data.read(tmp_path)
+
+
+def test_pictures_in_train_itself_and_of_other_kinds_are_a_warning(tmp_path: Path, draw: Make) -> None:
+    _train(tmp_path, draw)
+    _flat_val(tmp_path, draw)
+    _kaggle(tmp_path)
+    draw(tmp_path / "train" / "stray.png")
+    (tmp_path / "train" / WNIDS[0] / "x.heic").touch()
+    assert data.read(tmp_path).warnings == [
+        "1 picture lies in no class folder and is not used: train/stray.png",
+        "1 file has an ending that is not read and is not used: train/n01440764/x.heic",
+    ]
+
+
+def test_lists_may_begin_with_a_byte_order_mark(tmp_path: Path, draw: Make) -> None:
+    _train(tmp_path, draw)
+    _flat_val(tmp_path, draw)
+    _kaggle(tmp_path)
+    for name in ("LOC_val_solution.csv", "LOC_synset_mapping.txt"):
+        (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")
+    found = data.read(tmp_path)
+    assert (found.class_names, _tested(found)) == (NAMES, FLAT)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("x" * 200_000, "not a table of comma-separated values .*; get the file again"),
+        ("/etc/x,n01440764 1 1 9 9", "paths of LOC_val_solution.csv that lead out of val/: /etc/x"),
+    ],
+    ids=["huge field", "absolute path"],
+)
+def test_a_damaged_table_of_kaggles_is_an_error(tmp_path: Path, draw: Make, line: str, message: str) -> None:
+    _train(tmp_path, draw)
+    _flat_val(tmp_path, draw)
+    (tmp_path / "LOC_val_solution.csv").write_text(f"ImageId,PredictionString\n{line}\n")
+    with pytest.raises(UsageError, match=message):
+        data.read(tmp_path)
 
 
 def test_folders_of_train_that_are_no_wnid_are_passed_over(tmp_path: Path, draw: Make) -> None:
@@ -168,7 +220,11 @@ def test_train_without_wnids_is_an_error(tmp_path: Path, class_folders: Make) ->
         data.read(tmp_path, "imagenet")
 
 
-@pytest.mark.parametrize("truth", ["2\n7\n1\n", "2\nfox\n1\n", "2\n3\n1\n"], ids=["too high", "a word", "inner node"])
+@pytest.mark.parametrize(
+    "truth",
+    ["2\n7\n1\n", "2\nfox\n1\n", "2\n3\n1\n", "2\n¹\n1\n"],
+    ids=["too high", "a word", "inner node", "superscript"],
+)
 def test_ids_that_the_devkit_lacks_are_an_error(tmp_path: Path, draw: Make, truth: str) -> None:
     _train(tmp_path, draw)
     _flat_val(tmp_path, draw)

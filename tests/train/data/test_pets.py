@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchvision.datasets import OxfordIIITPet
@@ -97,6 +101,22 @@ def test_a_damaged_list_is_an_error(folder: Path) -> None:
         data.read(folder)
 
 
+def test_an_unreadable_list_is_called_by_the_users_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = builtins.open
+
+    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).endswith("trainval.txt"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return usual(path, *args, **options)
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    monkeypatch.setattr(io, "open", refuse)
+    with pytest.raises(UsageError) as caught:
+        data.read(folder)
+    assert str(folder / "annotations" / "trainval.txt") in str(caught.value)
+    assert "opal-deploy-" not in str(caught.value)
+
+
 def test_an_empty_list_is_an_error(folder: Path) -> None:
     for split in ("trainval", "test"):
         _list(folder, split, [])
@@ -117,7 +137,7 @@ def test_the_real_files_in_a_folder_of_another_name(pets_mini: Path) -> None:
     assert found.num_classes == 37
     assert found.class_names[:3] == ["Abyssinian", "American Bulldog", "American Pit Bull Terrier"]
     assert all(s.path.is_relative_to(pets_mini) for s in found.train)
-    assert found.warnings == ["1 pictures are in no list and not used: images/Abyssinian_34.jpg"]
+    assert found.warnings == ["1 picture is in no list and not used: images/Abyssinian_34.jpg"]
 
 
 @pytest.mark.data

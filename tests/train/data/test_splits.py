@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from sklearn.model_selection import StratifiedShuffleSplit
@@ -22,6 +24,8 @@ class TestStratifiedSplit:
     def test_a_class_with_one_picture_is_named(self) -> None:
         with pytest.raises(UsageError, match="classes with a single picture: lonely; add pictures"):
             stratified_split([0] * 10 + [1], ["many", "lonely"])
+        with pytest.raises(UsageError, match="^birds: no validation split possible, classes with a single picture"):
+            stratified_split([0] * 10 + [1], ["many", "lonely"], root=Path("birds"))
 
     def test_fewer_validation_pictures_than_classes_is_an_error(self) -> None:
         with pytest.raises(UsageError, match="6 pictures are too few for 3 classes"):

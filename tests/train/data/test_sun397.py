@@ -96,5 +96,26 @@ def test_pictures_of_a_scene_without_a_name_are_an_error(archive: Path, draw: Ma
 def test_missing_pictures_are_listed(archive: Path) -> None:
     _partition(archive, 1)
     (archive / "a" / "abbey" / "sun_5.jpg").unlink()
-    with pytest.raises(UsageError, match=r"1 of 18 listed pictures are missing: a/abbey/sun_5.jpg"):
+    with pytest.raises(UsageError, match=r"1 of 18 listed pictures is missing: a/abbey/sun_5.jpg"):
         data.read(archive)
+
+
+def test_without_the_class_list_it_is_recognised_by_its_letters(archive: Path) -> None:
+    (archive / "ClassName.txt").unlink()
+    with pytest.raises(UsageError, match=r"read as SUN397 but lacks ClassName.txt, .*Training_01.txt"):
+        data.read(archive)
+
+
+@pytest.mark.parametrize("below", ["", "writer 1"], ids=["pictures", "folders of other names"])
+def test_an_image_folder_of_letters_is_none(tmp_path: Path, draw: Make, below: str) -> None:
+    for letter in "ab":
+        for i in range(5):
+            draw(tmp_path / letter / below / f"{i}.png")
+    assert data.read(tmp_path).layout == "imagefolder"
+
+
+def test_lists_may_begin_with_a_byte_order_mark(archive: Path) -> None:
+    _partition(archive, 1)
+    path = archive / "Training_01.txt"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert len(data.read(archive).train) == 12

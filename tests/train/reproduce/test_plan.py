@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
 from opal_deploy.train.reproduce import paper, render
 from opal_deploy.train.reproduce.plan import Plan, Run, estimate, make_plan
-from opal_deploy.train.reproduce.runs import gather
+from opal_deploy.train.reproduce.runs import carry_out, gather
 
 PAPER = recipe.load("paper")
 
@@ -23,10 +24,10 @@ def _plan(
     return make_plan(paper.table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
 
 
-def _finish(run: Run, **summary: float) -> None:
+def _finish(run: Run, record: dict[str, Any] | None = None, **summary: Any) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "summary.json").write_text(json.dumps(summary))
-    stored = {"options": {"input_size": [224, 224], "precision": "auto"}}
+    stored = {"options": asdict(run.options), "device": "cuda:0", **(record or {})}
     (run.folder / "config.json").write_text(json.dumps(stored))
 
 
@@ -67,7 +68,8 @@ def test_a_data_set_of_ones_own_is_a_column_without_the_papers_figures(tmp_path:
 
 
 def test_rows_can_be_chosen_by_name(tmp_path: Path) -> None:
-    assert [run.row.name for run in _plan("prototypes", tmp_path, only=("m=1",)).runs] == ["OPAL m=1", "OPAL m=10"]
+    assert [run.row.name for run in _plan("prototypes", tmp_path, only=("m=1",)).runs] == ["OPAL m=1"]
+    assert [run.row.name for run in _plan("prototypes", tmp_path, only=("opal",)).runs][:2] == ["OPAL m=1", "OPAL m=3"]
     with pytest.raises(UsageError, match=r"no row of prototypes is named like m=7: it has Baseline"):
         _plan("prototypes", tmp_path, only=("m=7",))
 
@@ -88,6 +90,39 @@ def test_departures_from_the_protocol_are_said(tmp_path: Path) -> None:
     )
     assert "not the paper's protocol: backbone resnet18" in render.to_text(plan)
     assert _plan("ablation", tmp_path).departures == ()
+    assert _plan("backbones", tmp_path).departures == ()
+
+
+def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_now(tmp_path: Path) -> None:
+    plan = _plan("methods", tmp_path)
+    run = _run(plan, "OPAL")
+    short = replace(run, options=replace(run.options, epochs=1))
+    _finish(short, {"data": {"classes": 10, "train": 240, "val": 60, "test": 243}}, test_accuracy=0.5)
+    assert plan.departures == (
+        "epochs 1 instead of 30",
+        "cub is 10 classes, 300 pictures to train and validate on and 243 to test instead of 200, 5,994 and 5,794",
+    )
+
+
+def test_a_finished_run_of_other_options_is_refused(tmp_path: Path) -> None:
+    plan = _plan("methods", tmp_path)
+    for run in plan.runs:
+        _finish(replace(run, options=replace(run.options, epochs=1, lr=0.1)), test_accuracy=0.5)
+    with pytest.raises(
+        UsageError, match=r"a finished run of other options: epochs was 1 and is 30; lr was 0\.1 and is"
+    ):
+        carry_out(plan, {}, report=lambda done, total, note: None, log=lambda line: None)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"test_accuracy": "x"}', '{"test_accuracy": NaN}'])
+def test_a_damaged_summary_is_named(text: str, tmp_path: Path) -> None:
+    plan = _plan("methods", tmp_path)
+    run = _run(plan, "OPAL")
+    _finish(run)
+    (run.folder / "summary.json").write_text(text)
+    with pytest.raises(UsageError, match=r"summary\.json: .*remove its folder and reproduce again"):
+        render.to_text(plan)
+    assert estimate(run, tmp_path, paper.sizes()["cub"]) is not None
 
 
 def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
@@ -155,4 +190,6 @@ def test_a_finished_run_replaces_the_assumption(tmp_path: Path) -> None:
     found = estimate(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.sizes()["cub"])
     assert found is not None
     assert found.measured
+    _finish(_run(plan, "OPAL"), {"device": "cpu"}, test_accuracy=0.5, images_per_second=1000.0)
+    assert not estimate(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.sizes()["cub"]).measured  # type: ignore[union-attr]
     assert found.hours == pytest.approx(30 * (4796 + 1198 / 3) / 1000 / 3600, rel=1e-3)

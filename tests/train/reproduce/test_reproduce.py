@@ -64,7 +64,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(
         return fit(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runs, "fit", diverging)
-    with pytest.raises(StoppedEarly, match=r"1 run\(s\) failed: mine, Proj\.\+GMP\+Orth\., seed 0"):
+    with pytest.raises(StoppedEarly, match=r"1 of the runs failed: mine, Proj\.\+GMP\+Orth\., seed 0"):
         reproduce("collapse", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("Proj.+GMP+Orth.")).split()[1] == "-"
@@ -80,6 +80,12 @@ def test_a_dry_run_needs_no_pictures_and_trains_nothing(tmp_path: Path, capsys: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_table_about_parts_needs_parts_before_anything_is_trained(creatures: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it has no part locations"):
+        reproduce("parts", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -87,6 +93,8 @@ def test_a_dry_run_needs_no_pictures_and_trains_nothing(tmp_path: Path, capsys: 
         (["cub"], "expected NAME=FOLDER"),
         (["cub=/no/such/folder"], "no such folder"),
         (["a=.", "a=."], "given twice"),
+        (["..=."], "expected NAME=FOLDER"),
+        (["a b=."], "expected NAME=FOLDER"),
     ],
 )
 def test_data_sets_that_are_no_data_sets(data: list[str], message: str, tmp_path: Path) -> None:
@@ -94,7 +102,7 @@ def test_data_sets_that_are_no_data_sets(data: list[str], message: str, tmp_path
         reproduce("ablation", data=data, out=tmp_path)
 
 
-@pytest.mark.parametrize("seeds", ["", "a", "0,0", "0,,1", "-1"])
+@pytest.mark.parametrize("seeds", ["", "a", "0,0", "0,,1", "-1", "01,1"])
 def test_seeds_are_numbers(seeds: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected different whole numbers"):
         reproduce("ablation", data=["mine=."], seeds=seeds, out=tmp_path)
