@@ -14,6 +14,7 @@ from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.runtime.session import Session
     from opal_deploy.train.data.cub_parts import PartLocations
     from opal_deploy.train.data.samples import DataSet, Sample
     from opal_deploy.train.evaluation.session import Measured
@@ -73,12 +74,15 @@ def evaluate(
             raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if out is not None:
         report.check_folder(out, data, overwrite=overwrite)
-    known = [_metadata(path) for path in model]
+    options = _Options(split, boxes, seed, device, threads, batch)
+    # a list, so that nothing holds on to a model that was measured
+    opened = [_open(model[0], options)]
+    known = [opened[0].metadata, *(_metadata(path) for path in model[1:])]
     with progress("reading") as advance:
         pictures = read(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
     say(one_line(f"read as {pictures.describe()}"))
     for line in pictures.warnings:
-        say(f"warning: {line}")
+        say(one_line(f"warning: {line}"))
     samples = _samples(pictures, split)
     for path, metadata in zip(model, known, strict=True):
         _check_classes(path, list(metadata.class_names), pictures)
@@ -93,7 +97,7 @@ def evaluate(
     folders = [None] * len(model) if out is None else report.model_folders(out, model)
     runs = []
     for path, folder in zip(model, folders, strict=True):
-        run = _evaluate(path, samples, located, _Options(split, boxes, seed, device, threads, batch))
+        run = _evaluate(path, opened.pop() if opened else _open(path, options), samples, located, options)
         if folder is not None:
             report.write_model(folder, run.measured, run.metadata, samples, pictures.root)
         _say_figures(run, split, boxes=boxes)
@@ -134,6 +138,12 @@ class _Run:
         return {**head, **self.measured.to_dict(split)}
 
 
+def _open(path: Path, options: _Options) -> Session:
+    from opal_deploy.runtime.select import open_sessions
+
+    return open_sessions(path, device=options.device, threads=options.threads)[0]
+
+
 def _metadata(path: Path) -> Metadata:
     """What a model says of itself, without an engine: a second one's mistake is found before the first one runs.
 
@@ -154,14 +164,16 @@ def _metadata(path: Path) -> Metadata:
 
 
 def _check_classes(path: Path, names: list[str], pictures: DataSet) -> None:
+    from opal_deploy.train.data.samples import counted
+
     theirs = pictures.class_names
     if names == theirs:
         return
     expected = "they must be the same, in the same order; give the data set that the model was trained on"
     if len(names) != len(theirs):
         raise UsageError(
-            f"{path} knows {len(names)} classes ({names[0]}, ...), {pictures.root} has {len(theirs)} "
-            f"({theirs[0]}, ...); {expected}"
+            f"{path} knows {counted(len(names), 'class', 'classes')} ({names[0]}, ...), "
+            f"{pictures.root} has {len(theirs)} ({theirs[0]}, ...); {expected}"
         )
     number, (ours, other) = next(
         (i, pair) for i, pair in enumerate(zip(names, theirs, strict=True), 1) if len({*pair}) > 1
@@ -186,11 +198,11 @@ def _warn_of_crop(path: Path, trained: str | None, pictures: DataSet, *, boxes: 
     say(f"warning: {one_line(str(path))} {words}")
 
 
-def _evaluate(path: Path, samples: list[Sample], located: PartLocations | None, options: _Options) -> _Run:
-    from opal_deploy.runtime.select import open_sessions
+def _evaluate(
+    path: Path, session: Session, samples: list[Sample], located: PartLocations | None, options: _Options
+) -> _Run:
     from opal_deploy.train.evaluation.session import evaluate_session
 
-    session = open_sessions(path, device=options.device, threads=options.threads)[0]
     with progress("evaluating") as advance:
         measured = evaluate_session(
             session,
@@ -233,9 +245,12 @@ def _samples(pictures: DataSet, split: str) -> list[Sample]:
 
 
 def _say_figures(run: _Run, split: str, *, boxes: bool) -> None:
+    from opal_deploy.train.data.samples import counted
+
     found, parts = run.measured.evaluation, run.measured.parts
     without = "" if boxes else ", boxes left out"
-    say(f"{one_line(str(run.path))} in {run.session}, {found.images} {split} pictures{without}")
+    pictures = counted(found.images, f"{split} picture", f"{split} pictures")
+    say(f"{one_line(str(run.path))} in {run.session}, {pictures}{without}")
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2%}"
     say(f"accuracy {found.accuracy:.2%}{top5}, macro F1 {found.macro_f1:.2%}, cross-entropy {found.loss:.4f}")
     if found.spatial_prototype_collapse is not None:

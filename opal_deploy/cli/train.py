@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import progress, say
+from opal_deploy.cli.console import one_line, progress, say
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import require
 
@@ -168,15 +168,15 @@ def train(
         },
     )
     out = out or Path("runs") / data.resolve().name
-    pictures = read(data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing)
+    with progress("reading") as advance:
+        pictures = read(
+            data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing, report=advance
+        )
     # under torchrun every process runs this, and one speaks
     speak = say if int(os.environ.get("RANK", "0")) == 0 else _silence
     for line in pictures.warnings:
-        speak(f"warning: {line}")
-    speak(
-        f"{pictures.num_classes} classes, {len(pictures.train)} pictures to train on, {len(pictures.val)} to validate, "
-        f"{len(pictures.test)} to test{', cropped to their boxes' if pictures.crop else ''}"
-    )
+        speak(f"warning: {one_line(line)}")
+    speak(f"read as {one_line(pictures.describe())}")
     with progress("training") as advance:
         result = fit(
             pictures, chosen.options, out,

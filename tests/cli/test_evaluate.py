@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,9 +175,121 @@ def test_a_missing_model_is_refused_before_the_others_run(folder: Path, model: P
         figures(folder, model, Path("nothing.onnx"))
 
 
-def test_other_classes_are_refused(folder: Path, figures: Figures, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["0", "1", "3", "2"],
+            "4 classes each, but number 3 is '3' to the model and '2' in the data set; they must be",
+        ),
+        (["0", "1", "2"], r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
+    ],
+    ids=["another order", "another number"],
+)
+def test_other_classes_are_refused_before_any_model_runs(
+    folder: Path, model: Path, figures: Figures, tmp_path: Path, names: list[str], message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from opal_deploy.model.config import LINEAR_BASELINE
+    from opal_deploy.train.evaluation import session
+
+    monkeypatch.setattr(session, "evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran"))
+    other = _saved(tmp_path / "other.pt", LINEAR_BASELINE, names)
+    with pytest.raises(UsageError, match=message):
+        figures(folder, model, other, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_in_the_data_set_is_refused_and_not_made(folder: Path, model: Path, figures: Figures) -> None:
+    with pytest.raises(UsageError, match="would become part of the data set"):
+        figures(folder, model, out=folder / "train" / "figures")
+    assert not (folder / "train" / "figures").exists()
+
+
+def test_what_the_folder_was_read_as_is_said(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(folder, [model], threads=1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == (
+        f"read as imagefolder from {folder}: 4 classes, 12 pictures to train on, 12 to validate, 12 to test"
+    )
+    assert not any("boxes" in line for line in said)
+
+
+def test_reading_shows_how_far_it_is(
+    folder: Path, model: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opal_deploy.cli import console
+
+    shown: dict[str, list[tuple[int, int | None]]] = {"reading": [], "evaluating": []}
+
+    @contextmanager
+    def progress(title: str) -> Iterator[console.Advance]:
+        yield lambda done, total=None, note="": shown[title].append((done, total))
+
+    monkeypatch.setitem(evaluate.__globals__, "progress", progress)
+    figures(folder, model)
+    assert shown["reading"][-1] == (36, 36)
+    assert shown["evaluating"][-1] == (12, 12)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_are_no_figures(
+    folder: Path, figures: Figures, tmp_path: Path, value: float
+) -> None:
+    from opal_deploy.model import checkpoint as checkpoints
     from opal_deploy.model.config import LINEAR_BASELINE
 
-    other = _saved(tmp_path / "other.pt", LINEAR_BASELINE, ["0", "1", "2", "4"])
-    with pytest.raises(UsageError, match="they must be the same, in the same order"):
-        figures(folder, other)
+    path = _saved(tmp_path / "diverged.pt", LINEAR_BASELINE, LABELS)
+    diverged = checkpoints.load(path)
+    for parameter in diverged.network.parameters():
+        parameter.data[...] = value
+    checkpoints.save(path, diverged)
+    with pytest.raises(
+        UsageError, match=r"diverged.pt: its logits for .*test/0/\d+.* are not finite numbers"
+    ) as caught:
+        figures(folder, path, out=tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("trained", "cropped", "boxes", "warning"),
+    [
+        (None, None, True, None),
+        ("boxes", "boxes", True, None),
+        (None, "boxes", False, None),
+        ("boxes", None, True, "cropped to their boxes and is measured on whole ones; the data set has no boxes"),
+        ("boxes", "boxes", False, "cropped to their boxes and is measured on whole ones; see --boxes"),
+        (None, "boxes", True, "whole pictures and is measured on pictures cropped to their boxes; see --no-boxes"),
+    ],
+)
+def test_another_crop_than_in_training_is_a_warning(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    trained: str | None, cropped: Any, boxes: bool, warning: str | None,
+) -> None:  # fmt: skip
+    from opal_deploy.model import checkpoint as checkpoints
+    from opal_deploy.train.data import catalogue
+
+    path = tmp_path / "model.pt"
+    checkpoints.save(path, replace(checkpoints.load(model.with_suffix(".pt")), crop=trained))
+    read = catalogue.read
+    monkeypatch.setattr(catalogue, "read", lambda *args, **options: replace(read(*args, **options), crop=cropped))
+    evaluate(folder, [path], threads=1, boxes=boxes)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if f"warning: {path} says it was" in line]
+    assert [line.endswith(warning or "") for line in warnings] == [True] * (warning is not None)
+
+
+def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
+    folder: Path, figures: Figures, tmp_path: Path
+) -> None:
+    from opal_deploy.model.config import LINEAR_BASELINE
+
+    names = ["0", "1", "2", "cl\udcff"]
+    root = shutil.copytree(folder, tmp_path / "data")
+    for split in ("train", "val", "test"):
+        (root / split / "3").rename(root / split / names[3])
+    figures(root, _saved(tmp_path / "odd.pt", LINEAR_BASELINE, names), out=tmp_path / "out")
+
+    answers = _rows(tmp_path / "out" / "predictions.csv")
+    assert [a["image"].split("/")[1] for a in answers if a["label"] not in LABELS] == [r"cl\xff"] * 3
+    assert [row["truth"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
+    assert (tmp_path / "out" / "confusion.png").is_file()

@@ -100,8 +100,8 @@ def _by_image(
     wanted = [[(i,) if parts is None else (i, part) for part in parts or (0,)] for i in ids]
     missing = [str(i) for i, row in zip(ids, wanted, strict=True) if any(key not in row_of for key in row)]
     if missing:
-        ids = counted(len(missing), "image id", "image ids")
-        raise UsageError(f"{path}: it lacks lines of {ids}: {listed(missing)}; {_ADVICE}")
+        lacks = counted(len(missing), "image id", "image ids")
+        raise UsageError(f"{path}: it lacks lines of {lacks}: {listed(missing)}; {_ADVICE}")
     order = np.array([[row_of[key] for key in row] for row in wanted], dtype=np.int64)
     return table[order][..., keys:]
 

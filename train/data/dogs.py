@@ -142,9 +142,8 @@ def _list(path: Path) -> list[tuple[str, int]]:
     files = [str(name) for name in np.atleast_1d(variables["file_list"])]
     labels = [_label(value, path) for value in np.atleast_1d(variables["labels"])]
     if len(files) != len(labels):
-        raise UsageError(
-            f"{path}: {counted(len(files), 'file', 'files')} but {counted(len(labels), 'label', 'labels')}; unpack lists.tar again"
-        )
+        numbers = f"{counted(len(files), 'file', 'files')} but {counted(len(labels), 'label', 'labels')}"
+        raise UsageError(f"{path}: {numbers}; unpack lists.tar again")
     return list(zip(files, labels, strict=True))
 
 

@@ -149,7 +149,7 @@ class Search:
             ): self._broken,
         }
         return [
-            f"{counted(len(paths), *words)} not used: {listed([shown(path, self._root) for path in paths])}"
+            f"{counted(len(paths), *words)} not used: {listed([shown(path, self._root) for path in sorted(paths)])}"
             for words, paths in lines.items()
             if paths
         ]

@@ -90,9 +90,10 @@ def carry_out(
     # before the first run of hours, whatever is wrong with the last data set
     data: dict[str, DataSet] = {}
     for name in dict.fromkeys(run.dataset for run in todo):
-        data[name] = read(sources[name].root, sources[name].dataset)
+        data[name] = read(sources[name].root, sources[name].dataset, report=report)
         for line in data[name].warnings:
             log(f"warning: {name}: {line}")
+        log(f"{name}: read as {data[name].describe()}")
         if wanted <= _PART_FIGURES.keys() and not has_parts(data[name]):
             raise UsageError(
                 f"{name} ({sources[name].root}): it has no part locations (CUB's parts/part_locs.txt), and the table "

@@ -131,9 +131,6 @@ class TestWhatMayNotBeRead:
 
 def test_it_describes_itself_in_one_line(tmp_path: Path, write_cub: Make, class_folders: Make) -> None:
     birds = write_cub(tmp_path / "birds" / "CUB_200_2011")
-    # fewer pictures than a fifth of which is one of each class
-    with pytest.raises(UsageError, match=rf"^{birds}: no validation split possible, .*too few for 2 classes"):
-        data.read(tmp_path / "birds")
     found = DataSet(birds, "cub", ["a", "b"], [Sample(birds, 0)], [], [Sample(birds, 1)] * 1500, crop="boxes")
     assert found.describe() == (
         f"cub from {birds}: 2 classes, 1 picture to train on, 0 to validate, 1,500 to test, cropped to their boxes"
@@ -142,6 +139,13 @@ def test_it_describes_itself_in_one_line(tmp_path: Path, write_cub: Make, class_
     assert plain.describe() == (
         f"imagefolder from {tmp_path / 'plain'}: 2 classes, 8 pictures to train on, 2 to validate, 0 to test"
     )
+
+
+@pytest.mark.parametrize(("count", "why"), [(1, "classes with a single picture: a, b"), (2, "4 pictures are too few")])
+def test_too_few_pictures_to_split_name_their_folder(tmp_path: Path, class_folders: Make, count: int, why: str) -> None:
+    class_folders(tmp_path, count=count)
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: no validation split possible, {why}"):
+        data.read(tmp_path)
 
 
 def test_reading_is_reported_picture_by_picture(tmp_path: Path, class_folders: Make) -> None:

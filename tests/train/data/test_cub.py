@@ -41,8 +41,8 @@ class TestCub:
             ("images.txt", ["1 /tmp/a.png", "2 ../a.png"], r"images.txt that lead out of images/: /tmp/a.png, \.\./a"),
         ],
         ids=["ids without image", "images without label", "unknown class", "third flag", "class without training",
-             "comma-separated relative", "box of words", "empty table", "no finite box", "superscript", "classes of one name",
-             "pictures elsewhere"],
+             "comma-separated relative", "box of words", "empty table", "no finite box", "superscript",
+             "classes of one name", "pictures elsewhere"],
     )  # fmt: skip
     def test_tables_that_disagree_are_named(
         self, tmp_path: Path, file: str, lines: list[str], message: str, write_cub: Make

@@ -110,7 +110,7 @@ class TestNothingIsPassedOverInSilence:
     def test_a_link_that_leads_nowhere_is_a_missing_picture(self, tmp_path: Path, class_folders: Make) -> None:
         class_folders(tmp_path)
         (tmp_path / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
-        with pytest.raises(UsageError, match="1 of 11 listed pictures is missing: a/gone.png .--skip-missing"):
+        with pytest.raises(UsageError, match=r"1 of 11 listed pictures is missing: a/gone.png .--skip-missing"):
             data.read(tmp_path)
 
     def test_a_class_that_is_a_link_to_nowhere_is_a_warning(self, tmp_path: Path, class_folders: Make) -> None:

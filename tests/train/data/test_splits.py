@@ -24,7 +24,7 @@ class TestStratifiedSplit:
     def test_a_class_with_one_picture_is_named(self) -> None:
         with pytest.raises(UsageError, match="classes with a single picture: lonely; add pictures"):
             stratified_split([0] * 10 + [1], ["many", "lonely"])
-        with pytest.raises(UsageError, match="^birds: no validation split possible, classes with a single picture"):
+        with pytest.raises(UsageError, match=r"^birds: no validation split possible, classes with a single picture"):
             stratified_split([0] * 10 + [1], ["many", "lonely"], root=Path("birds"))
 
     def test_fewer_validation_pictures_than_classes_is_an_error(self) -> None:

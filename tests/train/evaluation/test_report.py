@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.evaluation.report import draw, model_folders, new_folder, write_evaluation
+from opal_deploy.train.evaluation.report import check_folder, draw, model_folders, new_folder, write_evaluation
 
 
 def _drawn(counts: np.ndarray, names: list[str], path: Path) -> np.ndarray:
@@ -50,7 +50,8 @@ def test_rows_are_normalised(tmp_path: Path) -> None:
 
 def test_any_name_can_be_drawn(tmp_path: Path) -> None:
     # warnings are errors here: mathematics, a script that the font lacks, a very long name
-    draw(np.eye(4, dtype=np.int64), ["$x^{$", "鳥", "x" * 300, "<b>&amp;"], tmp_path / "names.png")
+    names = ["$x^{$", "鳥", "x" * 300, "<b>&amp;", "cl\udcff"]
+    draw(np.eye(5, dtype=np.int64), names, tmp_path / "names.png")
 
 
 def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
@@ -62,14 +63,22 @@ def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
 
 
 def test_an_earlier_evaluation_is_not_replaced_unasked(tmp_path: Path) -> None:
-    new_folder(tmp_path / "deep" / "out", overwrite=False)
-    write_evaluation(tmp_path / "deep" / "out", {})
+    out, data = tmp_path / "deep" / "out", tmp_path / "data"
+    check_folder(out, data, overwrite=False)
+    new_folder(out)
+    write_evaluation(out, {})
     with pytest.raises(UsageError, match="already holds an evaluation; give another --out, or --overwrite"):
-        new_folder(tmp_path / "deep" / "out", overwrite=False)
-    new_folder(tmp_path / "deep" / "out", overwrite=True)
+        check_folder(out, data, overwrite=False)
+    check_folder(out, data, overwrite=True)
+
+
+@pytest.mark.parametrize("below", [".", "out", "a/out", "../data/out"])
+def test_a_folder_in_the_data_set_is_refused(tmp_path: Path, below: str) -> None:
+    with pytest.raises(UsageError, match="would become part of the data set; give another --out"):
+        check_folder(tmp_path / "data" / below, tmp_path / "data", overwrite=True)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be made .*; give another --out"):
-        new_folder(tmp_path / "file" / "out", overwrite=False)
+        new_folder(tmp_path / "file" / "out")
