@@ -97,8 +97,10 @@ def save(path: Path, checkpoint: Checkpoint, *, beside: dict[str, Any] | None = 
         try:
             torch.save(document, stream)
         except RuntimeError as error:
-            # torch's writer says in words of its own that the stream took no more
-            raise OSError(f"disk full? {str(error).splitlines()[0][:80]}") from None
+            # how torch's writer says that the stream took no more
+            if "inline_container" not in str(error):
+                raise
+            raise OSError("disk full?") from None
 
 
 def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:
