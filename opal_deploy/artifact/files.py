@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 from opal_deploy.errors import ArtifactError, UsageError
 
 _CHUNK = 1 << 20
+# some file systems of clusters have no locks: work goes on without one there
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def sha256_of_file(path: Path) -> str:
@@ -45,7 +48,8 @@ def check_pinned(path: Path, expected: str) -> str:
 def exclusive(folder: Path) -> Iterator[None]:
     """Nobody else's writing in `folder`, which is made if missing, while the block runs.
 
-    A lock of the operating system's on a hidden file: it ends with the process, however that ends.
+    A lock of the operating system's on a hidden file: it ends with the process, however that ends. File systems
+    without locks do without.
 
     Raises:
         UsageError: another process is at work there, or the folder cannot be written to.
@@ -68,6 +72,11 @@ def exclusive(folder: Path) -> Iterator[None]:
                 raise UsageError(
                     f"{folder}: another process is at work there; wait for it, or give another --out"
                 ) from None
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    break
+                os.close(handle)
+                raise
             # whoever had it before may have taken the file away in between
             with suppress(FileNotFoundError):
                 if os.fstat(handle).st_ino == path.stat().st_ino:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from opal_deploy.artifact.files import sha256_of_file, written_atomically
+from opal_deploy.artifact.files import exclusive, remove_leftovers, sha256_of_file, written_atomically
 from opal_deploy.errors import UsageError
 
 
@@ -58,3 +61,43 @@ def test_the_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
     with written_atomically(tmp_path / "f"):
         pass
     assert (tmp_path / "f").stat().st_mode == usual.stat().st_mode
+
+
+def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    hold = (
+        "import sys, time; from pathlib import Path; from opal_deploy.artifact.files import exclusive\n"
+        "with exclusive(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match="another process is at work there"), exclusive(folder):
+            pass
+        holder.kill()
+    with exclusive(folder):
+        assert (folder / ".lock").exists()
+    assert not (folder / ".lock").exists()
+
+
+def test_a_folder_that_was_made_for_nothing_is_taken_back(tmp_path: Path) -> None:
+    with exclusive(tmp_path / "a" / "b"):
+        pass
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with exclusive(tmp_path / "run"):
+        (tmp_path / "run" / "file").touch()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
+
+
+def test_only_what_killed_writers_of_this_file_left_is_removed(tmp_path: Path) -> None:
+    for name in (".best.pt.x1.part.pt", ".best.pt.part", ".other.pt.x1.part.pt", "best.pt"):
+        (tmp_path / name).touch()
+    remove_leftovers(tmp_path / "best.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".best.pt.part", ".other.pt.x1.part.pt", "best.pt"]
