@@ -346,7 +346,8 @@ class _Run:
 def _stored_result(folder: RunFolder, wanted: dict[str, Any]) -> Result:
     """Of a run that is finished."""
     best, last = resuming.load_file(folder.best), resuming.load_file(folder.last)
-    resuming.check_same(folder, last, wanted)
+    # where and in what precision matters to steps that are still to be done
+    resuming.check_same(folder, last, {key: wanted[key] for key in ("options", "fingerprint")})
     asked, done = wanted["options"]["epochs"], last["metrics"].get("epoch")
     if asked != done:
         raise UsageError(

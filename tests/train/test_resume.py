@@ -144,6 +144,16 @@ def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares: D
     assert [record.epoch for record in result.epochs] == [1, 2]
 
 
+def test_a_finished_run_is_read_on_a_machine_that_would_compute_otherwise(squares: DataSet, tmp_path: Path) -> None:
+    options = replace(OPTIONS, epochs=1)
+    fit(squares, options, tmp_path)
+    for name in ("best.pt", "last.pt"):
+        raw = torch.load(tmp_path / name, weights_only=True)
+        raw["training"] |= {"precision": "bf16", "processes": 4, "device": "cuda:0"}
+        torch.save(raw, tmp_path / name)
+    assert fit(squares, options, tmp_path, resume=True).best_epoch == 1
+
+
 def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares: DataSet, whole: Path, tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         if line.startswith("epoch 1"):
