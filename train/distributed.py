@@ -20,6 +20,11 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.setup import choose_device
 
 
+def is_first_process() -> bool:
+    """Whether this process is the one that speaks and writes; known before the processes join."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 @dataclass(frozen=True)
 class Group:
     """The processes of one run.

@@ -37,8 +37,9 @@ class Keeper:
         self._data, self._group, self._network = data, group, network
 
     def begin(self, recipe: str, *, anew: bool) -> None:
-        """config.json and recipe.toml; `anew` takes an older run's files away first."""
+        """config.json and recipe.toml; takes away what killed processes left, and with `anew` an older run's files."""
         if self._group.is_writer:
+            self.folder.remove_leftovers()
             if anew:
                 self.folder.clear()
             with _stop_when_full(Progress()):

@@ -23,13 +23,13 @@ from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import resume as resuming
 from opal_deploy.train import setup
-from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.data.samples import DataSet, Report
 from opal_deploy.train.distributed import Group, joined, spread, with_common_batch_norm
 from opal_deploy.train.epoch import Learner, LossNotFinite, Sums, compiled, summary_writer, train_epoch
 from opal_deploy.train.evaluation.network import Evaluation, evaluate_batches
 from opal_deploy.train.keeper import Keeper, all_finite, kept
 from opal_deploy.train.options import Options
-from opal_deploy.train.pictures import Batches, Pictures, Report
+from opal_deploy.train.pictures import Batches, Pictures
 from opal_deploy.train.recipe import Recipe
 from opal_deploy.train.resume import Progress
 from opal_deploy.train.run_folder import EpochRecord, RunFolder
@@ -190,7 +190,6 @@ class _Run:
             progress = Progress() if last is None else self._restore(last, learner)
             # nobody writes before all have read
             group.wait()
-            folder.remove_leftovers(group.is_writer)
             self.keeper.begin(recipe.to_toml(), anew=last is None)
             if progress.epoch or progress.step:
                 self.log(f"continuing after epoch {progress.epoch}, step {progress.step}")

@@ -7,7 +7,7 @@ an epoch looks like depends on seed, epoch and position alone, not on the number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,13 +21,12 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import lay_out, to_input
 from opal_deploy.runtime.onnx_session import available_cpus
-from opal_deploy.train.data.samples import Sample, listed
+from opal_deploy.train.data.samples import Report, Sample, listed
 from opal_deploy.train.transforms import PaperAugmentation
 
 # (epoch, position): the key by which a batch asks for a picture, so that worker processes need no other word of it
 Key = tuple[int, int]
 Item = tuple[NDArray[np.uint8], int]
-Report = Callable[[int, int | None, str], None]
 
 # first words of the seeds, so that no two streams of random numbers coincide
 _ORDER, _AUGMENT = 0, 1

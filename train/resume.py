@@ -57,7 +57,7 @@ class Progress:
             "step": self.step,
             "sums": asdict(self.sums),
             "records": [asdict(record) for record in self.records],
-            "best": None if self.best is None else [self.best[0], plain(self.best[1])],
+            "best": None if self.best is None else [self.best[0], asdict(self.best[1])],
             "figures": self.figures,
         }
 
@@ -73,11 +73,6 @@ class Progress:
             None if best is None else (best[0], Evaluation(**best[1])),
             raw["figures"],
         )
-
-
-def plain(evaluation: Evaluation) -> dict[str, Any]:
-    """The figures that are numbers."""
-    return {k: v for k, v in vars(evaluation).items() if isinstance(v, int | float)}
 
 
 def evaluation_of(figures: dict[str, Any], split: str) -> Evaluation:

@@ -7,13 +7,12 @@ Each file is written under another name and renamed, so that a run that is inter
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import remove_leftovers, written_atomically
+from opal_deploy.artifact.files import remove_leftovers, write_json, written_atomically
 from opal_deploy.errors import UsageError
 
 FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", "summary.json")
@@ -70,11 +69,10 @@ class RunFolder:
                 "give --resume to continue it, another --out, or --overwrite"
             )
 
-    def remove_leftovers(self, wanted: bool) -> None:
+    def remove_leftovers(self) -> None:
         """What processes left that were killed while they wrote; for whoever has the folder for itself."""
-        if wanted:
-            for name in FILES:
-                remove_leftovers(self.root / name)
+        for name in FILES:
+            remove_leftovers(self.root / name)
 
     def clear(self) -> None:
         """Make the folder, and take away an older run's files, so that no two runs mix.
@@ -94,7 +92,7 @@ class RunFolder:
 
     def write_json(self, path: Path, document: dict[str, Any]) -> None:
         """`path` is one of the folder's own."""
-        self.write_text(path, json.dumps(document, indent=2, ensure_ascii=True) + "\n")
+        write_json(path, document)
 
     def write_text(self, path: Path, text: str) -> None:
         """`path` is one of the folder's own."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -137,6 +139,12 @@ def written_atomically(path: Path, *, keep: bool = True) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         _remove_empty(made)
         raise
+
+
+def write_json(path: Path, document: Any) -> None:
+    """A document on lines of its own, ASCII, written as a whole or not at all."""
+    with written_atomically(path) as temporary:
+        temporary.write_text(json.dumps(document, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -18,6 +18,10 @@ def say(text: str = "") -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
+def silence(line: str) -> None:
+    """Instead of `say`, where another process says it."""
+
+
 def one_line(text: str) -> str:
     """Text with names from outside in it, fit for one line of a terminal: what does not print is shown as \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import emit_json, progress, say
+from opal_deploy.cli.console import emit_json, progress, say, silence
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 
@@ -68,6 +67,7 @@ def reproduce(
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy reproduce")
     from opal_deploy.train import recipe as recipes
+    from opal_deploy.train.distributed import is_first_process
     from opal_deploy.train.reproduce import paper, plan, render, runs
 
     wanted = paper.table(table)
@@ -95,11 +95,11 @@ def reproduce(
         _say_runs(made, out, tflops)
         return
     # under torchrun every process runs this, and one speaks
-    alone = int(os.environ.get("RANK", "0")) == 0
+    first = is_first_process()
     if not show:
         with progress("reproducing") as advance:
-            failures = runs.carry_out(made, sources, report=advance, log=say if alone else _silence)
-    if not alone:
+            failures = runs.carry_out(made, sources, report=advance, log=say if first else silence)
+    if not first:
         return
     if output == "json":
         emit_json(render.to_json(made))
@@ -109,9 +109,6 @@ def reproduce(
         wrong = any(isinstance(failure, UsageError) for failure in failures)
         kind = UsageError if wrong else StoppedEarly
         raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")
-
-
-def _silence(line: str) -> None: ...
 
 
 def _sources(given: list[str]) -> dict[str, Source]:

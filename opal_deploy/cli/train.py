@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import one_line, progress, say
+from opal_deploy.cli.console import one_line, progress, say, silence
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import require
 
@@ -129,6 +128,7 @@ def train(
         require(package, "train", "opal-deploy train")
     from opal_deploy.train import recipe as recipes
     from opal_deploy.train.data.catalogue import read
+    from opal_deploy.train.distributed import is_first_process
     from opal_deploy.train.loop import fit
 
     switches = {"cws": no_cws, "projection": no_projection, "anchors": no_anchors}
@@ -173,7 +173,7 @@ def train(
             data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing, report=advance
         )
     # under torchrun every process runs this, and one speaks
-    speak = say if int(os.environ.get("RANK", "0")) == 0 else _silence
+    speak = say if is_first_process() else silence
     for line in pictures.warnings:
         speak(f"warning: {one_line(line)}")
     speak(f"read as {one_line(pictures.describe())}")
@@ -184,9 +184,6 @@ def train(
         )  # fmt: skip
     if speak is say:
         _say_result(result)
-
-
-def _silence(line: str) -> None: ...
 
 
 def _say_result(result: Result) -> None:

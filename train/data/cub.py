@@ -23,6 +23,7 @@ from opal_deploy.train.data.listing import (
     Listing,
     all_of,
     has,
+    ids_apart,
     is_id,
     lacking,
     leaving,
@@ -132,14 +133,9 @@ def _disagreements(tables: dict[str, dict[str, list[str]]]) -> list[str]:
     problems += of_one_name([name for (name,) in classes.values()], "classes.txt")
     for name in ("image_class_labels.txt", "train_test_split.txt", "bounding_boxes.txt"):
         table = tables[name]
-        without_image = [key for key in table if key not in images]
-        without_line = [key for key in images if key not in table]
-        if without_image:
-            ids = counted(len(without_image), f"id of {name} is", f"ids of {name} are")
-            problems.append(f"{ids} not in images.txt: {listed(without_image)}")
-        if without_line:
-            ids = counted(len(without_line), "id of images.txt is", "ids of images.txt are")
-            problems.append(f"{ids} not in {name}: {listed(without_line)}")
+        strange = [key for key in table if key not in images]
+        absent = [key for key in images if key not in table]
+        problems += ids_apart(name, "images.txt", strange, absent)
     flags = sorted({values[0] for values in tables["train_test_split.txt"].values()} - {"0", "1"})
     if flags:
         problems.append(f"train_test_split.txt holds {listed(flags)} beside 0 and 1")

@@ -22,6 +22,7 @@ from opal_deploy.train.data.listing import (
     Pair,
     all_of,
     from_pairs,
+    ids_apart,
     is_id,
     lacking,
     leaving,
@@ -30,7 +31,7 @@ from opal_deploy.train.data.listing import (
     stays_below,
     text_of,
 )
-from opal_deploy.train.data.samples import counted, listed
+from opal_deploy.train.data.samples import listed
 
 _IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
 _TABLES = (_IMAGES, _LABELS, _SPLIT, _CLASSES)
@@ -47,12 +48,9 @@ def read(folder: Path) -> Listing:
     images, labels, flags, classes = (tables[name] for name in _TABLES)
     problems = leaving(images.values(), _IMAGES, "images") + of_one_name(list(classes.values()), _CLASSES)
     for name, table in ((_LABELS, labels), (_SPLIT, flags)):
-        if strange := sorted(table.keys() - images.keys(), key=int):
-            ids = counted(len(strange), f"id of {name} is", f"ids of {name} are")
-            problems.append(f"{ids} not in {_IMAGES}: {listed(strange)}")
-        if absent := sorted(images.keys() - table.keys(), key=int):
-            ids = counted(len(absent), f"id of {_IMAGES} is", f"ids of {_IMAGES} are")
-            problems.append(f"{ids} not in {name}: {listed(absent)}")
+        strange = sorted(table.keys() - images.keys(), key=int)
+        absent = sorted(images.keys() - table.keys(), key=int)
+        problems += ids_apart(name, _IMAGES, strange, absent)
     if strange := sorted(set(labels.values()) - classes.keys()):
         problems.append(f"class ids that {_CLASSES} does not name: {listed(strange)}")
     if strange := sorted(set(flags.values()) - {"0", "1"}):

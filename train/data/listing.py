@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import TypeVar
 
 from opal_deploy.errors import UsageError
-from opal_deploy.train.data.samples import DataSet, Sample, listed
+from opal_deploy.train.data.samples import DataSet, Sample, counted, listed
 
 # a picture's file and its class index
 Pair = tuple[Path, int]
@@ -123,6 +123,24 @@ def leaving(names: Iterable[str], table: str, folder: str) -> list[str]:
     """A problem where listed paths lead out of their folder: no other list could name such a picture."""
     strange = [name for name in names if not stays_below(name)]
     return [f"paths of {table} that lead out of {folder}/: {listed(strange)}"] if strange else []
+
+
+def ids_apart(table: str, images: str, strange: list[str], absent: list[str]) -> list[str]:
+    """Problems where a table and the one of the images do not have the same ids.
+
+    Args:
+        table, images: what the two are called.
+        strange: ids of the table only.
+        absent: ids of the images only.
+    """
+    problems = []
+    if strange:
+        ids = counted(len(strange), f"id of {table} is", f"ids of {table} are")
+        problems.append(f"{ids} not in {images}: {listed(strange)}")
+    if absent:
+        ids = counted(len(absent), f"id of {images} is", f"ids of {images} are")
+        problems.append(f"{ids} not in {table}: {listed(absent)}")
+    return problems
 
 
 def of_one_name(class_names: Sequence[str], table: str) -> list[str]:

@@ -15,8 +15,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.engine import ahead
 from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.preprocess.decode import MAX_PIXELS
-from opal_deploy.train.data.samples import Sample
-from opal_deploy.train.pictures import Report
+from opal_deploy.train.data.samples import Report, Sample
 
 
 class Watch(Protocol):

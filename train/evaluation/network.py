@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.data.samples import Report, Sample
 from opal_deploy.train.evaluation.figures import Evaluation, figures_of
-from opal_deploy.train.pictures import Batches, Pictures, Report, normalised
+from opal_deploy.train.pictures import Batches, Pictures, normalised
 
 __all__ = ["Evaluation", "evaluate", "evaluate_batches"]
 

@@ -15,12 +15,11 @@ from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch
 from opal_deploy.train.data import cub_parts
 from opal_deploy.train.data.cub_parts import PartLocations
-from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.data.samples import DataSet, Report
 from opal_deploy.train.evaluation import regions
 from opal_deploy.train.evaluation.answers import answers
 from opal_deploy.train.evaluation.maps import CONSISTENCY, PURITY, STABILITY, MapSource, of_network
 from opal_deploy.train.evaluation.purity import purity_by_channel
-from opal_deploy.train.pictures import Report
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import write_json, written_atomically
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import cosines
 from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.names import escape_name
-from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.data.samples import Sample, shown
 from opal_deploy.train.evaluation.metrics import confusion_matrix
 from opal_deploy.train.evaluation.session import Measured
 
@@ -63,8 +62,7 @@ def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
 
 def write_evaluation(folder: Path, document: Any) -> None:
     """evaluation.json: what `--json` prints."""
-    with written_atomically(folder / EVALUATION) as temporary:
-        temporary.write_text(json.dumps(document, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
+    write_json(folder / EVALUATION, document)
 
 
 def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: list[Sample], root: Path) -> None:
@@ -145,12 +143,11 @@ def _predictions(
     cosine = None if scores is None else cosines(scores, metadata.prototypes_per_class, metadata.epsilon)
     for index, sample in enumerate(samples):
         first, second = order[index, :2]
-        path = sample.path.relative_to(root) if sample.path.is_relative_to(root) else sample.path
         certainty: list[str | float] = ["", ""]
         if cosine is not None:
             certainty = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
         yield [
-            escape_name(path.as_posix()),
+            escape_name(shown(sample.path, root)),
             names[labels[index]],
             names[first],
             int(first == labels[index]),

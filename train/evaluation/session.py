@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.train.data.cub_parts import PartLocations
-from opal_deploy.train.data.samples import Sample
+from opal_deploy.train.data.samples import Report, Sample
 from opal_deploy.train.evaluation.answers import answers
 from opal_deploy.train.evaluation.figures import Evaluation, figures_of
 from opal_deploy.train.evaluation.maps import CONSISTENCY, PURITY, STABILITY, of_session
 from opal_deploy.train.evaluation.parts import PartFigures, PartMeter
-from opal_deploy.train.pictures import Report
 
 _BOXES = "the protocol crops to the boxes; leave --no-boxes out"
 

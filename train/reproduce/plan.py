@@ -47,9 +47,14 @@ class Run:
     folder: Path
 
     @property
+    def files(self) -> RunFolder:
+        """What is in its folder."""
+        return RunFolder(self.folder)
+
+    @property
     def is_finished(self) -> bool:
         """Whether it came to its end in its folder."""
-        return RunFolder(self.folder).is_finished
+        return self.files.is_finished
 
     def stored(self) -> dict[str, Any]:
         """What it was begun with; empty where there is no record of it.
@@ -57,7 +62,7 @@ class Run:
         Raises:
             CheckpointError: a damaged record.
         """
-        found = resuming.read_config(RunFolder(self.folder)) or {}
+        found = resuming.read_config(self.files) or {}
         return found if isinstance(found.get("options"), dict) else {}
 
 
@@ -122,8 +127,8 @@ def make_plan(
         for row in rows:
             if row.run is None:
                 continue
+            options = recipes.resolve(base, _merged(overrides, row.run, {"training": {"seed": seed}})).options
             for name in dict.fromkeys(column.dataset for column in columns):
-                options = recipes.resolve(base, _merged(overrides, row.run, {"training": {"seed": seed}})).options
                 runs.append(Run(name, row, seed, options, out / name / folder_name(options)))
     shown = replace(table, rows=tuple(rows))
     return Plan(shown, tuple(columns), tuple(runs))
@@ -223,12 +228,17 @@ def _merged(*layers: Sections) -> Sections:
     return merged
 
 
+@cache
+def _papers_options(backbone: str | None) -> Options:
+    """Of the paper's protocol, on its reference or on another backbone."""
+    return recipes.resolve(recipes.load("paper"), {"model": {"backbone": backbone}}).options
+
+
 def _departures(run: Run) -> list[str]:
     """Where a run is another than the paper's, head and seed apart, which the row and its folder's name say."""
     stored = run.stored() if run.is_finished else {}
     ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
-    backbone = (run.row.run or {}).get("model", {}).get("backbone")
-    papers = recipes.resolve(recipes.load("paper"), {"model": {"backbone": backbone}}).options
+    papers = _papers_options((run.row.run or {}).get("model", {}).get("backbone"))
     lines = []
     for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment", "tf32"):
         expected = json.loads(json.dumps(getattr(papers, key)))

@@ -14,12 +14,12 @@ _NOTHING = "-"
 def to_text(plan: Plan) -> str:
     """Aligned columns for a terminal."""
     head, rows = _cells(plan)
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [plan.table.title, ""]
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head]]
-    lines.append("  ".join("-" * width for width in widths))
-    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", *_notes(plan)]) + "\n"
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    aligned = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, ["-" * width for width in widths], *rows)
+    ]
+    return "\n".join([plan.table.title, "", *aligned, "", *_notes(plan)]) + "\n"
 
 
 def to_markdown(plan: Plan) -> str:
@@ -102,8 +102,8 @@ def _notes(plan: Plan) -> list[str]:
     missing = [c.dataset for c in plan.table.columns if c not in plan.columns]
     if missing:
         notes.append(f"without a folder, left out: {', '.join(dict.fromkeys(missing))} (--data NAME=FOLDER)")
-    if plan.departures:
-        notes.append(f"not the paper's protocol: {'; '.join(plan.departures)}")
+    if departures := plan.departures:
+        notes.append(f"not the paper's protocol: {'; '.join(departures)}")
     unfinished = [run for run in plan.runs if not run.is_finished]
     if unfinished:
         notes.append(f"{len(unfinished)} of {len(plan.runs)} runs are not finished")

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import write_json
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.model.checkpoint import load
 from opal_deploy.train.data.catalogue import read
 from opal_deploy.train.data.cub_parts import has_parts
-from opal_deploy.train.data.samples import DataSet
+from opal_deploy.train.data.samples import DataSet, Report
+from opal_deploy.train.distributed import is_first_process
 from opal_deploy.train.evaluation.maps import CONSISTENCY, STABILITY
 from opal_deploy.train.evaluation.parts import measure_parts
 from opal_deploy.train.loop import Diverged, fit
 from opal_deploy.train.options import FREE_TO_CHANGE
-from opal_deploy.train.pictures import Report
 from opal_deploy.train.recipe import Recipe
 from opal_deploy.train.reproduce.paper import Column, FigureName, Row
 from opal_deploy.train.reproduce.plan import Plan, Run
@@ -107,7 +106,7 @@ def carry_out(
         recipe = Recipe(run.options, sources[run.dataset].dataset)
         try:
             fit(pictures, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
-            if _needs_parts(run, wanted) and has_parts(pictures) and int(os.environ.get("RANK", "0")) == 0:
+            if _needs_parts(run, wanted) and has_parts(pictures) and is_first_process():
                 _measure(run, pictures)
         except (Diverged, UsageError) as error:
             failures.append(type(error)(f"{name}: {error}"))
@@ -130,14 +129,13 @@ def gather(plan: Plan, row: Row, column: Column) -> Measured | None:
     """The figures of a row's finished runs; None where there is none yet."""
     values, spreads = [], []
     for run in plan.runs:
-        if run.row is row or run.row == row:
-            if run.dataset != column.dataset or not run.is_finished:
-                continue
-            value, spread = _figure(run, column.figure)
-            if value is not None:
-                values.append(value)
-            if spread is not None:
-                spreads.append(spread)
+        if run.row != row or run.dataset != column.dataset or not run.is_finished:
+            continue
+        value, spread = _figure(run, column.figure)
+        if value is not None:
+            values.append(value)
+        if spread is not None:
+            spreads.append(spread)
     if not values:
         return None
     return Measured(tuple(values), statistics.fmean(spreads) if spreads else None)
@@ -148,7 +146,7 @@ def _figure(run: Run, name: FigureName) -> tuple[float | None, float | None]:
     if name in _PART_FIGURES:
         path = run.folder / PARTS_FILE
         return _number(_read_json(path), _PART_FIGURES[name], path), None
-    path = run.folder / "summary.json"
+    path = run.files.summary
     summary = _read_json(path)
     key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
     value = _number(summary, key, path)
@@ -163,9 +161,8 @@ def _needs_parts(run: Run, wanted: set[FigureName]) -> bool:
 
 
 def _measure(run: Run, pictures: DataSet) -> None:
-    found = measure_parts(load(run.folder / "best.pt").network, pictures)
-    with written_atomically(run.folder / PARTS_FILE) as temporary:
-        temporary.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+    found = measure_parts(load(run.files.best).network, pictures)
+    write_json(run.folder / PARTS_FILE, found.to_dict())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
