@@ -28,9 +28,14 @@ def one_line(text: str) -> str:
 
 
 def emit_json(document: Any) -> None:
-    """A document for a machine, on stdout; its reader may have gone away, as `head` does."""
+    """A document for a machine, on stdout."""
+    emit_line(json.dumps(document, indent=2, ensure_ascii=True))
+
+
+def emit_line(text: str) -> None:
+    """Text on stdout; its reader may have gone away, as `head` does."""
     try:
-        print(json.dumps(document, indent=2, ensure_ascii=True), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
