@@ -74,8 +74,8 @@ class OpalHead(nn.Module):
         if not self.config.cws:
             return projected
         # over the last axis ONNX Runtime is ten times faster than over the second
-        cells = projected.flatten(2).transpose(1, 2).softmax(dim=2)
-        return cells.transpose(1, 2).unflatten(2, projected.shape[2:])
+        cells: Tensor = projected.flatten(2).transpose(1, 2).softmax(dim=2)
+        return cells.transpose(1, 2).reshape(projected.shape)
 
     def pool(self, attention: Tensor) -> Tensor:
         """[N, K, H, W] to scores [N, K] (paper, Eq. 3)."""

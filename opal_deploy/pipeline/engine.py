@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -21,9 +21,10 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OpalError
 from opal_deploy.explain.records import Record, build_record, error_record
 from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
+from opal_deploy.pipeline.stages import NO_CLOCK, StageClock, Station
 from opal_deploy.preprocess.decode import MAX_PIXELS
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.session import ImageBatch, Session, StagedSession
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class EngineOptions:
         top: classes listed in a record.
         min_margin: answers below it are marked `abstained`.
         keep_pictures: hand small pictures on, for overlays.
+        time_transfers: ask a session that can tell for its copies to and from the device, which makes it wait for each.
     """
 
     batch: int = 16
@@ -47,6 +49,7 @@ class EngineOptions:
     top: int = 5
     min_margin: float | None = None
     keep_pictures: bool = False
+    time_transfers: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,15 @@ class Result:
     prepared: Prepared
 
 
-def explain_all(requests: Iterable[Request], sessions: Sequence[Session], options: EngineOptions) -> Iterator[Result]:
+def explain_all(
+    requests: Iterable[Request], sessions: Sequence[Session], options: EngineOptions, clock: StageClock = NO_CLOCK
+) -> Iterator[Result]:
     """Results in the order of the requests.
 
     Args:
         requests: may be endless; it is read a bounded distance ahead.
         sessions: of one model; batches go to them in turn.
+        clock: is told what every stage takes.
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
@@ -71,25 +77,29 @@ def explain_all(requests: Iterable[Request], sessions: Sequence[Session], option
     input_size = sessions[0].metadata.input_size
     ended: list[OpalError] = []
     with ExitStack() as stack:
-        decoders = stack.enter_context(thread_pool(options.workers, "decode"))
+        decoders = stack.enter_context(thread_pool(options.workers, "decode", clock, "decoders"))
         # one thread a session: a session answers one batch at a time
-        runners = [stack.enter_context(thread_pool(1, f"session-{index}")) for index in range(len(sessions))]
+        runners = [
+            stack.enter_context(thread_pool(1, f"session-{index}", clock, "session")) for index in range(len(sessions))
+        ]
 
         def prepared(request: Request) -> Prepared:
-            return prepare(request, input_size, options.max_pixels, keep_picture=options.keep_pictures)
+            return prepare(request, input_size, options.max_pixels, keep_picture=options.keep_pictures, clock=clock)
 
         # each session has a batch in work and the next one ready
         decoding = ahead(
             (decoders.submit(prepared, request) for request in _until_error(requests, ended)),
             options.batch * (len(sessions) + 1),
+            lambda: clock.waiting("pictures"),
         )
         turn = itertools.cycle(zip(sessions, runners, strict=True))
         running = ahead(
             (
-                pool.submit(_answer, session, batch, options)
+                pool.submit(_answer, session, batch, options, clock)
                 for batch, (session, pool) in zip(_batches(decoding, options.batch), turn, strict=False)
             ),
             len(sessions),
+            lambda: clock.waiting("session"),
         )
         for results in running:
             yield from results
@@ -98,29 +108,40 @@ def explain_all(requests: Iterable[Request], sessions: Sequence[Session], option
 
 
 @contextmanager
-def thread_pool(workers: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """A pool that drops what waits when its block is left, so that an interrupted run ends at once."""
-    pool = ThreadPoolExecutor(workers, name)
+def thread_pool(workers: int, name: str, clock: StageClock, station: Station) -> Iterator[ThreadPoolExecutor]:
+    """A pool that drops what waits when its block is left, so that an interrupted run ends at once.
+
+    The clock counts its threads to `station`.
+    """
+    pool = ThreadPoolExecutor(workers, name, initializer=clock.join, initargs=(station,))
     try:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def ahead(futures: Iterator[Future[T]], distance: int) -> Iterator[T]:
+def ahead(
+    futures: Iterator[Future[T]], distance: int, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Iterator[T]:
     """Results in order, with at most `distance` futures begun beyond the one that is awaited.
 
-    Where `futures` itself raises an OpalError, the results of those before come first.
+    Where `futures` itself raises an OpalError, the results of those before come first. `waiting` makes what is entered
+    while a result is awaited.
     """
+
+    def first() -> T:
+        with waiting():
+            return pending.popleft().result()
+
     pending: deque[Future[T]] = deque()
     ended: list[OpalError] = []
     try:
         for future in _until_error(futures, ended):
             pending.append(future)
             if len(pending) > distance:
-                yield pending.popleft().result()
+                yield first()
         while pending:
-            yield pending.popleft().result()
+            yield first()
         if ended:
             raise ended[0]
     finally:
@@ -141,11 +162,34 @@ def _batches(prepared: Iterator[Prepared], size: int) -> Iterator[list[Prepared]
         yield batch
 
 
-def _answer(session: Session, batch: list[Prepared], options: EngineOptions) -> list[Result]:
+def _answer(session: Session, batch: list[Prepared], options: EngineOptions, clock: StageClock) -> list[Result]:
     """Records of one batch; pictures with an error take no part in the forward pass."""
     good = [entry for entry in batch if entry.pixels is not None]
+    outputs = None
+    if good:
+        with clock.stage("batch"):
+            images = np.stack([cast(Pixels, entry.pixels) for entry in good])
+        with clock.stage("compute"):
+            outputs = _run(session, images, options, clock)
+    with clock.stage("evidence"):
+        return _records(session, batch, good, outputs, options)
+
+
+def _run(session: Session, images: ImageBatch, options: EngineOptions, clock: StageClock) -> Outputs:
+    if not (options.time_transfers and isinstance(session, StagedSession)):
+        return session.run(images)
+    outputs, stages = session.run_staged(images)
+    copies = [part for part in (stages.host_to_device, stages.device_to_host) if part is not None]
+    if copies:
+        clock.attribute("transfer", sum(copies))
+    return outputs
+
+
+def _records(
+    session: Session, batch: list[Prepared], good: list[Prepared], outputs: Outputs | None, options: EngineOptions
+) -> list[Result]:
+    """One record an entry of `batch`; the rows of `outputs` are those of `good`."""
     rows = {id(entry): row for row, entry in enumerate(good)}
-    outputs = session.run(np.stack([cast(Pixels, entry.pixels) for entry in good])) if good else None
     results = []
     for entry in batch:
         record = entry.error

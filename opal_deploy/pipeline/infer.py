@@ -22,6 +22,8 @@ from opal_deploy.pipeline.engine import EngineOptions, Result, ahead, explain_al
 from opal_deploy.pipeline.names import escape_name
 from opal_deploy.pipeline.output import OVERLAYS, REPORT, RESULTS, RecordWriter, overlay_name
 from opal_deploy.pipeline.prepare import Request
+from opal_deploy.pipeline.reading import opener
+from opal_deploy.pipeline.stages import StageClock, StageTimes
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import Box
 from opal_deploy.runtime.session import Session
@@ -55,12 +57,14 @@ class Summary:
     Attributes:
         statuses: records by status. errors: error records by code.
         seconds: from the first image to the last record. to_first: until the first record was written.
+        times: where the time went; empty until the end.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     to_first: float | None = None
+    times: StageTimes = field(default_factory=StageTimes)
 
     @property
     def total(self) -> int:
@@ -79,34 +83,42 @@ def run(
     sessions: Sequence[Session],
     job: Job,
     report_progress: Callable[[Summary], None] = lambda _: None,
+    clock: StageClock | None = None,
 ) -> Summary:
     """Explain every item; exactly one record each, in their order.
+
+    `clock` is told what every stage takes, one of its own if there is none; `Summary.times` is what it read at the end.
 
     Raises:
         StoppedEarly: the disk is full or a device was lost; records so far are whole.
         UsageError: not one image was found (raised by the iteration over `items`), or `job.out` cannot be written to.
     """
     summary = Summary()
+    clock = StageClock() if clock is None else clock
     started = time.perf_counter()
-    results = explain_all(requests(items, job.boxes), sessions, job.engine)
+    results = explain_all(requests(items, job.boxes), sessions, job.engine, clock)
     with ExitStack() as stack:
         writer = stack.enter_context(RecordWriter(job.out / RESULTS))
         report = None
         if job.explain:
             report = stack.enter_context(_report(job))
-            drawers = stack.enter_context(thread_pool(job.engine.workers, "overlay"))
-            drawn = _with_overlays(results, job, drawers)
+            drawers = stack.enter_context(thread_pool(job.engine.workers, "overlay", clock, "drawers"))
+            drawn = _with_overlays(results, job, drawers, clock)
         else:
             drawn = ((result.record, None) for result in results)
         for record, overlay in drawn:
-            writer.write(record)
+            with clock.waiting("disk"), clock.stage("write"):
+                writer.write(record)
             if report is not None:
-                _add(report, record, overlay)
+                # a thumbnail's making, for a line or two of text
+                with clock.stage("draw"):
+                    _add(report, record, overlay)
             summary.count(record)
             if summary.to_first is None:
                 summary.to_first = time.perf_counter() - started
             report_progress(summary)
     summary.seconds = time.perf_counter() - started
+    summary.times = clock.read()
     return summary
 
 
@@ -142,32 +154,35 @@ def _report(job: Job) -> Iterator[ReportWriter]:
 
 
 def _with_overlays(
-    results: Iterable[Result], job: Job, drawers: ThreadPoolExecutor
+    results: Iterable[Result], job: Job, drawers: ThreadPoolExecutor, clock: StageClock
 ) -> Iterator[tuple[Record, Image.Image | None]]:
     """Records with their overlays drawn and written, in order; a bounded number is in work."""
 
     def submitted() -> Iterator[Future[tuple[Record, Image.Image | None]]]:
         for index, result in enumerate(results):
-            yield drawers.submit(_draw, index, result, job)
+            yield drawers.submit(_draw, index, result, job, clock)
 
-    return ahead(submitted(), 2 * job.engine.workers)
+    return ahead(submitted(), 2 * job.engine.workers, lambda: clock.waiting("drawing"))
 
 
-def _draw(index: int, result: Result, job: Job) -> tuple[Record, Image.Image | None]:
+def _draw(index: int, result: Result, job: Job, clock: StageClock) -> tuple[Record, Image.Image | None]:
     record = result.record
     if record["status"] == "error":
         return record, None
     try:
-        picture = result.prepared.picture or _again(result.prepared.request, job.engine.max_pixels)
+        picture = result.prepared.picture or _again(result.prepared.request, job.engine.max_pixels, clock)
         if picture.size != (record["width"], record["height"]):
             return record, None
     except ImageError:
         # it was answered as it was, and is gone or another by now: the answer stands, without a picture
         return record, None
-    overlay = draw_overlay(picture, record)
+    with clock.stage("draw"):
+        overlay = draw_overlay(picture, record)
+        encoded = as_jpeg(overlay)
     name = overlay_name(index, record["image"])
     try:
-        (job.out / name).write_bytes(as_jpeg(overlay))
+        with clock.stage("write"):
+            (job.out / name).write_bytes(encoded)
     except OSError as error:
         raise StoppedEarly(
             f"{job.out / name}: cannot be written ({error.strerror or error}); make room and run again"
@@ -175,9 +190,10 @@ def _draw(index: int, result: Result, job: Job) -> tuple[Record, Image.Image | N
     return {**record, "overlay": name}, overlay if index < job.report_limit else None
 
 
-def _again(request: Request, max_pixels: int) -> Image.Image:
+def _again(request: Request, max_pixels: int, clock: StageClock) -> Image.Image:
     """A picture too large to be kept while its batch was answered."""
-    return decode(request.source, max_pixels=max_pixels)
+    with clock.stage("decode"):
+        return decode(request.source, max_pixels=max_pixels, open_file=opener(clock))
 
 
 def _add(report: ReportWriter, record: Record, overlay: Image.Image | None) -> None:

@@ -10,6 +10,8 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.explain.records import Record, error_record
+from opal_deploy.pipeline.reading import opener
+from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
 from opal_deploy.preprocess.decode import Source, decode
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import Box, lay_out, to_input
@@ -51,14 +53,23 @@ class Prepared:
     error: Record | None = None
 
 
-def prepare(request: Request, input_size: tuple[int, int], max_pixels: int, *, keep_picture: bool) -> Prepared:
+def prepare(
+    request: Request,
+    input_size: tuple[int, int],
+    max_pixels: int,
+    *,
+    keep_picture: bool,
+    clock: StageClock = NO_CLOCK,
+) -> Prepared:
     """Everything between a file and a batch; never raises for what an image can cause."""
     try:
         if isinstance(request.box, ImageError):
             raise request.box
-        picture = decode(request.source, max_pixels=max_pixels)
-        geometry = lay_out(picture, request.box)
-        pixels = to_input(picture, geometry, input_size)
+        with clock.stage("decode"):
+            picture = decode(request.source, max_pixels=max_pixels, open_file=opener(clock))
+        with clock.stage("resize"):
+            geometry = lay_out(picture, request.box)
+            pixels = to_input(picture, geometry, input_size)
     except ImageError as error:
         return Prepared(request, error=error_record(request.name, error.code, str(error)))
     except MemoryError:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -46,37 +47,7 @@ _16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
 _RUNS_A_PROGRAM = ("EPS",)
 
 
-def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read one picture.
-
-    Args:
-        source: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
-        max_pixels: width times height above which it is refused.
-
-    Returns:
-        A loaded PIL image of mode RGB.
-
-    Raises:
-        ImageError: see the module's docstring; it is the image's fault, whatever Pillow raised.
-    """
-    if isinstance(source, np.ndarray):
-        return _from_array(source)
-    if isinstance(source, Image.Image):
-        _check_pixels(source.size, max_pixels)
-        return _to_rgb(_guarded(source))
-    if isinstance(source, bytes):
-        return _from_stream(io.BytesIO(source), len(source), max_pixels)
-    with _open(Path(source)) as stream:
-        return _from_stream(stream, os.fstat(stream.fileno()).st_size, max_pixels)
-
-
-def _from_stream(stream: BinaryIO, size: int, max_pixels: int) -> Image.Image:
-    if not size:
-        raise ImageError("empty_file", "the file has zero bytes")
-    return _to_rgb(_guarded(stream, max_pixels))
-
-
-def _open(path: Path) -> BinaryIO:
+def open_file(path: Path) -> BinaryIO:
     """A regular file, opened. Not read as a whole: a file of any length may be called .jpg.
 
     Raises:
@@ -93,6 +64,39 @@ def _open(path: Path) -> BinaryIO:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ImageError("unreadable", f"cannot be read: {reason}") from None
+
+
+def decode(
+    source: Source, *, max_pixels: int = MAX_PIXELS, open_file: Callable[[Path], BinaryIO] = open_file
+) -> Image.Image:
+    """Read one picture.
+
+    Args:
+        source: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
+        max_pixels: width times height above which it is refused.
+        open_file: how a path is opened; for those who watch what is read.
+
+    Returns:
+        A loaded PIL image of mode RGB.
+
+    Raises:
+        ImageError: see the module's docstring; it is the image's fault, whatever Pillow raised.
+    """
+    if isinstance(source, np.ndarray):
+        return _from_array(source)
+    if isinstance(source, Image.Image):
+        _check_pixels(source.size, max_pixels)
+        return _to_rgb(_guarded(source))
+    if isinstance(source, bytes):
+        return _from_stream(io.BytesIO(source), len(source), max_pixels)
+    with open_file(Path(source)) as stream:
+        return _from_stream(stream, os.fstat(stream.fileno()).st_size, max_pixels)
+
+
+def _from_stream(stream: BinaryIO, size: int, max_pixels: int) -> Image.Image:
+    if not size:
+        raise ImageError("empty_file", "the file has zero bytes")
+    return _to_rgb(_guarded(stream, max_pixels))
 
 
 def _guarded(source: BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:

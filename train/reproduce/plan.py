@@ -177,7 +177,9 @@ def estimate(run: Run, out: Path, size: Size | None, tflops: float = ASSUMED_TFL
     options = run.options
     if (rate := _measured_rate(out, options)) is not None:
         return Estimate(options.epochs * (train + val / _PASSES) / rate / 3600, measured=True)
-    flops = 2.0 * _macs(options.backbone, options.input_size)
+    from opal_deploy.model.macs import backbone_macs
+
+    flops = 2.0 * backbone_macs(options.backbone, options.input_size)
     pictures = options.epochs * (_PASSES * train + val) + size.test
     return Estimate(flops * pictures / (tflops * 1e12) / 3600, measured=False)
 
@@ -203,21 +205,6 @@ def _measured_rate(out: Path, options: Options) -> float | None:
         if same and rate > 0:
             return rate
     return None
-
-
-@cache
-def _macs(backbone: str, input_size: tuple[int, int]) -> int:
-    """Multiply-accumulates of one picture through the backbone, counted on tensors without memory."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from opal_deploy.model import backbones
-
-    network = backbones.build(backbone, device="meta").eval()
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), counter:
-        network(torch.empty(1, 3, *input_size, device="meta"))
-    return int(counter.get_total_flops()) // 2
 
 
 def _merged(*layers: Sections) -> Sections:

@@ -7,34 +7,68 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.cli.bench.options import Images, Json, find_items
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.bench.options import Images, JsonLines, Out, deliver, find_items
+from opal_deploy.cli.console import say
+from opal_deploy.errors import require
+
+_BATCH = 8
 
 
 def pipeline(
     images: Images,
     model: Annotated[Path, typer.Option(help="An exported model, or a checkpoint.")],
     limit: Annotated[int, typer.Option(min=1, help="At most so many pictures.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures a forward pass.")] = 8,
-    workers: Annotated[int | None, typer.Option(min=1, help="Threads that decode and draw.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(help=f"Pictures a forward pass; several: 1,8,32. Default: {_BATCH}.")
+    ] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="Threads that decode, and that draw; several: 1,2,4. Default: as in infer.")
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(help="WIDTHxHEIGHT: use copies of the pictures in this size; several: 500x375,2000x1500."),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option("--network/--no-network", help="Run the network, or only replay its answers.")
+    ] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
-    as_json: Json = False,
+    out: Out = None,
+    as_json: JsonLines = False,
 ) -> None:
-    """What `infer` loses against the bare session, with and without overlays."""
-    from opal_deploy.bench.pipeline import measure
-    from opal_deploy.pipeline.engine import EngineOptions
-    from opal_deploy.runtime.onnx_session import available_cpus
-    from opal_deploy.runtime.select import open_sessions
+    """What `infer` loses against the bare session, with and without overlays: time per stage, what bounds it, memory.
 
-    session = open_sessions(model, device=device, threads=threads)[0]
-    options = EngineOptions(batch=batch, workers=workers or min(8, available_cpus()))
-    result = measure(session, find_items(images, limit), options, repeats=repeats, say=say)
-    say(f"{result.images} pictures, batches of {batch}, {result.session}")
-    for rate in (result.bare, result.plain, result.overlays):
-        share = rate.median / result.bare.median
-        say(f"{rate.line()}: {share:.1%} of the session alone")
-    say(f"peak memory {result.peak_megabytes:.0f} MB")
-    if as_json:
-        emit_json(result.to_dict())
+    Of several values each is varied on its own around a base case. With --no-network answers cost nothing: what is
+    measured is the pipeline itself.
+    """
+    from opal_deploy.bench.harness.monitor import watch
+    from opal_deploy.bench.pipeline.cases import Case, cases, parse_counts, parse_sizes
+    from opal_deploy.bench.pipeline.lines import measurement, tell, tell_growth
+    from opal_deploy.bench.pipeline.measure import measure
+    from opal_deploy.bench.pipeline.memory import give_back
+    from opal_deploy.bench.pipeline.pictures import resized
+    from opal_deploy.bench.pipeline.subject import open_as_infer_does
+    from opal_deploy.runtime.onnx_session import available_cpus
+
+    batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
+    sizes = parse_sizes("--image-size", image_size)
+    default = Case(_BATCH, min(8, available_cpus()))
+    require("psutil", "bench", "opal-deploy bench pipeline")
+    items = find_items(images, limit)
+    results = []
+    for case in cases(default, batches=batches, workers=counts, sizes=sizes):
+        # a session of its own: one keeps the memory of its largest batch
+        opened = open_as_infer_does(model, device=device, threads=threads)
+        with resized(items, case.image_size) as pictures, watch(opened.subject.device) as monitor:
+            result = measure(opened.session, pictures, case, repeats=repeats, say=say, network=network)
+        found = measurement(result, opened, monitor, repeats=repeats, network=network)
+        for line in (*tell(result), *(f"  marked {mark}" for mark in found.marks)):
+            say(line)
+        deliver(found, out, as_json=as_json)
+        results.append(result)
+        del opened
+        give_back()
+    if len(results) > 1:
+        for line in tell_growth(results):
+            say(line)

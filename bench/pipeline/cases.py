@@ -1,0 +1,97 @@
+"""What is varied: pictures a batch, threads, and the size of the pictures, one at a time around a base case."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from opal_deploy.errors import UsageError
+
+T = TypeVar("T")
+ImageSize = tuple[int, int]
+
+_COUNT = re.compile(r"[1-9][0-9]{0,5}")
+_SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
+_LONGEST = 65_500
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the pipeline.
+
+    Attributes:
+        batch: pictures a forward pass.
+        workers: threads that decode, and as many that draw.
+        image_size: (width, height) that the pictures were made beforehand; None: as given.
+    """
+
+    batch: int
+    workers: int
+    image_size: ImageSize | None = None
+
+    @property
+    def pictures(self) -> str:
+        """The pictures' size, for people and records."""
+        return "as given" if self.image_size is None else f"{self.image_size[0]}x{self.image_size[1]}"
+
+    def line(self) -> str:
+        """For a person."""
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"batch {self.batch}, {workers}, pictures {self.pictures}"
+
+
+def cases(
+    default: Case, *, batches: Sequence[int] = (), workers: Sequence[int] = (), sizes: Sequence[ImageSize] = ()
+) -> Iterator[Case]:
+    """The base case, then each value that differs from it.
+
+    One value alone belongs to the base case. Several are swept around it; in it stands the default if it is one of
+    them, else the first. Pictures as given are the base case of several sizes.
+    """
+    base = Case(
+        _base(batches, default.batch),
+        _base(workers, default.workers),
+        sizes[0] if len(sizes) == 1 else default.image_size,
+    )
+    yield base
+    varied = [replace(base, workers=value) for value in workers]
+    varied += [replace(base, batch=value) for value in batches]
+    varied += [replace(base, image_size=value) for value in sizes]
+    seen = {base}
+    for case in varied:
+        if case not in seen:
+            seen.add(case)
+            yield case
+
+
+def _base(values: Sequence[T], default: T) -> T:
+    return default if not values or default in values else values[0]
+
+
+def parse_counts(option: str, text: str | None) -> list[int]:
+    """`1,2,4`; None is no value.
+
+    Raises:
+        UsageError: not positive whole numbers with commas between them.
+    """
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(_COUNT.fullmatch(part) for part in parts):
+        raise UsageError(f"{option} {text!r}: expected whole numbers from 1 on, such as 1,2,4")
+    return [int(part) for part in parts]
+
+
+def parse_sizes(option: str, text: str | None) -> list[ImageSize]:
+    """`250x188,500x375` as (width, height); None is no value.
+
+    Raises:
+        UsageError: not WIDTHxHEIGHT, or a side of more than 65,500 pixels, which JPEG cannot hold.
+    """
+    matches = [] if text is None else [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
+    sizes = [(int(match[1]), int(match[2])) for match in matches if match is not None]
+    if len(sizes) < len(matches) or any(max(size) > _LONGEST for size in sizes):
+        raise UsageError(
+            f"{option} {text!r}: expected WIDTHxHEIGHT in pixels, at most {_LONGEST} each, such as 250x188,500x375"
+        )
+    return sizes

@@ -1,0 +1,170 @@
+"""A device's own ceiling: a large copy and a large product of matrices, timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from opal_deploy.bench.harness.machine import provenance
+from opal_deploy.bench.record import NOISY, Figure, Measurement, Subject
+from opal_deploy.bench.roofline.ceiling import Ceiling
+from opal_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+# larger than any cache that it might be answered from
+COPY_BYTES = {"cpu": 512 * 2**20, "cuda": 2 * 2**30}
+# large enough that arithmetic, not its start, is what takes the time
+MATRIX_SIZE = {"cpu": 2048, "cuda": 8192}
+_DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure.
+
+    Attributes:
+        device: `cpu`, `cuda` or `cuda:N`. precisions: of the products.
+        threads: of the CPU; None leaves torch's choice.
+        repeats: counted, after `warm_up` that are not.
+        copy_bytes, matrix_size: None takes those of the device; for tests.
+    """
+
+    device: str = "cpu"
+    precisions: Sequence[str] = ("fp32",)
+    threads: int | None = None
+    repeats: int = 10
+    warm_up: int = 3
+    copy_bytes: int | None = None
+    matrix_size: int | None = None
+
+
+def measure(plan: Plan) -> Measurement:
+    """Time both, and say what was timed. The figures' values are the best repeats: a ceiling is what can be reached.
+
+    Raises:
+        UsageError: no such device, or a precision that cannot be timed as a product in torch.
+    """
+    import torch
+
+    if unknown := [precision for precision in plan.precisions if precision not in _DTYPES]:
+        raise UsageError(f"--precision {unknown[0]}: a measured ceiling knows {', '.join(_DTYPES)}")
+    device = _device(plan.device)
+    kind = device.type
+    size, copied = plan.matrix_size or MATRIX_SIZE[kind], plan.copy_bytes or COPY_BYTES[kind]
+    before, backend = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    try:
+        if plan.threads is not None:
+            torch.set_num_threads(plan.threads)
+        threads = torch.get_num_threads()
+        figures = {"copy": _best(_copy_rates(device, copied, plan), "GB/s")}
+        for precision in plan.precisions:
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, plan), "TFLOP/s")
+    finally:
+        torch.set_num_threads(before)
+        torch.backends.cuda.matmul.allow_tf32 = backend
+    name = "cpu" if kind == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+    noisy = [key for key, figure in figures.items() if figure.is_noisy]
+    return Measurement(
+        kind="ceiling",
+        subject=Subject(name=name, runtime="torch", runtime_version=torch.__version__, device=name),
+        case={"threads": threads if kind == "cpu" else None},
+        figures=figures,
+        settings={
+            "repeats": plan.repeats, "warm_up": plan.warm_up, "copy_bytes": copied, "matrix_size": size,
+            "value": "best of the repeats",
+        },
+        timed=(
+            f"copy: {copied / 2**20:.0f} MiB from one tensor to another, bytes read and written both counted; product: "
+            f"{size} x {size} by {size} x {size}, 2 FLOPs for each multiply-accumulate; memory is there before"
+        ),
+        marks=tuple(f"{NOISY}: {key}" for key in noisy),
+        **provenance(),
+    )  # fmt: skip
+
+
+def ceiling_from(measurement: Measurement) -> Ceiling:
+    """The roofline of a measurement of kind `ceiling`.
+
+    Raises:
+        UsageError: it is of another kind, or holds no copy.
+    """
+    copy = measurement.figures.get("copy")
+    if measurement.kind != "ceiling" or copy is None:
+        raise UsageError(
+            f"a measurement of kind {measurement.kind} is no ceiling; measure one: opal-deploy bench roofline "
+            "--measure-ceiling --out FILE"
+        )
+    flops = {
+        name.removeprefix("matmul_"): figure.value * 1e12
+        for name, figure in measurement.figures.items()
+        if name.startswith("matmul_")
+    }
+    name = measurement.subject.name if measurement.subject else "measured"
+    when = f", {measurement.when[:10]}" if measurement.when else ""
+    threads = measurement.case.get("threads")
+    threads_text = "" if not threads else ", 1 thread" if threads == 1 else f", {threads} threads"
+    return Ceiling(f"{name}{threads_text}", flops, copy.value * 1e9, f"measured: copy and product{when}", measured=True)
+
+
+def _device(text: str) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise UsageError(f"--device {text!r}: expected cpu, cuda or cuda:N") from None
+    if device.type not in MATRIX_SIZE:
+        raise UsageError(f"--device {text!r}: expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise UsageError(
+            f"--device {text}: torch sees {torch.cuda.device_count()} CUDA devices; see `opal-deploy doctor`"
+        )
+    return device
+
+
+def _copy_rates(device: torch.device, copied: int, plan: Plan) -> list[float]:
+    import torch
+
+    source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * 4
+    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, plan)]
+
+
+def _product_rates(device: torch.device, size: int, precision: str, plan: Plan) -> list[float]:
+    import torch
+
+    dtype = getattr(torch, _DTYPES[precision])
+    generator = torch.Generator(device=device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    result = torch.empty(size, size, device=device, dtype=dtype)
+    operations = 2 * size**3
+    times = _times(lambda: torch.mm(left, right, out=result), device, plan)
+    return [operations / seconds / 1e12 for seconds in times]
+
+
+def _times(run: Callable[[], Any], device: torch.device, plan: Plan) -> list[float]:
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for repeat in range(plan.warm_up + plan.repeats):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        if repeat >= plan.warm_up:
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _best(rates: list[float], unit: str) -> Figure:
+    return Figure(max(rates), unit, "higher", tuple(rates))

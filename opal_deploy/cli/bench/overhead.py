@@ -1,0 +1,131 @@
+"""`opal-deploy bench overhead`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from opal_deploy.cli.bench.options import JsonLines, Out, deliver
+from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.options import parse_size
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.overhead.counter import Backbone
+    from opal_deploy.bench.overhead.paper import PaperTable
+    from opal_deploy.model.config import HeadConfig
+
+_PARTS = ("projection", "cws", "gmp", "anchors")
+
+
+def overhead(
+    backbone: Annotated[
+        list[str] | None,
+        typer.Option(help="torchvision's name, repeatable; default: the paper's nine.", show_default=False),
+    ] = None,
+    classes: Annotated[
+        list[int] | None,
+        typer.Option(min=2, help="C, repeatable; default: those of the paper's data sets.", show_default=False),
+    ] = None,
+    prototypes: Annotated[int, typer.Option(min=1, help="m, prototypes per class.")] = 5,
+    size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Leave a part of the OPAL head out, repeatable: projection, cws, gmp, anchors.", show_default=False
+        ),
+    ] = None,
+    distance: Annotated[
+        Literal["l1", "l2", "l3", "linf", "kl", "tropical"], typer.Option(help="Of the OPAL head.")
+    ] = "l2",
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with every figure that the paper prints; 4 if one differs.")
+    ] = False,
+    output: Annotated[
+        Literal["text", "json", "csv", "markdown"], typer.Option("--format", help="Of the table, on stdout.")
+    ] = "text",
+    chart: Annotated[Path | None, typer.Option(help="Draw it: a name that ends in .svg or .png.")] = None,
+    out: Out = None,
+    as_json: JsonLines = False,
+) -> None:
+    """The paper's computational overhead: parameters and operations of backbones, linear heads and OPAL heads."""
+    for package in ("torch", "torchvision"):
+        require(package, "train", "opal-deploy bench overhead")
+    require("ptflops", "bench", "opal-deploy bench overhead")
+    from opal_deploy.bench.overhead import paper as papers
+    from opal_deploy.bench.overhead import render
+    from opal_deploy.bench.overhead.chart import check_chart, draw
+    from opal_deploy.bench.overhead.check import check as compare
+    from opal_deploy.bench.overhead.check import report, require_agreement
+    from opal_deploy.bench.overhead.measurements import measurements
+    from opal_deploy.bench.overhead.table import make_table
+
+    if as_json and output != "text":
+        raise UsageError(f"--json with --format {output}: both write to stdout; give one of them")
+    check_chart(chart)
+    paper = papers.load()
+    head, input_size = _head(prototypes, without or [], distance), parse_size(size)
+    if check:
+        _require_papers(paper, backbone or [], classes or [], head, input_size)
+    columns = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
+    if classes:
+        columns = [(render.classes_name(number), number) for number in dict.fromkeys(classes)]
+    titles = {name: entry.title for name, entry in paper.backbones.items()}
+    titles |= {name: dataset.title for name, dataset in paper.datasets.items()}
+
+    def counted(found: Backbone) -> None:
+        say(
+            f"{found.name}: {render.count(found.counts.params)} parameters, {found.counts.paper / 1e9:.2f} GFLOPs as "
+            f"the paper counts, {found.counts.flops / 1e9:.2f} true GFLOPs"
+        )
+
+    table = make_table(backbone or list(paper.backbones), columns, head, input_size, counted=counted)
+    for measurement in measurements(table) if out is not None or as_json else ():
+        deliver(measurement, out, as_json=as_json)
+    cells = compare(table, paper) if check else None
+    if output == "json":
+        emit_json(render.to_json(table, cells))
+    elif output == "csv":
+        print(render.to_csv(table), end="", flush=True)
+    elif not as_json:
+        to_page = render.to_text if output == "text" else render.to_markdown
+        print(to_page(table, titles), end="", flush=True)
+    if chart is not None:
+        draw(table, chart, titles)
+        say(f"{chart}: written")
+    if cells is not None:
+        for line in report(cells):
+            say(line)
+        require_agreement(cells)
+
+
+def _head(prototypes: int, without: list[str], distance: str) -> HeadConfig:
+    from opal_deploy.model.config import Distance, HeadConfig
+
+    if unknown := [part for part in without if part not in _PARTS]:
+        raise UsageError(f"--without {unknown[0]!r}: expected one of {', '.join(_PARTS)}")
+    chosen: Distance = distance  # type: ignore[assignment]  # typer has checked it
+    return HeadConfig(
+        projection="projection" not in without,
+        cws="cws" not in without,
+        pooling="avg" if "gmp" in without else "max",
+        anchors="anchors" not in without,
+        prototypes_per_class=prototypes,
+        distance=chosen,
+    )
+
+
+def _require_papers(
+    paper: PaperTable, backbones: list[str], classes: list[int], head: HeadConfig, input_size: tuple[int, int]
+) -> None:
+    """`--check` needs all that the paper counted, and nothing else."""
+    from opal_deploy.model.config import HeadConfig
+
+    same_head = head == HeadConfig(prototypes_per_class=paper.prototypes_per_class)
+    if backbones or classes or not same_head or input_size != paper.input_size:
+        raise UsageError(
+            "--check with another backbone, head, size or number of classes: it compares the paper's own table; "
+            "leave --backbone, --classes, --prototypes, --size, --without and --distance out"
+        )

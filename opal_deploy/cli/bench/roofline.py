@@ -1,0 +1,128 @@
+"""`opal-deploy bench roofline`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from opal_deploy.cli.bench.options import JsonLines, Out, deliver
+from opal_deploy.cli.console import say
+from opal_deploy.cli.options import parse_size
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.roofline.ceiling import Ceiling
+    from opal_deploy.bench.roofline.table import Point
+
+
+def roofline(
+    backbone: Annotated[
+        list[str] | None,
+        typer.Option(help="torchvision's name, repeatable; default: the paper's nine.", show_default=False),
+    ] = None,
+    classes: Annotated[int, typer.Option(min=2, help="C.")] = 200,
+    prototypes: Annotated[int, typer.Option(min=1, help="m, prototypes per class.")] = 5,
+    size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
+    batch: Annotated[int, typer.Option(min=1, help="Pictures a forward pass.")] = 64,
+    precision: Annotated[
+        Literal["fp32", "tf32", "fp16", "bf16", "int8"], typer.Option(help="Of the whole network.")
+    ] = "fp16",
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A GPU with a data sheet, repeatable: a100-80gb-sxm, h100-sxm, h200-sxm, l4, t4, ..., or its own "
+            "name; default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    ceiling: Annotated[
+        Path | None, typer.Option(help="A file with a ceiling that --measure-ceiling measured.", show_default=False)
+    ] = None,
+    measure_ceiling: Annotated[
+        bool, typer.Option("--measure-ceiling", help="Time a large copy and a large product on --device first.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Of --measure-ceiling: cpu, cuda, cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="Of --measure-ceiling on the CPU.")] = None,
+    output: Annotated[Literal["text", "markdown"], typer.Option("--format", help="Of the table, on stdout.")] = "text",
+    chart: Annotated[Path | None, typer.Option(help="Draw it: a name that ends in .svg or .png.")] = None,
+    out: Out = None,
+    as_json: JsonLines = False,
+) -> None:
+    """What each network asks of a device, and the most images a second that a device could do: its roofline."""
+    for package in ("torch", "torchvision"):
+        require(package, "train", "opal-deploy bench roofline")
+    from opal_deploy.bench.overhead import paper
+    from opal_deploy.bench.overhead.chart import check_chart
+    from opal_deploy.bench.overhead.layout import aligned, markdown
+    from opal_deploy.bench.roofline import table
+    from opal_deploy.bench.roofline.chart import draw
+    from opal_deploy.model.config import HeadConfig
+
+    check_chart(chart)
+    case = table.Case(HeadConfig(prototypes_per_class=prototypes), classes, parse_size(size), batch, precision)
+    if measure_ceiling and precision == "int8":
+        raise UsageError(
+            "--measure-ceiling --precision int8: torch has no such product; measure fp32, tf32, fp16, bf16"
+        )
+    ceilings = _ceilings(gpu, ceiling, measured_too=measure_ceiling)
+    if measure_ceiling:
+        ceilings.insert(0, _measure(device, threads, precision, out, as_json=as_json))
+    if not any(precision in known.flops for known in ceilings):
+        raise UsageError(
+            f"--precision {precision}: none of {', '.join(known.name for known in ceilings)} has a figure for it; "
+            "choose another --precision or --gpu"
+        )
+    points: list[Point] = []
+    for name in dict.fromkeys(backbone or paper.load().backbones):
+        of_one = table.points_of(name, case)
+        whole = of_one[-1].work
+        say(f"{name}: {len(whole.layers)} layers, {whole.macs / 1e9:.3f} GMACs, {of_one[-1].intensity:.1f} FLOPs/byte")
+        points += of_one
+    for measurement in table.measurements(points, case, ceilings) if out is not None or as_json else ():
+        deliver(measurement, out, as_json=as_json)
+    if not as_json:
+        to_page = aligned if output == "text" else markdown
+        header, rows = table.body(points, ceilings)
+        print(to_page(header, rows, left=2), flush=True)
+        print(
+            f"per picture of {case.input_size[0]}x{case.input_size[1]}, C = {classes}, m = {prototypes}; MB moved by a "
+            f"batch of {batch} in {precision}: inputs, outputs and weights of every convolution and matrix product once"
+        )
+        print("ceilings in images/s; c: arithmetic is the bound, m: memory is")
+        for line in table.sources(ceilings, precision):
+            print(f"- {line}", flush=True)
+    if chart is not None:
+        draw(points, ceilings, chart)
+        say(f"{chart}: written")
+
+
+def _ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) -> list[Ceiling]:
+    from opal_deploy.bench.record import read
+    from opal_deploy.bench.roofline.ceiling import find_device, known_devices
+    from opal_deploy.bench.roofline.measure import ceiling_from
+
+    found = []
+    if path is not None:
+        found = [ceiling_from(measurement) for measurement in read([path]) if measurement.kind == "ceiling"]
+        if not found:
+            raise UsageError(f"--ceiling {path}: no measured ceiling in it; make one: --measure-ceiling --out {path}")
+    # what somebody measured is what they ask about; data sheets come with it on request
+    if gpus or not (found or measured_too):
+        found += [find_device(text) for text in dict.fromkeys(gpus or known_devices())]
+    return found
+
+
+def _measure(device: str, threads: int | None, precision: str, out: Path | None, *, as_json: bool) -> Ceiling:
+    from opal_deploy.bench.roofline.measure import Plan, ceiling_from, measure
+
+    found = measure(Plan(device, (precision,), threads))
+    deliver(found, out, as_json=as_json)
+    for name, figure in found.figures.items():
+        spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
+        say(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")
+    say(f"timed: {found.timed}")
+    for mark in found.marks:
+        say(f"MARKED {mark}")
+    return ceiling_from(found)

@@ -1,0 +1,167 @@
+"""The table of the head's operations: closed forms, the authors' modules under their tool, and the graph as it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opal_deploy.bench.overhead.counter import count_as_paper
+from opal_deploy.bench.overhead.operations import Shape, evaluate, head_title, operations_of, totals
+from opal_deploy.errors import UsageError
+from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.head import OpalHead
+from opal_deploy.model.macs import count_macs
+
+SHAPES = {
+    "the paper's": Shape(2048, 200, 5, (7, 7)),
+    "C = 1000, m = 3, 160x192, ResNet-18": Shape(512, 1000, 3, (5, 6)),
+    "two classes, one prototype, one cell": Shape(3, 2, 1, (1, 1)),
+}
+SMALL = Shape(24, 6, 3, (4, 5))
+HEADS = {
+    **{distance: HeadConfig(distance=distance, prototypes_per_class=3) for distance in DISTANCES},  # type: ignore[arg-type]
+    "average pooling": HeadConfig(pooling="avg", prototypes_per_class=3),
+    "without CWS": HeadConfig(cws=False, prototypes_per_class=3),
+    "projection and a dense layer": HeadConfig(cws=False, anchors=False, prototypes_per_class=3),
+    "dense layer on attention": HeadConfig(pooling="avg", anchors=False, prototypes_per_class=3),
+    "without projection": HeadConfig(projection=False, anchors=False, prototypes_per_class=3),
+    "linear": LINEAR_BASELINE,
+}
+
+
+class Authors(nn.Module):
+    """A head in the manner of the authors': modules, and the anchors as a matrix that distances are taken to."""
+
+    def __init__(self, shape: Shape, pooling: nn.Module, softmax: nn.Module) -> None:
+        super().__init__()
+        prototypes = shape.letters["K"]
+        self.projection = nn.Conv2d(shape.num_features, prototypes, 1)
+        self.softmax, self.pooling = softmax, pooling
+        self.register_buffer("anchors", torch.zeros(shape.num_classes, prototypes))
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores = self.pooling(self.softmax(self.projection(features))).flatten(1)
+        z = scores / (scores.norm(dim=1, keepdim=True) + 1e-8)
+        return -torch.cdist(z, self.get_buffer("anchors"))
+
+
+class TestThePapersConvention:
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+    def test_opal_is_hw_k_times_d_plus_4(self, shape: Shape) -> None:
+        cells, prototypes = shape.grid[0] * shape.grid[1], shape.num_classes * shape.prototypes_per_class
+        found = totals(operations_of(HeadConfig()), shape)
+        assert found.paper == cells * prototypes * (shape.num_features + 4)
+        assert found.params == prototypes * (shape.num_features + 1)
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+    def test_linear_is_d_c_plus_2_hw_d(self, shape: Shape) -> None:
+        cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
+        found = totals(operations_of(LINEAR_BASELINE), shape)
+        assert found.paper == features * classes + 2 * cells * features
+        assert found.params == (features + 1) * classes
+
+    @pytest.mark.parametrize("softmax", [nn.Softmax(dim=1), nn.Softmax2d()], ids=["Softmax", "Softmax2d"])
+    @pytest.mark.parametrize("head", [HeadConfig(), HeadConfig(pooling="avg")], ids=["max", "average"])
+    def test_is_what_ptflops_counts_for_modules_like_the_authors(self, softmax: nn.Module, head: HeadConfig) -> None:
+        pooling = nn.AdaptiveMaxPool2d(1) if head.pooling == "max" else nn.AdaptiveAvgPool2d(1)
+        module = Authors(SMALL, pooling, softmax).eval()
+        counted = count_as_paper(module, (SMALL.num_features, *SMALL.grid))
+        assert counted == totals(operations_of(head), SMALL).paper
+
+    def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head(self) -> None:
+        expected = totals(operations_of(LINEAR_BASELINE), SMALL).paper
+        for bias, extra in ((False, 0), (True, SMALL.num_classes)):
+            dense = nn.Linear(SMALL.num_features, SMALL.num_classes, bias=bias)
+            module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), dense).eval()
+            assert count_as_paper(module, (SMALL.num_features, *SMALL.grid)) == expected + extra
+
+    def test_a_head_without_projection_costs_by_features_instead_of_prototypes(self) -> None:
+        head = HeadConfig(projection=False, anchors=False)
+        cells, features = 4 * 5, SMALL.num_features
+        # softmax, pooling twice, dense layer
+        assert totals(operations_of(head), SMALL).paper == 3 * cells * features + features * SMALL.num_classes
+
+    def test_a_finer_grid_multiplies_the_opal_head(self) -> None:
+        coarse, fine = Shape(768, 37, 5, (7, 7)), Shape(768, 37, 5, (14, 14))
+        rows = operations_of(HeadConfig())
+        assert totals(rows, fine).paper == 4 * totals(rows, coarse).paper
+
+
+class TestTheGraphWeExport:
+    @pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+    def test_counts_every_operation_that_runs(self, head: HeadConfig) -> None:
+        assert totals(operations_of(head), SMALL).graph == _operations_run(head)
+
+    @pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+    def test_macs_and_parameters_are_the_real_modules(self, head: HeadConfig) -> None:
+        with torch.device("meta"):
+            module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
+        found = totals(operations_of(head), SMALL)
+        assert found.params == sum(p.numel() for p in module.parameters())
+        assert found.macs == count_macs(module, (SMALL.num_features, *SMALL.grid))
+        assert found.flops == 2 * found.macs
+
+    @pytest.mark.parametrize("shape", [SHAPES["the paper's"], SHAPES["C = 1000, m = 3, 160x192, ResNet-18"]])
+    def test_answers_with_fewer_operations_than_the_authors_where_evidence_is_left_out(self, shape: Shape) -> None:
+        rows = [row for row in operations_of(HeadConfig()) if not row.name.startswith("evidence")]
+        found = totals(rows, shape)
+        assert found.graph < found.paper
+
+
+class TestFormulas:
+    def test_are_sums_of_products(self) -> None:
+        assert evaluate("2*K + H*W*D", SMALL) == 2 * 18 + 4 * 5 * 24
+        assert evaluate("0", SMALL) == 0
+
+    @pytest.mark.parametrize(
+        ("head", "title"),
+        [
+            (HeadConfig(), "OPAL"),
+            (LINEAR_BASELINE, "linear"),
+            (HeadConfig(pooling="avg", distance="l1"), "OPAL, l1 without GMP"),
+        ],
+    )
+    def test_heads_have_names(self, head: HeadConfig, title: str) -> None:
+        assert head_title(head) == title
+
+    def test_anchors_without_projection_are_refused(self) -> None:
+        with pytest.raises(UsageError, match="anchors without projection"):
+            HeadConfig(projection=False)
+
+
+# they move, cast or make values, and compute none
+_MOVES = {
+    "view", "_unsafe_view", "reshape", "transpose", "t", "permute", "unsqueeze", "unflatten", "slice", "select",
+    "clone", "expand", "_to_copy", "new_full", "detach", "alias", "as_strided",
+}  # fmt: skip
+
+
+def _operations_run(head: HeadConfig) -> int:
+    """Of `explain` on one picture: for each operation the elements that go in or come out, whichever is more."""
+    total = 0
+
+    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal total
+            result = func(*args, **(kwargs or {}))
+            name = func.overloadpacket.__name__
+            if name == "convolution":
+                total += result.numel() * (args[1][0].numel() + (args[2] is not None))
+            elif name == "addmm":
+                total += result.numel() * (args[2].shape[0] + 1)
+            elif name in ("mm", "bmm"):
+                total += result.numel() * args[1].shape[-2]
+            elif name not in _MOVES:
+                outputs = result if isinstance(result, tuple | list) else (result,)
+                total += max(tensor.numel() for tensor in (*outputs, *args) if isinstance(tensor, Tensor))
+            return result
+
+    module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
+    features = torch.rand(1, SMALL.num_features, *SMALL.grid)
+    with torch.no_grad(), Counter():  # type: ignore[no-untyped-call]
+        module.explain(module.project(features))
+    return total
