@@ -6,9 +6,12 @@
 # WHEELS: a folder with wheels this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
 #         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
 #         (joblib, threadpoolctl), scipy and matplotlib (contourpy, cycler, fonttools, kiwisolver, pyparsing,
-#         python_dateutil, six). Each whole, or as `split` parts *.whl.part-aa, -ab, ...; "-" if nothing has to be
+#         python_dateutil, six); psutil, nvidia_ml_py, ptflops; simplejpeg, cykooz_resizer; pyarrow, hypothesis
+#         (sortedcontainers). Each whole, or as `split` parts *.whl.part-aa, -ab, ...; "-" if nothing has to be
 #         installed.
-# OUT:    a folder for small result files: log, junit.xml, *.json.
+# OUT:    a folder for small result files: log, junit.xml, *.json, *.jsonl (benchmarks; see bench/results/README.md).
+#
+# BENCH=only leaves the demo out and goes to the benchmarks after the tests; BENCH=skip leaves the benchmarks out.
 #
 # CUB100 and RESNET50, where they are set to the folder of the hundred bird classes and a file of ResNet-50's ImageNet
 # weights: the paper's protocol on them, OPAL against the linear head, three seeds, in the time that is left.
@@ -48,9 +51,31 @@ fi
 step doctor 5 "${opal[@]}" doctor --json
 step gpu_tests 60 python3 -m pytest -m gpu -p no:cacheprovider --junitxml "$out/junit.xml" tests
 
-# the demo's pictures and model are made here: photographs do not travel
 work=$(mktemp -d)
-step demo 200 "${opal[@]}" demo --out "$work/demo"
+bench_all() {
+  local results=$out/bench.jsonl ceiling=$out/ceiling.jsonl three="--backbone resnet50 --backbone efficientnet_v2_s --backbone convnext_tiny"
+  local nine="$three --backbone resnet101 --backbone resnet152 --backbone efficientnet_v2_m --backbone efficientnet_v2_l"
+  nine="$nine --backbone convnext_small --backbone convnext_base"
+  local short="--seconds 1 --repeats 3 --warmup 0.5 --device cuda"
+  step ceiling 20 "${opal[@]}" bench roofline --measure-ceiling --device cuda --backbone resnet50 --out "$ceiling"
+  # the paper's claim first, then the throughput that a server is sized by
+  step head 60 "${opal[@]}" bench compare --question head $three --device cuda --batch 64 --runtime compile \
+    --channels-last --precision fp16 --out "$results"
+  step runtimes 60 "${opal[@]}" bench compare --question runtime --backbone resnet50 --backbone convnext_tiny --device cuda \
+    --batch 64 --precision fp16 --channels-last --out "$results"
+  step throughput_fp16 90 "${opal[@]}" bench throughput $nine --runtime eager --runtime compile --runtime onnxruntime --precision fp16 \
+    --channels-last --batch 64,256 $short --ceiling "$ceiling" --out "$results"
+  step latency 30 "${opal[@]}" bench latency $three --runtime eager --runtime compile --runtime onnxruntime --precision fp16 --batch 1 $short \
+    --out "$results"
+  step throughput_bf16 60 "${opal[@]}" bench throughput $nine --runtime eager --runtime compile --precision bf16 --channels-last \
+    --batch 64,256 $short --ceiling "$ceiling" --out "$results"
+  step server 30 "${opal[@]}" bench latency --scenario server --limit-ms 15 --backbone resnet50 --runtime onnxruntime \
+    --precision fp16 --device cuda --out "$results"
+}
+[ "${BENCH:-}" = only ] && bench_all
+
+# the demo's pictures and model are made here: photographs do not travel
+[ "${BENCH:-}" = only ] || step demo 200 "${opal[@]}" demo --out "$work/demo"
 model=$work/demo/run/best.onnx
 if [ -f "$model" ]; then
   cp "$work/demo/demo.json" "$out/demo.json"
@@ -81,4 +106,5 @@ if [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ]; then
     [ -f "$metrics" ] && cp "$metrics" "$out/$(basename "$(dirname "$metrics")").csv"
   done
 fi
+[ "${BENCH:-}" = only ] || [ "${BENCH:-}" = skip ] || bench_all
 echo "done, $(left) s left" | tee -a "$out/log"

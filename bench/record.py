@@ -6,6 +6,7 @@ under which conditions (`conditions`, `marks`), and what came out (`figures`, `d
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -152,30 +153,32 @@ class Measurement:
             UsageError: not JSON, another schema, or a field missing or of the wrong shape.
         """
         try:
-            raw = json.loads(line, parse_constant=_refuse_constant)
+            raw = json.loads(line, parse_constant=_refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise UsageError(
                 f"{origin}: not a line of JSON ({error}); give files that `opal-deploy bench` wrote"
             ) from None
-        if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-            found = raw.get("schema") if isinstance(raw, dict) else type(raw).__name__
+        if not isinstance(raw, dict):
+            raise UsageError(f"{origin}: {type(raw).__name__} found, an object expected; {_EXPECTED}")
+        found = raw.get("schema")
+        if isinstance(found, bool) or found != SCHEMA:
             raise UsageError(f"{origin}: schema {found!r} found, {SCHEMA} expected; {_EXPECTED}")
         try:
             return _measurement(raw)
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise UsageError(f"{origin}: not a measurement of schema {SCHEMA}: {what}; measure again") from None
+        except ValueError as error:
+            raise UsageError(f"{origin}: not a measurement of schema {SCHEMA}: {error}; measure again") from None
 
 
 def read(paths: Iterable[Path]) -> Iterator[Measurement]:
-    """Every measurement of JSON lines files, in order; empty lines are passed over.
+    """Every measurement of JSON lines files, in order; of a folder, that of its `*.jsonl`; empty lines are passed over.
 
     Raises:
         UsageError: a file cannot be read, or a line is not a measurement; it names file and line.
     """
-    for path in paths:
+    for path in itertools.chain.from_iterable(map(_files, paths)):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            # not splitlines: it also ends lines at characters that may stand in a text of JSON
+            lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise UsageError(f"{path}: cannot be read ({reason}); {_EXPECTED}") from None
@@ -198,61 +201,85 @@ def append(path: Path, measurement: Measurement) -> None:
         raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another --out") from None
 
 
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if not (found := sorted(path.glob("*.jsonl"))):
+        raise UsageError(f"{path}: a folder without *.jsonl; {_EXPECTED}")
+    return found
+
+
 def _measurement(raw: dict[str, Any]) -> Measurement:
-    values = _known(Measurement, raw)
+    values = _known(Measurement, raw, "")
     if values["kind"] not in get_args(Kind):
-        raise ValueError(f"kind {values['kind']!r}, expected one of {', '.join(get_args(Kind))}")
+        raise ValueError(f"kind is {values['kind']!r}, expected one of {', '.join(get_args(Kind))}")
     for name in ("case", "figures", "settings", "conditions", "machine", "details"):
         _expect(isinstance(values.get(name, {}), dict), name, "an object")
     for name in ("timed", "command", "when"):
         _expect(isinstance(values.get(name, ""), str), name, "a text")
+    for name, value in values["case"].items():
+        _expect(value is None or isinstance(value, Scalar), f"case.{name}", "a text, a number, true, false or null")
     marks = values.get("marks", [])
     _expect(isinstance(marks, list) and all(isinstance(mark, str) for mark in marks), "marks", "a list of texts")
     values["marks"] = tuple(marks)
     if values["subject"] is not None:
         _expect(isinstance(values["subject"], dict), "subject", "an object or null")
         values["subject"] = _subject(values["subject"])
-    values["figures"] = {name: _figure(name, figure) for name, figure in values["figures"].items()}
+    values["figures"] = {name: _figure(f"figures.{name}", figure) for name, figure in values["figures"].items()}
     return Measurement(**values)
 
 
 def _subject(raw: dict[str, Any]) -> Subject:
-    values = _known(Subject, raw)
+    values = _known(Subject, raw, "subject.")
     for name in ("name", "backbone", "head", "runtime", "runtime_version", "device", "precision", "layout"):
         _expect(isinstance(values.get(name, ""), str), f"subject.{name}", "a text")
+    for name in ("num_classes", "prototypes_per_class"):
+        _expect(values.get(name) is None or _is_count(values[name]), f"subject.{name}", "a whole number or null")
+    _expect(isinstance(values.get("sha256"), str | None), "subject.sha256", "a text or null")
     if (size := values.get("input_size")) is not None:
-        _expect(isinstance(size, list) and len(size) == 2, "subject.input_size", "[H0, W0]")
-        values["input_size"] = (int(size[0]), int(size[1]))
+        fits = isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))
+        _expect(fits, "subject.input_size", "[H0, W0] or null")
+        values["input_size"] = (size[0], size[1])
     return Subject(**values)
 
 
 def _figure(name: str, raw: Any) -> Figure:
-    _expect(isinstance(raw, dict), f"figures.{name}", "an object")
-    values = _known(Figure, raw)
-    values["value"] = _number(values["value"], f"figures.{name}.value")
-    _expect(isinstance(values["unit"], str), f"figures.{name}.unit", "a text")
-    _expect(values.get("better") in (None, *get_args(Better)), f"figures.{name}.better", "higher, lower or null")
-    values["repeats"] = tuple(_number(v, f"figures.{name}.repeats") for v in values.get("repeats") or ())
+    _expect(isinstance(raw, dict), name, "an object")
+    values = _known(Figure, raw, f"{name}.")
+    values["value"] = _number(values["value"], f"{name}.value")
+    _expect(isinstance(values["unit"], str), f"{name}.unit", "a text")
+    _expect(values.get("better") in (None, *get_args(Better)), f"{name}.better", "higher, lower or null")
+    repeats = values.get("repeats", [])
+    _expect(isinstance(repeats, list), f"{name}.repeats", "a list of numbers")
+    values["repeats"] = tuple(_number(value, f"{name}.repeats") for value in repeats)
     if (interval := values.get("interval")) is not None:
-        _expect(isinstance(interval, list) and len(interval) == 2, f"figures.{name}.interval", "two numbers or null")
-        low, high = (_number(v, f"figures.{name}.interval") for v in interval)
+        _expect(isinstance(interval, list) and len(interval) == 2, f"{name}.interval", "two numbers or null")
+        low, high = (_number(value, f"{name}.interval") for value in interval)
+        _expect(low <= high, f"{name}.interval", "[low, high]")
         values["interval"] = (low, high)
     return Figure(**values)
 
 
-def _known(kind: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
+def _known(kind: type[Any], raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of `kind`; unknown ones come from a newer writer of the same schema and are not ours to judge."""
-    names = [f.name for f in fields(kind)]
-    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    for name in required:
-        if name not in raw:
-            raise KeyError(name)
-    return {name: raw[name] for name in names if name in raw}
+    for f in fields(kind):
+        if f.default is MISSING and f.default_factory is MISSING and f.name not in raw:
+            raise ValueError(f"{where}{f.name} is missing")
+    return {f.name: raw[f.name] for f in fields(kind) if f.name in raw}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _number(value: Any, name: str) -> float:
-    _expect(isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value), name, "a number")
-    return float(value)
+    _expect(isinstance(value, int | float) and not isinstance(value, bool), name, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    _expect(math.isfinite(number), name, "a finite number")
+    return number
 
 
 def _expect(holds: bool, name: str, expected: str) -> None:
@@ -262,3 +289,10 @@ def _expect(holds: bool, name: str, expected: str) -> None:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON's")
+
+
+def _finite(text: str) -> float:
+    """1e999 is JSON, and infinity in floating point."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number

@@ -17,7 +17,7 @@ from torch import distributed, nn
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.setup import choose_device
+from opal_deploy.runtime.torch_session import torch_device
 
 
 def is_first_process() -> bool:
@@ -84,10 +84,10 @@ def joined(device: str) -> Iterator[Group]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield Group(choose_device(device))
+        yield Group(torch_device(device))
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    chosen = choose_device(device)
+    chosen = torch_device(device)
     if chosen.type == "cuda":
         if device not in ("auto", "cuda"):
             raise UsageError(f"device {device!r} for {size} processes: give cuda, and each takes a GPU of its own")

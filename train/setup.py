@@ -24,28 +24,6 @@ from opal_deploy.train.options import TrainingPrecision
 _MOST_WORKERS = 8
 
 
-def choose_device(name: str) -> torch.device:
-    """`auto` takes the GPU where there is one.
-
-    Raises:
-        UsageError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:1")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            f"device {name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use --device cpu, "
-            "or look at `opal-deploy doctor`"
-        )
-    return device
-
-
 def default_workers(device: torch.device, cached: bool) -> int:
     """How many processes prepare pictures.
 

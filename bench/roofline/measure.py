@@ -52,7 +52,9 @@ def measure(plan: Plan) -> Measurement:
 
     if unknown := [precision for precision in plan.precisions if precision not in _DTYPES]:
         raise UsageError(f"--precision {unknown[0]}: a measured ceiling knows {', '.join(_DTYPES)}")
-    device = _device(plan.device)
+    from opal_deploy.runtime.torch_session import torch_device
+
+    device = torch_device(plan.device)
     kind = device.type
     size, copied = plan.matrix_size or MATRIX_SIZE[kind], plan.copy_bytes or COPY_BYTES[kind]
     before, backend = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
@@ -87,6 +89,14 @@ def measure(plan: Plan) -> Measurement:
     )  # fmt: skip
 
 
+def usual_precisions(device: str) -> tuple[str, ...]:
+    """What is measured where nothing was asked for: on a GPU all that networks run in, on a CPU fp32 alone.
+
+    Many CPUs have no instructions for half precision, and take minutes for one product.
+    """
+    return tuple(_DTYPES) if device.startswith("cuda") else ("fp32",)
+
+
 def ceiling_from(measurement: Measurement) -> Ceiling:
     """The roofline of a measurement of kind `ceiling`.
 
@@ -109,22 +119,6 @@ def ceiling_from(measurement: Measurement) -> Ceiling:
     threads = measurement.case.get("threads")
     threads_text = "" if not threads else ", 1 thread" if threads == 1 else f", {threads} threads"
     return Ceiling(f"{name}{threads_text}", flops, copy.value * 1e9, f"measured: copy and product{when}", measured=True)
-
-
-def _device(text: str) -> torch.device:
-    import torch
-
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise UsageError(f"--device {text!r}: expected cpu, cuda or cuda:N") from None
-    if device.type not in MATRIX_SIZE:
-        raise UsageError(f"--device {text!r}: expected cpu, cuda or cuda:N")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UsageError(
-            f"--device {text}: torch sees {torch.cuda.device_count()} CUDA devices; see `opal-deploy doctor`"
-        )
-    return device
 
 
 def _copy_rates(device: torch.device, copied: int, plan: Plan) -> list[float]:

@@ -7,7 +7,11 @@ not used: ONNX Runtime 1.31 links TensorRT 10.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime import probe
-from opal_deploy.runtime.session import ImageBatch, check_batch
+from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -31,6 +35,8 @@ class OnnxSession:
     Attributes:
         metadata: the file's own.
         description: engine, provider, threads, precision.
+        device: `cpu` or `cuda:N`.
+        threads: of the CPU provider.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class OnnxSession:
         import onnxruntime
 
         self._device_id = _cuda_device(onnxruntime, device)
+        self.device = "cpu" if self._device_id is None else f"cuda:{self._device_id}"
         self.threads = threads or available_cpus()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -99,21 +106,38 @@ class OnnxSession:
         """See `Session.run`."""
         return self._answer(self.feed(images))
 
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+        """See `StagedSession.run_staged`; what numpy normalises is in none of the stages."""
+        feed = self.feed(images)
+        with self._failures(len(feed)):
+            if self._device_id is None:
+                start = time.perf_counter()
+                values = self._run_cpu(feed, self.metadata.outputs)
+                return self._outputs(values), Stages(None, time.perf_counter() - start, None)
+            return self._run_cuda_staged(feed, self.metadata.outputs)
+
     def run_normalised(self, images: FloatArray) -> Outputs:
         """`run` for float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
         return self._answer(images)
 
     def _answer(self, feed: np.ndarray[Any, Any]) -> Outputs:
         names = self.metadata.outputs
+        with self._failures(len(feed)):
+            return self._outputs(self._run_cpu(feed, names) if self._device_id is None else self._run_cuda(feed, names))
+
+    def _outputs(self, values: list[Any]) -> Outputs:
+        found = dict(zip(self.metadata.outputs, values, strict=True))
+        return Outputs(found["logits"], found.get("argmax"), found.get("scores"), found.get("attention"))
+
+    @contextlib.contextmanager
+    def _failures(self, batch: int) -> Iterator[None]:
         try:
-            values = self._run_cpu(feed, names) if self._device_id is None else self._run_cuda(feed, names)
+            yield
         except Exception as error:  # as above
             raise StoppedEarly(
-                f"ONNX Runtime failed on a batch of {len(feed)} ({_first_line(error)}); "
+                f"ONNX Runtime failed on a batch of {batch} ({_first_line(error)}); "
                 "if memory is full use a smaller --batch"
             ) from None
-        found = dict(zip(names, values, strict=True))
-        return Outputs(found["logits"], found.get("argmax"), found.get("scores"), found.get("attention"))
 
     def feed(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """What the graph's input takes for these pictures: themselves, or float32 [N, 3, H0, W0] normalised."""
@@ -132,6 +156,25 @@ class OnnxSession:
             binding.bind_output(name, "cuda", self._device_id)
         self._session.run_with_iobinding(binding)
         return list(binding.copy_outputs_to_cpu())
+
+    def _run_cuda_staged(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> tuple[Outputs, Stages]:
+        """`_run_cuda` with every stage waited for."""
+        import onnxruntime
+
+        times = [time.perf_counter()]
+        images = onnxruntime.OrtValue.ortvalue_from_numpy(feed, "cuda", self._device_id)
+        binding = self._session.io_binding()
+        binding.bind_ortvalue_input("images", images)
+        for name in names:
+            binding.bind_output(name, "cuda", self._device_id)
+        binding.synchronize_inputs()
+        times.append(time.perf_counter())
+        self._session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+        times.append(time.perf_counter())
+        values = list(binding.copy_outputs_to_cpu())
+        times.append(time.perf_counter())
+        return self._outputs(values), Stages(*(after - before for before, after in itertools.pairwise(times)))
 
 
 def available_cpus() -> int:

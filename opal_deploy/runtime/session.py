@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,28 @@ class Session(Protocol):
         Raises:
             StoppedEarly: the device was lost or its memory is full.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Seconds that one batch spent in each stage; None where the session cannot tell."""
+
+    host_to_device: float | None
+    compute: float | None
+    device_to_host: float | None
+
+
+@runtime_checkable
+class StagedSession(Session, Protocol):
+    """A session that can tell the stages of a batch apart, for measurements.
+
+    Its stages run one after the other and are waited for one by one, so that together they may take longer than `run`,
+    which overlaps what it can.
+    """
+
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+        """What `run` answers, and how long each stage took. On the CPU everything is `compute`."""
         ...
 
 

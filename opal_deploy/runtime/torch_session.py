@@ -39,7 +39,7 @@ class TorchSession:
         """
         checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
         self.metadata: Metadata = checkpoints.describe(checkpoint)
-        self._device = _device(device)
+        self._device = torch_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -97,7 +97,8 @@ def _numpy(tensor: torch.Tensor) -> FloatArray:
     return array
 
 
-def _device(name: str) -> torch.device:
+def torch_device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises UsageError: anything else, or a GPU that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -105,7 +106,9 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {name!r}: expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"device {name}: PyTorch sees {torch.cuda.device_count()} CUDA GPUs, counted from 0")
     return device

@@ -173,6 +173,6 @@ def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch: pytest.Mo
     from opal_deploy.train import distributed
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(distributed, "choose_device", torch.device)
+    monkeypatch.setattr(distributed, "torch_device", torch.device)
     with pytest.raises(UsageError, match="each takes a GPU of its own"), distributed.joined("cuda:1"):
         pass

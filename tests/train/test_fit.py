@@ -214,7 +214,7 @@ def test_an_interruption_leaves_the_epochs_before(squares: DataSet, tmp_path: Pa
     ("options", "message"),
     [
         (replace(OPTIONS, device="tpu"), "expected auto, cpu, cuda"),
-        (replace(OPTIONS, device="cuda:99"), "CUDA devices here"),
+        (replace(OPTIONS, device="cuda:99"), "CUDA GPU"),
         (replace(OPTIONS, lr=0.0), "learning rate a number above 0"),
         (replace(OPTIONS, backbone="resnet19"), "no such classifier"),
         (replace(OPTIONS, input_size=(100, 100)), "multiples of its stride"),

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import typer
 
+from opal_deploy.cli.bench.compare import compare
 from opal_deploy.cli.bench.decoding import decoding
+from opal_deploy.cli.bench.diff import diff
 from opal_deploy.cli.bench.engines import engines
+from opal_deploy.cli.bench.latency import latency
+from opal_deploy.cli.bench.overhead import overhead
 from opal_deploy.cli.bench.pipeline import pipeline
+from opal_deploy.cli.bench.report import report
+from opal_deploy.cli.bench.roofline import roofline
+from opal_deploy.cli.bench.throughput import throughput
 
 bench = typer.Typer(name="bench", help="Measure, and say what was measured.", no_args_is_help=True)
-for verb in (pipeline, decoding, engines):
+for verb in (overhead, roofline, latency, throughput, compare, pipeline, decoding, engines, report, diff):
     bench.command()(verb)

@@ -18,7 +18,7 @@ def decoding(
 ) -> None:
     """Every decode path against plain Pillow: largest and mean difference in counts, and pictures a second."""
     from opal_deploy.bench.decoding import compare
-    from opal_deploy.bench.measure import machine
+    from opal_deploy.bench.harness.machine import provenance
 
     results = compare([item.path for item in find_items(images, limit)], (size, size))
     for r in results:
@@ -27,4 +27,4 @@ def decoding(
             f"{r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s, one thread each"
         )
     if as_json:
-        emit_json({"paths": [r.to_dict() for r in results], "machine": machine()})
+        emit_json({"paths": [r.to_dict() for r in results], **provenance()})

@@ -30,7 +30,7 @@ def engines(
 ) -> None:
     """Build time, size and the gate's figures for models, precisions and GPUs, ahead of time with TensorRT for RTX."""
     from opal_deploy.bench.engines import HEADER, measure
-    from opal_deploy.bench.measure import machine
+    from opal_deploy.bench.harness.machine import provenance
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.tensorrt.choice import choose
     from opal_deploy.export.tensorrt.options import BuildOptions, parse_batch
@@ -53,7 +53,7 @@ def engines(
             for line in row.lines():
                 say(line)
     if as_json:
-        emit_json({"builder": library.title, "batch": batch, "machine": machine(), "rows": [r.to_dict() for r in rows]})
+        emit_json({"builder": library.title, "batch": batch, "rows": [r.to_dict() for r in rows], **provenance()})
 
 
 def _precision(text: str) -> Precision:

@@ -27,8 +27,9 @@ def roofline(
     size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
     batch: Annotated[int, typer.Option(min=1, help="Pictures a forward pass.")] = 64,
     precision: Annotated[
-        Literal["fp32", "tf32", "fp16", "bf16", "int8"], typer.Option(help="Of the whole network.")
-    ] = "fp16",
+        Literal["fp32", "tf32", "fp16", "bf16", "int8"] | None,
+        typer.Option(help="Of the whole network; default: fp16, for a measured CPU fp32.", show_default=False),
+    ] = None,
     gpu: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,7 +62,6 @@ def roofline(
     from opal_deploy.model.config import HeadConfig
 
     check_chart(chart)
-    case = table.Case(HeadConfig(prototypes_per_class=prototypes), classes, parse_size(size), batch, precision)
     if measure_ceiling and precision == "int8":
         raise UsageError(
             "--measure-ceiling --precision int8: torch has no such product; measure fp32, tf32, fp16, bf16"
@@ -69,6 +69,10 @@ def roofline(
     ceilings = _ceilings(gpu, ceiling, measured_too=measure_ceiling)
     if measure_ceiling:
         ceilings.insert(0, _measure(device, threads, precision, out, as_json=as_json))
+    if precision is None:
+        # processors without half precision's instructions are measured in fp32 alone
+        precision = "fp16" if any("fp16" in known.flops for known in ceilings) else "fp32"
+    case = table.Case(HeadConfig(prototypes_per_class=prototypes), classes, parse_size(size), batch, precision)
     if not any(precision in known.flops for known in ceilings):
         raise UsageError(
             f"--precision {precision}: none of {', '.join(known.name for known in ceilings)} has a figure for it; "
@@ -114,10 +118,10 @@ def _ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) 
     return found
 
 
-def _measure(device: str, threads: int | None, precision: str, out: Path | None, *, as_json: bool) -> Ceiling:
-    from opal_deploy.bench.roofline.measure import Plan, ceiling_from, measure
+def _measure(device: str, threads: int | None, precision: str | None, out: Path | None, *, as_json: bool) -> Ceiling:
+    from opal_deploy.bench.roofline.measure import Plan, ceiling_from, measure, usual_precisions
 
-    found = measure(Plan(device, (precision,), threads))
+    found = measure(Plan(device, usual_precisions(device) if precision is None else (precision,), threads))
     deliver(found, out, as_json=as_json)
     for name, figure in found.figures.items():
         spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""

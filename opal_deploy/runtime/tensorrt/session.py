@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime import probe
-from opal_deploy.runtime.session import ImageBatch, check_batch
+from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 from opal_deploy.runtime.tensorrt import bindings as libraries
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 from opal_deploy.runtime.tensorrt.cuda import Cuda, OutOfMemory
@@ -121,6 +122,11 @@ class EngineSession:
         self.description = f"{self._library.title} on {self._cuda.gpu.name}, {self.metadata.precision}, {checked}"
 
     @property
+    def device(self) -> str:
+        """`cuda:N` and the GPU's name."""
+        return f"cuda:{self._cuda.index} {self._cuda.gpu.name}"
+
+    @property
     def most(self) -> int:
         """Pictures that one execution takes; larger batches are taken in parts."""
         return self.sidecar.batch.most
@@ -129,6 +135,36 @@ class EngineSession:
         """See `Session.run`."""
         check_batch(images, self.metadata)
         return self._answer(images)
+
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+        """See `StagedSession.run_staged`; on one stream, in which nothing overlaps."""
+        check_batch(images, self.metadata)
+        self._cuda.use()
+        events = tuple(self._cuda.timed_event() for _ in range(4))
+        parts: list[Outputs] = []
+        seconds = [0.0, 0.0, 0.0]
+        slot = self._slots[0]
+        try:
+            for start in range(0, len(images), self.most):
+                count = self._fill(slot, images[start : start + self.most])
+                self._cuda.record(events[0], self._compute)
+                self._cuda.copy_in(slot.device[INPUT], slot.host[INPUT][:count], self._compute)
+                self._cuda.record(events[1], self._compute)
+                self._execute(slot, count)
+                self._cuda.record(events[2], self._compute)
+                self._copy_outputs(slot, count)
+                self._cuda.record(events[3], self._compute)
+                self._cuda.record(slot.done, self._compute)
+                parts.append(self._collect(slot))
+                for index, (before, after) in enumerate(itertools.pairwise(events)):
+                    seconds[index] += self._cuda.seconds_between(before, after)
+        except StoppedEarly:
+            with contextlib.suppress(StoppedEarly):
+                self._cuda.join(self._compute)
+            raise
+        finally:
+            self._cuda.destroy(streams=(), events=events, graphs=())
+        return Outputs.concatenate(parts), Stages(*seconds)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """`run` for float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
@@ -285,6 +321,16 @@ class EngineSession:
 
     def _start(self, slot: _Slot, images: NDArray[Any]) -> None:
         """Queue everything for at most `most` pictures."""
+        count = self._fill(slot, images)
+        self._cuda.copy_in(slot.device[INPUT], slot.host[INPUT][:count], self._copy)
+        self._cuda.record(slot.copied, self._copy)
+        self._cuda.wait(self._compute, slot.copied)
+        self._execute(slot, count)
+        self._copy_outputs(slot, count)
+        self._cuda.record(slot.done, self._compute)
+
+    def _fill(self, slot: _Slot, images: NDArray[Any]) -> int:
+        """Put pictures into a slot's pinned buffer; how many the engine is to be run with."""
         count = max(len(images), self.sidecar.batch.least)
         feed = slot.host[INPUT]
         if images.dtype == np.uint8 and self.metadata.input_kind == "float32":
@@ -294,13 +340,11 @@ class EngineSession:
         # an engine for at least so many pictures answers for the last one again; those answers are dropped
         feed[len(images) : count] = feed[len(images) - 1]
         slot.wanted = len(images)
-        self._cuda.copy_in(slot.device[INPUT], feed[:count], self._copy)
-        self._cuda.record(slot.copied, self._copy)
-        self._cuda.wait(self._compute, slot.copied)
-        self._execute(slot, count)
+        return count
+
+    def _copy_outputs(self, slot: _Slot, count: int) -> None:
         for name in self.metadata.outputs:
             self._cuda.copy_out(slot.host[name][:count], slot.device[name], self._compute)
-        self._cuda.record(slot.done, self._compute)
 
     def _execute(self, slot: _Slot, count: int) -> None:
         if self._recording and slot.recorded is None:

@@ -58,7 +58,7 @@ class TestTorchAfterwards:
 class TestRefusals:
     @pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta"])
     def test_no_such_device(self, device: str) -> None:
-        with pytest.raises(UsageError, match=f"--device '?{device}"):
+        with pytest.raises(UsageError, match=f"device '?{device}"):
             measure(Plan(device=device))
 
     def test_no_such_precision(self) -> None:

@@ -8,6 +8,7 @@ a buffer too early, or reads one too soon, gets wrong answers here too.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +38,16 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Remembers how much of a stream it waits for, by a marker in its queue."""
+    """Remembers how much of a stream it waits for, by a marker in its queue, and when that came to pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timed: bool = False) -> None:
         self.stream: FakeStream | None = None
         self.marker: Work | None = None
+        self.timed = timed
+        self.at: float | None = None
+
+    def pass_now(self) -> None:
+        self.at = time.perf_counter()
 
     def join(self) -> None:
         if self.stream is not None and self.marker in self.stream.queue:
@@ -53,6 +59,7 @@ class FakeCudart:
 
     cudaHostAllocDefault = 0
     cudaStreamNonBlocking = 1
+    cudaEventDefault = 0
     cudaEventDisableTiming = 2
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
     cudaStreamCaptureMode = SimpleNamespace(cudaStreamCaptureModeThreadLocal=1)
@@ -64,6 +71,7 @@ class FakeCudart:
         self.streams: dict[int, FakeStream] = {}
         self.failing: dict[str, int] = {}
         self.launched = 0
+        self.events_alive = 0
         self.devices_used: list[int] = []
 
     def fail(self, function: str, code: int = 719) -> None:
@@ -126,13 +134,25 @@ class FakeCudart:
         return (self._error("cudaStreamSynchronize"),)
 
     def cudaEventCreateWithFlags(self, flags: int) -> tuple[int, FakeEvent]:
-        return 0, FakeEvent()
+        self.events_alive += 1
+        return 0, FakeEvent(timed=not flags & self.cudaEventDisableTiming)
 
     def cudaEventDestroy(self, event: FakeEvent) -> tuple[int]:
+        self.events_alive -= 1
         return (0,)
 
+    def cudaEventElapsedTime(self, first: FakeEvent, second: FakeEvent) -> tuple[int, float]:
+        """Milliseconds; 400 for events without timing, 600 for those that are still to come, as CUDA has it."""
+        if not (first.timed and second.timed):
+            return 400, 0.0
+        if first.at is None or second.at is None:
+            return 600, 0.0
+        return self._error("cudaEventElapsedTime"), 1e3 * (second.at - first.at)
+
     def cudaEventRecord(self, event: FakeEvent, stream: FakeStream) -> tuple[int]:
-        event.stream, event.marker = stream, lambda: None
+        event.at = None
+        # a new object each time: `join` finds it in the queue
+        event.stream, event.marker = stream, lambda: event.pass_now()
         stream.push(event.marker)
         return (self._error("cudaEventRecord"),)
 

@@ -1,0 +1,125 @@
+"""`opal-deploy bench compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from opal_deploy.cli.bench.options import JsonLines, Out, deliver
+from opal_deploy.cli.bench.subjects import (
+    Backbones,
+    Batches,
+    Buffers,
+    ChannelsLast,
+    Classes,
+    DeviceName,
+    Models,
+    PrecisionName,
+    Prototypes,
+    RuntimeName,
+    Size,
+    Threads,
+    Warmup,
+    parse_batches,
+    random_networks,
+)
+from opal_deploy.cli.console import progress, say
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.compare import Contest
+    from opal_deploy.bench.record import Measurement
+    from opal_deploy.bench.subjects.opening import Setup
+
+
+def compare(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="[A B]...", help="Models; A is what the others are compared with.")
+    ] = None,
+    question: Annotated[
+        Literal["head", "runtime", "precision"] | None,
+        typer.Option(help="Ready-made, of --backbone or --model: the head's cost; runtimes; precisions."),
+    ] = None,
+    model: Models = None,
+    backbone: Backbones = None,
+    classes: Classes = 200,
+    prototypes: Prototypes = 5,
+    size: Size = "224",
+    runtime: Annotated[RuntimeName, typer.Option(help="Of checkpoints and --backbone.")] = "onnxruntime",
+    precision: Annotated[PrecisionName | None, typer.Option(help="Of checkpoints and --backbone.")] = None,
+    channels_last: ChannelsLast = False,
+    device: DeviceName = "auto",
+    threads: Threads = None,
+    batch: Batches = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Rounds in which each runs once.")] = 30,
+    seconds: Annotated[float, typer.Option(min=0, help="Least length of each turn.")] = 0.3,
+    buffers: Buffers = 4,
+    warmup: Warmup = 1.0,
+    out: Out = None,
+    as_json: JsonLines = False,
+) -> None:
+    """Which is faster, and by how much: in turns, ratio a round, median with its 95 % interval.
+
+    Two models, or one of the questions. In each round every contender runs once, A B in even rounds and B A in odd
+    ones, so that a machine that drifts favours nobody.
+    """
+    from opal_deploy.bench.compare import Plan, measurements
+    from opal_deploy.bench.subjects.opening import Setup
+
+    setup = Setup(runtime, device, threads, precision, channels_last)
+    if question is None:
+        if model or backbone:
+            raise UsageError("--model and --backbone are for --question head, runtime or precision; name A and B alone")
+        contests = _of_files(files or [], setup)
+    else:
+        if files:
+            raise UsageError(f"{files[0]}: --question takes --model and --backbone, not files alone")
+        require("torch", "export", "bench compare --question")
+        from opal_deploy.bench.questions import ask
+        from opal_deploy.bench.subjects.network import from_checkpoint
+
+        if not model and not backbone:
+            raise UsageError(f"--question {question}: of what? give --backbone NAME or --model CHECKPOINT")
+        networks = chain(
+            (from_checkpoint(path) for path in model or ()),
+            random_networks(backbone, "opal", classes, prototypes, size),
+        )
+        sizes = parse_batches(batch, (1,))
+        contests = ask(question, networks, setup, sizes[0], say)
+    for contest in contests:
+        for line in contest.unusable:
+            say(line)
+        for number in parse_batches(batch, (1,)):
+            plan = Plan(number, pairs, seconds, warmup, buffers)
+            with progress("rounds") as advance:
+                found = measurements(contest, plan, question, advance=advance)
+            for measurement in found:
+                deliver(measurement, out, as_json=as_json)
+                _tell(measurement, contest)
+
+
+def _of_files(files: list[Path], setup: Setup) -> Iterator[Contest]:
+    from opal_deploy.bench.compare import Contest
+    from opal_deploy.bench.subjects.opening import open_file
+
+    if len(files) < 2:
+        raise UsageError("nothing to compare: give two models, A and B, or --question head, runtime or precision")
+    yield Contest(files[0].name, tuple(open_file(path, setup) for path in files))
+
+
+def _tell(found: Measurement, contest: Contest) -> None:
+    ratio, rate = found.figures["ratio"], found.figures["images_per_second"]
+    low, high = ratio.interval or (ratio.value, ratio.value)
+    of = found.subject
+    name = f"{of.name} ({of.runtime}, {of.precision})" if of is not None else ""
+    say(
+        f"{name}: {ratio.value:.4f} of {contest.reference}'s throughput, 95 % interval {low:.4f} to {high:.4f}; "
+        f"{rate.value:.2f} against {found.figures['reference_images_per_second'].value:.2f} images/s, "
+        f"batch {found.case['batch']}, {len(ratio.repeats)} rounds"
+    )
+    for mark in found.marks:
+        say(f"  {mark}")

@@ -1,0 +1,86 @@
+"""`opal-deploy bench diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opal_deploy.cli.bench.options import Json
+from opal_deploy.cli.console import emit_json, say
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.diff import Change, Difference
+
+# of everything but regressions; all of it is in --json
+_MOST_LINES = 20
+
+
+def diff(
+    old: Annotated[Path, typer.Argument(help="Measurements before: a file of `--out`, or a folder of *.jsonl.")],
+    new: Annotated[Path, typer.Argument(help="Measurements after.")],
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Changes up to this many per cent are never called one.")
+    ] = 3.0,
+    strict: Annotated[bool, typer.Option("--strict", help="What only one side has is a failure too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What became slower or larger by more than the noise; exits with 1 if anything did.
+
+    Here, exit code 1 is not a bug of opal-deploy but a regression, and its last line says so. Changes in measurements
+    that are marked noisy or throttled are listed as doubtful and do not fail.
+    """
+    from opal_deploy.bench.diff import compare
+    from opal_deploy.bench.record import read
+
+    result = compare(read([old]), read([new]), tolerance / 100)
+    _tell(result)
+    if as_json:
+        emit_json(result.to_dict())
+    reasons = []
+    if worse := len(result.of("regression")):
+        reasons.append(f"{worse} regression{'s' if worse > 1 else ''} beyond the noise")
+    if strict and result.missing:
+        reasons.append(f"{result.missing} not in both (--strict)")
+    if reasons:
+        say(f"failed: {', '.join(reasons)}; exit code 1")
+        raise typer.Exit(1)
+    say("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
+
+
+def _tell(result: Difference) -> None:
+    if result.machines:
+        say("DIFFERENT MACHINES: what follows compares machines as much as software")
+        _list(result.machines)
+    if result.software:
+        say("versions differ:")
+        _list(result.software)
+    if result.repeated:
+        say("measured more than once; the last one counts:")
+        _list(result.repeated)
+    _list_changes("REGRESSIONS", result.of("regression"), limit=None)
+    _list_changes("doubtful, since a measurement is marked", result.of("doubtful"))
+    _list_changes("improvements", result.of("improvement"))
+    for title, lines in (
+        ("only in OLD", result.only_old),
+        ("only in NEW", result.only_new),
+        ("not comparable", result.not_comparable),
+    ):
+        if lines:
+            say(f"{title} ({len(lines)}):")
+            _list(lines)
+    say(f"unchanged within the noise: {len(result.of('unchanged'))} of {len(result.changes)} figures")
+
+
+def _list_changes(title: str, found: tuple[Change, ...], limit: int | None = _MOST_LINES) -> None:
+    if found:
+        say(f"{title} ({len(found)}):")
+        _list([change.line() for change in found], limit)
+
+
+def _list(lines: tuple[str, ...] | list[str], limit: int | None = _MOST_LINES) -> None:
+    for line in lines[:limit]:
+        say(f"  {line}")
+    if limit is not None and len(lines) > limit:
+        say(f"  ... and {len(lines) - limit} more, in --json")

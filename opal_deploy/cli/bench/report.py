@@ -1,0 +1,57 @@
+"""`opal-deploy bench report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opal_deploy.cli.console import emit_line, say
+from opal_deploy.errors import UsageError, require
+
+
+def report(
+    files: Annotated[list[Path], typer.Argument(help="Files that `opal-deploy bench` wrote with --out, or folders.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Write one page of HTML.", show_default="report.html unless --markdown is given")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Write Markdown, without plots; - writes it to stdout.", allow_dash=True)
+    ] = None,
+    title: Annotated[str, typer.Option(help="The page's heading.")] = "Benchmarks",
+) -> None:
+    """Measurements as a page with plots and tables, and how to repeat each."""
+    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.bench.record import read
+    from opal_deploy.bench.report.content import report_of
+    from opal_deploy.bench.report.markdown import to_markdown
+
+    if out is None and markdown is None:
+        out = Path("report.html")
+    for target in (out, markdown):
+        if target is not None and target.exists() and any(f.exists() and target.samefile(f) for f in files):
+            raise UsageError(f"{target}: is one of the files to read; give another name for the report")
+    if out is not None:
+        require("matplotlib", "bench", "a page with plots")
+        require("jinja2", "bench", "a page with plots")
+    content = report_of(read(files), title)
+    if not content.sections:
+        raise UsageError("no measurements in these files; `opal-deploy bench ... --out FILE` writes them")
+    if markdown is not None:
+        text = to_markdown(content)
+        if str(markdown) == "-":
+            emit_line(text.rstrip("\n"))
+        else:
+            with written_atomically(markdown) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+            say(f"{markdown}: {content.measured} measurements")
+    if out is not None:
+        from opal_deploy.bench.report.page import to_html
+
+        page = to_html(content)
+        with written_atomically(out) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+        say(f"{out}: {content.measured} measurements")
+    if content.doubtful:
+        say(f"{content.doubtful} of them are marked as doubtful")

@@ -1,0 +1,99 @@
+"""`opal-deploy bench throughput`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opal_deploy.cli.bench.options import JsonLines, Out, deliver
+from opal_deploy.cli.bench.subjects import (
+    Backbones,
+    Batches,
+    Buffers,
+    ChannelsLast,
+    Classes,
+    DeviceName,
+    Head,
+    Iterations,
+    Models,
+    Precisions,
+    Prototypes,
+    Repeats,
+    Runtimes,
+    Seconds,
+    Size,
+    Threads,
+    Warmup,
+    openings,
+    parse_batches,
+    random_networks,
+    setups,
+)
+from opal_deploy.cli.console import say
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.record import Measurement
+
+
+def throughput(
+    model: Models = None,
+    backbone: Backbones = None,
+    head: Head = "opal",
+    classes: Classes = 200,
+    prototypes: Prototypes = 5,
+    size: Size = "224",
+    runtime: Runtimes = None,
+    precision: Precisions = None,
+    channels_last: ChannelsLast = False,
+    device: DeviceName = "auto",
+    threads: Threads = None,
+    batch: Batches = None,
+    seconds: Seconds = 3.0,
+    iterations: Iterations = 10,
+    repeats: Repeats = 3,
+    warmup: Warmup = 1.0,
+    buffers: Buffers = 4,
+    ceiling: Annotated[
+        Path | None, typer.Option(help="What `bench roofline --measure-ceiling --out FILE` measured on this machine.")
+    ] = None,
+    out: Out = None,
+    as_json: JsonLines = False,
+) -> None:
+    """Images per second over batch sizes, with the share of the hardware's ceiling; offline: the best of them.
+
+    A batch size that does not fit into memory is named, and ends that model's sweep.
+    """
+    from opal_deploy.bench.batch_timing import TimingOptions
+    from opal_deploy.bench.throughput import read_ceilings, sweep
+
+    sizes = parse_batches(batch, (1, 2, 4, 8, 16, 32))
+    measured = () if ceiling is None else read_ceilings(ceiling)
+    options = TimingOptions(seconds, iterations, repeats, warmup, buffers)
+    for opened in openings(
+        model,
+        random_networks(backbone, head, classes, prototypes, size),
+        setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
+    ):
+        for measurement in sweep(opened, sizes, options, measured):
+            deliver(measurement, out, as_json=as_json)
+            _tell(measurement)
+
+
+def _tell(found: Measurement) -> None:
+    if not found.figures:
+        say(f"  batch {found.case['batch']}: {found.marks[0]}")
+        return
+    rate = found.figures["images_per_second"]
+    spread = "" if rate.spread is None else f" (spread {rate.spread:.1%} over {len(rate.repeats)})"
+    if found.case.get("scenario"):
+        say(f"  offline: {rate.value:.2f} images/s{spread} at batch {found.figures['batch'].value:.0f}")
+        return
+    share = ""
+    if ceiling := found.figures.get("share_of_ceiling"):
+        share = f", {ceiling.value:.1f} % of the ceiling ({found.details['ceiling']['bound']})"
+    marks = "".join(f"; {mark}" for mark in found.marks)
+    latencies = f"p50 {found.figures['p50_ms'].value:.2f} ms, p99 {found.figures['p99_ms'].value:.2f} ms"
+    memory = f"{found.figures['peak_memory'].value:.0f} MB"
+    say(f"  batch {found.case['batch']}: {rate.value:.2f} images/s{spread}, {latencies}, {memory}{share}{marks}")

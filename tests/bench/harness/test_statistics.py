@@ -1,0 +1,77 @@
+"""Statistics against samples whose answers are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from opal_deploy.bench.harness.statistics import mean, median, paired_ratios, percentile, spread
+
+ONE_TO_HUNDRED = list(range(1, 101))
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1), (50, 50.5), (90, 90.1), (95, 95.05), (99, 99.01), (100, 100)]
+)
+def test_percentiles_of_one_to_a_hundred_interpolate_linearly(percent: float, expected: float) -> None:
+    assert percentile(ONE_TO_HUNDRED[::-1], percent) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("percent", [50, 90, 99])
+def test_percentiles_of_an_exponential_sample_are_its_quantiles(percent: float) -> None:
+    sample = np.random.default_rng(1).exponential(2.0, 200_000)
+
+    assert percentile(sample, percent) == pytest.approx(-2.0 * np.log(1 - percent / 100), rel=0.02)
+
+
+def test_one_value_is_every_percentile() -> None:
+    assert [percentile([3.0], percent) for percent in (0, 50, 99)] == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("function", [mean, spread, median, lambda sample: percentile(sample, 50)])
+def test_an_empty_sample_has_no_statistics(function) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="at least one value"):
+        function([])
+
+
+def test_the_mean_and_the_spread() -> None:
+    assert mean([1.0, 2.0, 6.0]) == 3.0
+    assert spread([90.0, 120.0, 100.0]) == pytest.approx(0.3)
+
+
+def test_the_interval_holds_the_median_and_is_the_same_every_time() -> None:
+    sample = np.random.default_rng(2).normal(5.0, 1.0, 30)
+
+    found = median(sample)
+
+    assert found.interval[0] <= found.value == np.median(sample) <= found.interval[1]
+    assert found.interval[0] < found.interval[1]
+    assert median(sample) == found
+
+
+def test_a_constant_sample_has_an_interval_of_no_width() -> None:
+    assert median([2.0] * 30).interval == (2.0, 2.0)
+
+
+def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(3)
+    covered = 0
+    for _ in range(300):
+        # skewed, as ratios and latencies are; its median is ln 2
+        low, high = median(generator.exponential(1.0, 30), resamples=500).interval
+        covered += low <= np.log(2) <= high
+
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_more_confidence_needs_a_wider_interval() -> None:
+    sample = np.random.default_rng(4).normal(size=40)
+    narrow, wide = median(sample, confidence=0.5).interval, median(sample, confidence=0.99).interval
+
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_ratios_are_taken_pair_by_pair() -> None:
+    assert paired_ratios([2.0, 30.0], [1.0, 10.0]).tolist() == [2.0, 3.0]
+    with pytest.raises(ValueError, match="no pairs"):
+        paired_ratios([1.0], [1.0, 2.0])

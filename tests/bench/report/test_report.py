@@ -1,0 +1,283 @@
+"""The page and the Markdown: complete, honest about doubts, and safe whatever a name tries to be."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from opal_deploy.bench.record import Figure, Kind, Measurement
+from opal_deploy.bench.report.content import report_of
+from opal_deploy.bench.report.markdown import to_markdown
+from opal_deploy.bench.report.page import to_html
+
+Opal = Callable[..., subprocess.CompletedProcess[str]]
+Write = Callable[..., Path]
+
+
+class Elements(HTMLParser):
+    """Names of the elements, their attributes, and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(every_kind: list[Measurement]) -> str:
+    return to_html(report_of(every_kind, "Two cores"))
+
+
+@pytest.fixture(scope="module")
+def hostile_page(every_kind: list[Measurement], hostile: str) -> str:
+    return to_html(report_of(_hostile(every_kind, hostile), hostile))
+
+
+def _hostile(measurements: list[Measurement], text: str) -> list[Measurement]:
+    """The same with the text wherever a text may stand."""
+    return [
+        replace(
+            m,
+            subject=m.subject and replace(m.subject, name=text, backbone=text, head=text, device=text, runtime=text),
+            case={**m.case, text: text},
+            figures={**m.figures, text: Figure(1.0, text, "higher")},
+            settings={text: text},
+            timed=text,
+            marks=(text,),
+            conditions={text: {text: text}},
+            machine={"processor": text, text: text, "versions": {text: text}, "gpus": [{"name": text}]},
+            details={**m.details, text: text, "ceilings": [{"name": text, "flops": 1e12, "bytes_per_second": 1e11}]},
+            command=text,
+            when=text,
+        )
+        for m in measurements
+    ]
+
+
+def test_every_kind_has_a_section(every_kind: list[Measurement]) -> None:
+    assert {section.kind for section in report_of(every_kind).sections} == set(get_args(Kind))
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "Ratio to the reference", "Throughput against batch", "Latency percentiles", "Throughput of the whole pipeline",
+        "Time by stage", "Memory over time", "Parameters of the head", "Roofline",
+        "Latency against the rate of arrivals",
+    ],
+)  # fmt: skip
+def test_every_plot_is_there_for_wide_and_narrow_pages_and_described(page: str, title: str) -> None:
+    labels = [value or "" for name, value in Elements(page).attributes if name == "aria-label"]
+    assert len([label for label in labels if label.startswith(f"{title}. ") and len(label) > len(title) + 20]) == 2
+
+
+def test_figures_of_plots_stand_in_tables_too(page: str) -> None:
+    text = Elements(re.sub(r"<svg.*?</svg>", "", page, flags=re.S)).text
+    for figure in ("0.972", "[0.968, 0.977]", "19.44", "57.87", "37.19", "512", "23.51 M"):
+        assert figure in text
+
+
+def test_rows_say_how_they_were_measured(page: str) -> None:
+    text = Elements(page).text
+    assert "opal-deploy bench compare --model m.onnx" in text
+    assert "Timed: from call to numpy arrays" in text
+    assert "Example CPU 9000, 2 cores" in text
+    assert "onnxruntime 1.31.0, numpy 2.4.0" in text
+
+
+def test_doubtful_rows_are_marked(page: str) -> None:
+    assert page.count('<tr class="doubt">') == 3
+    assert "noisy: the repeats differ by 15%" in page
+    assert "3 marked as doubtful" in Elements(page).text
+
+
+def test_the_page_is_self_contained_and_has_no_script(page: str) -> None:
+    elements = Elements(page)
+    links = [value or "" for name, value in elements.attributes if name in ("src", "href", "srcset", "data", "action")]
+    assert links
+    assert all(link.startswith("#") for link in links)
+    assert not {"script", "img", "link", "iframe", "image", "foreignobject"} & set(elements.names)
+    assert not re.search(r"url\((?!#)", page)
+    assert "@import" not in page
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'") in (
+        elements.attributes
+    )
+
+
+def test_the_page_has_a_title_a_language_and_one_heading(page: str) -> None:
+    elements = Elements(page)
+    assert "<title>Two cores</title>" in page
+    assert ("lang", "en") in elements.attributes
+    assert elements.names.count("h1") == 1
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(page: str) -> None:
+    ids = [value for name, value in Elements(page).attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', page))
+    for reference in re.findall(r'(?:href="#|url\(#)([^")]+)', page):
+        assert reference in ids
+
+
+def test_plots_take_their_colours_from_the_page(page: str) -> None:
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, flags=re.S))
+    assert "currentColor" in drawings
+    assert "var(--s0)" in drawings
+    assert not re.search(r"(?:fill|stroke): #", drawings)
+    assert "font-family" not in drawings
+
+
+def test_text_in_plots_is_text(page: str) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", page, flags=re.S)
+    assert any("convnext_tiny + opal" in Elements(drawing).text for drawing in drawings)
+
+
+def test_the_same_measurements_make_the_same_page(every_kind: list[Measurement], page: str) -> None:
+    assert to_html(report_of(every_kind, "Two cores")) == page
+
+
+def test_texts_from_outside_cannot_become_markup(hostile_page: str, page: str) -> None:
+    elements = Elements(hostile_page)
+    assert not {"script", "img"} & set(elements.names)
+    assert not [name for name, _ in elements.attributes if name.startswith("on")]
+    assert "<script>alert(1)</script>\"'&|`$x$ \\udcff\\x1b[31m</title>" in elements.text
+    assert "{{7*7}}" in elements.text
+    hostile_page.encode()
+    assert "\x1b" not in hostile_page
+
+
+@pytest.mark.browser
+def test_a_real_browser_runs_and_fetches_nothing_and_finds_the_plots(hostile_page: str, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    path = tmp_path / "report.html"
+    path.write_text(hostile_page, encoding="utf-8")
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    run = subprocess.run(
+        [chromium, *flags.split(), "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()],
+        capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    elements = Elements(run.stdout.decode())
+    assert {"title", "h1", "table", "svg", "figure"} <= set(elements.names)
+    assert not {"script", "img"} & set(elements.names)
+    assert not [name for name, _ in elements.attributes if name.startswith("on")]
+    # the browser's own policy had nothing to refuse: styles in plots are allowed
+    assert b"Content Security Policy" not in run.stderr
+
+
+def test_what_no_report_knows_is_still_in_the_tables(one: Callable[..., Measurement]) -> None:
+    strange = one("latency", {"time_to_boredom": Figure(12.5, "yawns", "lower")}, case={"weather": "fine"})
+    text = Elements(to_html(report_of([strange, replace(strange, case={"weather": "rain"})]))).text
+    for told in ("time to boredom", "yawns", "12.5", "weather", "fine", "rain"):
+        assert told in text
+
+
+def test_a_measurement_that_failed_is_a_row_without_figures(one: Callable[..., Measurement]) -> None:
+    good = one("throughput", {"images_per_second": Figure(10.0, "images/s", "higher")}, case={"batch": 1})
+    bad = replace(good, figures={}, case={"batch": 2}, marks=("failed: out of memory",))
+    text = Elements(to_html(report_of([good, bad]))).text
+    assert "failed: out of memory" in text
+
+
+def test_the_last_measurement_of_a_thing_counts_and_the_report_says_so(one: Callable[..., Measurement]) -> None:
+    rates = [one("throughput", {"r": Figure(value, "images/s")}, case={"batch": 1}) for value in (11.5, 22.5)]
+    report = report_of(rates)
+    assert report.measured == 1
+    text = Elements(to_html(report)).text
+    assert "22.5" in text
+    assert "11.5" not in text
+    assert "1 earlier measurement of the same things on the same machine are not shown" in text
+
+
+def test_machines_are_told_apart(one: Callable[..., Measurement]) -> None:
+    here = one("throughput", {"r": Figure(11.5, "images/s")}, case={"batch": 1})
+    there = replace(here, machine={"processor": "Other", "gpus": [{"name": "NVIDIA L4"}]})
+    report = report_of([here, there])
+    assert [m.title for m in report.machines] == ["Example CPU 9000, 2 cores", "NVIDIA L4; Other"]
+    assert [cell.text for cell in (row[2] for row in report.sections[0].tables[0].rows)] == ["A", "B"]
+
+
+class TestMarkdown:
+    def test_tables_have_as_many_cells_in_each_line(self, every_kind: list[Measurement], hostile: str) -> None:
+        for measurements in (every_kind, _hostile(every_kind, hostile)):
+            blocks = re.findall(r"(?:^\|.*\n)+", to_markdown(report_of(measurements)), flags=re.M)
+            assert len(blocks) >= 8
+            for block in blocks:
+                assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
+
+    def test_has_the_figures_commands_and_doubts(self, every_kind: list[Measurement]) -> None:
+        text = to_markdown(report_of(every_kind))
+        assert "| 1 | resnet50 + opal | 0.972 [0.968, 0.977] |" in text
+        assert "- Rows 1–3: `opal-deploy bench compare --model m.onnx`" in text
+        assert "**noisy: the repeats differ by 15%**" in text
+
+    def test_texts_from_outside_cannot_become_markup(self, every_kind: list[Measurement], hostile: str) -> None:
+        text = to_markdown(report_of(_hostile(every_kind, hostile)))
+        outside_code = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text.replace(r"\`", ""))
+        assert "<script" not in outside_code
+        assert "\x1b" not in text
+        text.encode()
+
+
+class TestCommand:
+    def test_writes_a_page_by_default(self, opal: Opal, write_lines: Write, every_kind: list[Measurement]) -> None:
+        path = write_lines(*every_kind[:2])
+        done = opal("bench", "report", path.name, cwd=path.parent)
+        assert done.returncode == 0, done.stderr
+        assert "<h1>Benchmarks</h1>" in (path.parent / "report.html").read_text(encoding="utf-8")
+
+    def test_markdown_to_stdout_needs_no_plots(
+        self, opal: Opal, write_lines: Write, every_kind: list[Measurement]
+    ) -> None:
+        path = write_lines(*every_kind)
+        done = opal(
+            "bench", "report", path.name, "--markdown", "-", cwd=path.parent, blocked=("matplotlib", "jinja2", "torch")
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("# Benchmarks\n")
+        assert not (path.parent / "report.html").exists()
+
+    def test_a_page_without_matplotlib_says_what_to_install(
+        self, opal: Opal, write_lines: Write, every_kind: list[Measurement]
+    ) -> None:
+        path = write_lines(*every_kind)
+        done = opal("bench", "report", path.name, cwd=path.parent, blocked=("matplotlib",))
+        assert done.returncode == 2
+        assert "pip install 'opal-deploy[bench]'" in done.stderr
+
+    def test_never_overwrites_what_it_reads(
+        self, opal: Opal, write_lines: Write, every_kind: list[Measurement]
+    ) -> None:
+        path = write_lines(*every_kind[:1])
+        before = path.read_bytes()
+        done = opal("bench", "report", path.name, "--markdown", path.name, cwd=path.parent)
+        assert done.returncode == 2
+        assert "is one of the files to read" in done.stderr
+        assert path.read_bytes() == before
+
+    def test_files_without_measurements_are_a_wrong_call(self, opal: Opal, write_lines: Write) -> None:
+        path = write_lines()
+        path.write_text("\n")
+        done = opal("bench", "report", path.name, cwd=path.parent)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
+        assert "no measurements in these files" in done.stderr

@@ -1,0 +1,191 @@
+"""What is a regression and what is noise; exit codes and what a person is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.bench.diff import Change, Difference, compare
+from opal_deploy.bench.record import Figure, Measurement, Subject, append
+
+Opal = Callable[..., subprocess.CompletedProcess[str]]
+MODEL = Subject("m.onnx", runtime="onnxruntime", runtime_version="1.30.0", device="cpu")
+MACHINE = {"processor": "Example CPU 9000", "usable_cores": 2, "versions": {"onnxruntime": "1.30.0"}}
+
+
+def line(figure: Figure, **changes: Any) -> Measurement:
+    values: dict[str, Any] = {"subject": MODEL, "case": {"batch": 8}, "machine": MACHINE}
+    return Measurement("throughput", figures={"images_per_second": figure}, **(values | changes))
+
+
+def rate(value: float, spread: float = 0.0, interval: tuple[float, float] | None = None) -> Figure:
+    repeats = (value * (1 - spread / 2), value, value * (1 + spread / 2)) if spread else ()
+    return Figure(value, "images/s", "higher", repeats, interval)
+
+
+def time(value: float) -> Figure:
+    return Figure(value, "ms", "lower")
+
+
+def only(difference: Difference) -> Change:
+    (change,) = difference.changes
+    return change
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        (rate(100), rate(100), "unchanged"),
+        (rate(100), rate(97.1), "unchanged"),
+        (rate(100), rate(96), "regression"),
+        (rate(100), rate(104), "improvement"),
+        (time(100), time(104), "regression"),
+        (time(100), time(96), "improvement"),
+        # the spread of either side is noise
+        (rate(100, spread=0.06), rate(95), "unchanged"),
+        (rate(100), rate(95, spread=0.06), "unchanged"),
+        (rate(100, spread=0.04), rate(95, spread=0.04), "regression"),
+        # intervals, where both have them, judge instead of spreads
+        (rate(100, interval=(99, 101)), rate(95, interval=(94, 99.5)), "unchanged"),
+        (rate(100, interval=(99, 101)), rate(95, interval=(94, 96)), "regression"),
+        (rate(100, 0.09, (99, 101)), rate(95, 0.09, (94, 96)), "regression"),
+        (rate(100, interval=(99.9, 100.1)), rate(98, interval=(97.9, 98.1)), "unchanged"),
+        (rate(100, 0.09, (99, 101)), rate(95), "unchanged"),
+        # from nothing, any change is beyond any share
+        (time(0), time(0.1), "regression"),
+        (time(0), time(0), "unchanged"),
+        (Figure(-10.0, "dB", "lower"), Figure(-9.0, "dB", "lower"), "regression"),
+    ],
+)
+def test_a_change_counts_beyond_tolerance_and_noise(old: Figure, new: Figure, verdict: str) -> None:
+    assert only(compare([line(old)], [line(new)])).verdict == verdict
+
+
+def test_the_tolerance_is_the_callers() -> None:
+    old, new = [line(rate(100))], [line(rate(92))]
+    assert only(compare(old, new, tolerance=0.1)).verdict == "unchanged"
+    assert only(compare(old, new, tolerance=0.05)).verdict == "regression"
+
+
+@pytest.mark.parametrize("mark", ["noisy: the repeats differ by 12%", "throttled: hw_slowdown", "busy machine"])
+@pytest.mark.parametrize("side", ["old", "new"])
+@pytest.mark.parametrize("value", [50.0, 200.0])
+def test_marked_measurements_are_never_certain(mark: str, side: str, value: float) -> None:
+    old = line(rate(100), marks=(mark,) if side == "old" else ())
+    new = line(rate(value), marks=(mark,) if side == "new" else ())
+    change = only(compare([old], [new]))
+    assert (change.verdict, change.marks) == ("doubtful", (mark,))
+
+
+def test_figures_without_a_better_direction_are_not_judged() -> None:
+    assert compare([line(Figure(1.0, "MACs"))], [line(Figure(2.0, "MACs"))]).changes == ()
+
+
+def test_versions_machines_and_time_do_not_keep_measurements_apart() -> None:
+    newer = line(
+        rate(90), when="2027", subject=replace(MODEL, runtime_version="1.31.0", sha256="ab"),
+        machine={**MACHINE, "processor": "Other CPU", "versions": {"onnxruntime": "1.31.0"}},
+    )  # fmt: skip
+    difference = compare([line(rate(100))], [newer])
+    assert only(difference).verdict == "regression"
+    assert difference.machines == ("processor Example CPU 9000 -> Other CPU",)
+    assert difference.software == ("versions: onnxruntime 1.30.0 -> 1.31.0",)
+
+
+def test_what_only_one_side_has_is_listed() -> None:
+    old = [line(rate(100)), line(rate(100), case={"batch": 16})]
+    both = Measurement("throughput", MODEL, {"batch": 8}, {"images_per_second": rate(100), "p50_ms": time(3)})
+    difference = compare(old, [both, line(rate(1), case={"batch": 32})])
+    assert difference.only_old == ("throughput: m.onnx, batch 16",)
+    assert difference.only_new == ("throughput: m.onnx, batch 32", "throughput: m.onnx, batch 8: p50 ms")
+    assert difference.missing == 3
+
+
+@pytest.mark.parametrize("new", [Figure(100.0, "queries/s", "higher"), Figure(100.0, "images/s", "lower")])
+def test_other_units_and_directions_are_not_compared(new: Figure) -> None:
+    difference = compare([line(rate(100))], [line(new)])
+    assert difference.changes == ()
+    assert len(difference.not_comparable) == 1
+
+
+def test_of_several_measurements_of_one_thing_the_last_counts() -> None:
+    difference = compare([line(rate(100)), line(rate(50))], [line(rate(1)), line(rate(51))])
+    assert only(difference).verdict == "unchanged"
+    assert difference.repeated == ("OLD: throughput: m.onnx", "NEW: throughput: m.onnx")
+
+
+@pytest.fixture
+def diff(opal: Opal, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(old: list[Measurement], new: list[Measurement], *options: str) -> subprocess.CompletedProcess[str]:
+        for name, measurements in (("old.jsonl", old), ("new.jsonl", new)):
+            (tmp_path / name).write_text("")
+            for measurement in measurements:
+                append(tmp_path / name, measurement)
+        return opal("bench", "diff", "old.jsonl", "new.jsonl", *options, cwd=tmp_path)
+
+    return run
+
+
+def test_a_regression_exits_with_1_and_says_so(diff: Callable) -> None:
+    done = diff([line(rate(100))], [line(rate(80))])
+    assert done.returncode == 1
+    assert "throughput: m.onnx: images per second 100 -> 80 images/s (-20.0%; noise up to 3.0%)" in done.stderr
+    assert done.stderr.splitlines()[-1] == "failed: 1 regression beyond the noise; exit code 1"
+    assert "bug" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_doubts_and_improvements_exit_with_0(diff: Callable) -> None:
+    other = {"case": {"batch": 16}}
+    done = diff(
+        [line(rate(100)), line(rate(100), **other)], [line(rate(50), marks=("noisy: 20%",)), line(rate(150), **other)]
+    )
+    assert done.returncode == 0
+    assert "doubtful, since a measurement is marked (1):" in done.stderr
+    assert "marked noisy: 20%" in done.stderr
+    assert "improvements (1):" in done.stderr
+    assert done.stderr.splitlines()[-1] == "no regression beyond the noise"
+
+
+def test_missing_measurements_fail_only_when_strict(diff: Callable) -> None:
+    old, new = [line(rate(100)), line(rate(9), case={"batch": 16})], [line(rate(100))]
+    assert diff(old, new).returncode == 0
+    strict = diff(old, new, "--strict")
+    assert strict.returncode == 1
+    assert "1 not in both (--strict)" in strict.stderr
+
+
+def test_another_machine_is_said_loudly(diff: Callable) -> None:
+    done = diff([line(rate(100))], [line(rate(100), machine={**MACHINE, "usable_cores": 64})])
+    assert done.stderr.startswith("DIFFERENT MACHINES")
+    assert "usable cores 2 -> 64" in done.stderr
+
+
+def test_json_has_every_change(diff: Callable) -> None:
+    done = diff([line(rate(100))], [line(rate(80))], "--json")
+    (change,) = json.loads(done.stdout)["changes"]
+    assert (change["verdict"], change["relative"]) == ("regression", pytest.approx(-0.2))
+
+
+def test_the_tolerance_is_in_per_cent(diff: Callable) -> None:
+    assert diff([line(rate(100))], [line(rate(80))], "--tolerance", "25").returncode == 0
+
+
+def test_a_name_with_control_characters_does_not_reach_the_terminal(diff: Callable) -> None:
+    subject = replace(MODEL, name="\x1b[31mred\n\udcff.onnx")
+    done = diff([line(rate(100), subject=subject)], [line(rate(80), subject=subject)])
+    assert done.returncode == 1
+    assert "\x1b" not in done.stderr
+    assert r"\x1b[31mred \udcff.onnx" in done.stderr
+
+
+def test_a_file_that_is_not_there_is_a_wrong_call(opal: Opal, tmp_path: Path) -> None:
+    done = opal("bench", "diff", "a.jsonl", "b.jsonl", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,210 @@
+"""The one schema: measurements come back as they were written; what is not one is named by file, line and field."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from opal_deploy.bench.record import Figure, Kind, Measurement, Subject, append, read
+from opal_deploy.errors import UsageError
+
+FULL = Measurement(
+    kind="throughput",
+    subject=Subject(
+        "Übersee \udcff.onnx", "resnet50", "opal", "onnxruntime", "1.31.0", "cpu", "fp32", "uint8 NHWC", (160, 192),
+        200, 5, "ab" * 32,
+    ),
+    case={"batch": 8, "scenario": "offline", "network": True, "limit": 1.5, "threads": None},
+    figures={
+        "images_per_second": Figure(39.7, "images/s", "higher", (39.1, 39.7, 40.2), (39.2, 40.1)),
+        "macs": Figure(4089184256.0, "MACs"),
+    },
+    settings={"seconds": 3.0, "iterations": [10, 11]},
+    timed="from call to numpy arrays",
+    marks=("noisy: the repeats differ by 12%",),
+    conditions={"sm_clock_mhz": {"min": 1200, "max": 1980}},
+    machine={"processor": "Example", "versions": {"numpy": "2.4"}},
+    details={"line\u2028separator": ["\u2028", None]},
+    command="opal-deploy bench throughput --model m.onnx",
+    when="2026-05-01T12:00:00+00:00",
+)  # fmt: skip
+MINIMAL = Measurement("ceiling", None, {}, {})
+
+
+def raw(**changes: Any) -> dict[str, Any]:
+    """The full measurement as a parsed line, with some fields replaced."""
+    document: dict[str, Any] = json.loads(FULL.to_line())
+    return document | changes
+
+
+def subject(**changes: Any) -> dict[str, Any]:
+    return raw()["subject"] | changes
+
+
+def figure(**changes: Any) -> dict[str, Any]:
+    return {"value": 1.0, "unit": "ms"} | changes
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("example", [FULL, MINIMAL], ids=["full", "minimal"])
+def test_every_kind_comes_back_equal(tmp_path: Path, kind: Kind, example: Measurement) -> None:
+    written = replace(example, kind=kind)
+    append(tmp_path / "new folder" / "lines.jsonl", written)
+    append(tmp_path / "new folder" / "lines.jsonl", written)
+    assert list(read([tmp_path / "new folder" / "lines.jsonl"])) == [written, written]
+
+
+def test_a_line_is_ascii_and_one_line() -> None:
+    assert FULL.to_line().isascii()
+    assert "\n" not in FULL.to_line()
+
+
+def test_line_separators_that_are_no_line_ends_may_stand_in_texts(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(
+        json.dumps(raw(timed="a\u2028b\x85c", subject=None), ensure_ascii=False) + "\r\n\n", encoding="utf-8"
+    )
+    assert [m.timed for m in read([path])] == ["a\u2028b\x85c"]
+
+
+def test_unknown_keys_of_a_newer_writer_are_passed_over() -> None:
+    document = raw(weather="fine", subject=subject(colour="red"), figures={"x": figure(mood="good")})
+    assert Measurement.from_line(json.dumps(document)).figures == {"x": Figure(1.0, "ms")}
+
+
+def test_a_folder_stands_for_its_lines_files_in_order(tmp_path: Path) -> None:
+    for name, timed in (("b.jsonl", "second"), ("a.jsonl", "first"), ("c.json", "other")):
+        (tmp_path / name).write_text(json.dumps(raw(timed=timed)) + "\n")
+    assert [m.timed for m in read([tmp_path])] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ([], "list found, an object expected"),
+        (raw(schema=2), "schema 2 found, 1 expected"),
+        (raw(schema=True), "schema True found"),
+        ({"kind": "ceiling"}, "schema None found"),
+        (raw(kind="speed"), "kind is 'speed', expected one of overhead"),
+        (raw(kind=["latency"]), r"kind is \['latency'\]"),
+        ({"schema": 1, "subject": None, "case": {}, "figures": {}}, "kind is missing"),
+        ({"schema": 1, "kind": "ceiling", "case": {}, "figures": {}}, "subject is missing"),
+        ({"schema": 1, "kind": "ceiling", "subject": None, "case": {}}, "figures is missing"),
+        (raw(case=[]), "case is not an object"),
+        (raw(case={"batch": [1]}), r"case\.batch is not a text, a number"),
+        (raw(figures=None), "figures is not an object"),
+        (raw(figures={"p50": 3}), r"figures\.p50 is not an object"),
+        (raw(figures={"p50": {"unit": "ms"}}), r"figures\.p50\.value is missing"),
+        (raw(figures={"p50": figure(value="3")}), r"figures\.p50\.value is not a number"),
+        (raw(figures={"p50": figure(value=True)}), r"figures\.p50\.value is not a number"),
+        (raw(figures={"p50": figure(value=10**400)}), r"figures\.p50\.value is not a finite number"),
+        (raw(figures={"p50": figure(unit=None)}), r"figures\.p50\.unit is not a text"),
+        (raw(figures={"p50": figure(better="more")}), r"figures\.p50\.better is not higher, lower or null"),
+        (raw(figures={"p50": figure(repeats=3)}), r"figures\.p50\.repeats is not a list"),
+        (raw(figures={"p50": figure(repeats=[1, None])}), r"figures\.p50\.repeats is not a number"),
+        (raw(figures={"p50": figure(interval=[1])}), r"figures\.p50\.interval is not two numbers"),
+        (raw(figures={"p50": figure(interval=[2, 1])}), r"figures\.p50\.interval is not \[low, high\]"),
+        (raw(subject="resnet50"), "subject is not an object or null"),
+        (raw(subject={}), r"subject\.name is missing"),
+        (raw(subject=subject(device=None)), r"subject\.device is not a text"),
+        (raw(subject=subject(input_size=[224])), r"subject\.input_size is not \[H0, W0\]"),
+        (raw(subject=subject(input_size=["a", "b"])), r"subject\.input_size is not \[H0, W0\]"),
+        (raw(subject=subject(num_classes="200")), r"subject\.num_classes is not a whole number"),
+        (raw(subject=subject(sha256=7)), r"subject\.sha256 is not a text or null"),
+        (raw(timed=None), "timed is not a text"),
+        (raw(marks="noisy"), "marks is not a list of texts"),
+        (raw(marks=[1]), "marks is not a list of texts"),
+        (raw(machine="mine"), "machine is not an object"),
+    ],
+)
+def test_what_is_malformed_is_named_by_file_line_and_field(tmp_path: Path, document: Any, told: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(FULL.to_line() + "\n" + json.dumps(document) + "\n")
+    with pytest.raises(UsageError, match=told) as error:
+        list(read([path]))
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not a line of JSON"),
+        ("[" * 100_000, "not a line of JSON"),
+        (FULL.to_line().replace("39.7", "NaN", 1), "NaN is no number of JSON's"),
+        (FULL.to_line().replace("39.7", "-Infinity", 1), "-Infinity is no number of JSON's"),
+        (FULL.to_line().replace("39.7", "1e999", 1), "1e999 is too large a number"),
+    ],
+    ids=["cut", "deep", "NaN", "infinity", "overflow"],
+)
+def test_what_is_no_json_is_named_by_file_and_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(f"\n{text}\n")
+    with pytest.raises(UsageError, match=told) as error:
+        list(read([path]))
+    assert str(error.value).startswith(f"{path}:2: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["value", "repeats", "case", "details"])
+def test_what_is_not_finite_is_never_written(tmp_path: Path, where: str, value: float) -> None:
+    figures = {"x": Figure(value if where == "value" else 1.0, "ms", None, (value,) if where == "repeats" else ())}
+    case = {"limit": value} if where == "case" else {}
+    details = {"slope": value} if where == "details" else {}
+    path = tmp_path / "lines.jsonl"
+    with pytest.raises(ValueError, match="JSON compliant"):
+        append(path, Measurement("ceiling", None, case, figures, details=details))
+    assert not path.exists() or path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda path: None, "cannot be read"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8 text"),
+        (lambda path: path.mkdir(), r"a folder without \*\.jsonl"),
+    ],
+    ids=["missing", "binary", "empty folder"],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, make: Any, told: str) -> None:
+    path = tmp_path / "there"
+    make(path)
+    with pytest.raises(UsageError, match=told) as error:
+        list(read([path]))
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="choose another --out"):
+        append(tmp_path / "file" / "lines.jsonl", MINIMAL)
+
+
+def test_the_key_is_that_of_the_thing_not_of_the_time(tmp_path: Path) -> None:
+    assert FULL.subject is not None
+    later = replace(
+        FULL, when="2027", command="another", machine={}, marks=(), figures={},
+        subject=replace(FULL.subject, runtime_version="2", sha256=None),
+    )  # fmt: skip
+    assert later.key == FULL.key
+    for other in (
+        replace(FULL, kind="latency"),
+        replace(FULL, subject=None),
+        replace(FULL, case={**FULL.case, "batch": 16}),
+        replace(FULL, subject=replace(FULL.subject, precision="fp16")),
+    ):
+        assert other.key != FULL.key
+
+
+def test_spread_is_of_the_repeats_and_over_ten_per_cent_is_noisy() -> None:
+    assert Figure(1.0, "ms").spread is None
+    assert Figure.of_repeats([95, 100, 105], "ms").spread == pytest.approx(0.10)
+    assert not Figure.of_repeats([95, 100, 105], "ms").is_noisy
+    assert Figure.of_repeats([94, 100, 105], "ms").is_noisy
+    assert Figure.of_repeats([3, 1, 2], "ms").value == 2
