@@ -66,7 +66,7 @@ class Opened:
     def title(self) -> str:
         """For people: what, in what, on what."""
         s = self.subject
-        threads = f", {self.threads} threads" if self.threads else ""
+        threads = f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
         return f"{s.name}: {s.runtime} {s.runtime_version}, {s.precision}, {s.device}{threads}"
 
     @property

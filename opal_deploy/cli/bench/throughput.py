@@ -88,7 +88,7 @@ def _tell(found: Measurement) -> None:
     rate = found.figures["images_per_second"]
     spread = "" if rate.spread is None else f" (spread {rate.spread:.1%} over {len(rate.repeats)})"
     if found.case.get("scenario"):
-        say(f"  offline: {rate.value:.2f} images/s{spread} at batch {found.figures['batch'].value:.0f}")
+        say(f"  offline: {rate.value:.2f} images/s{spread} at batch {found.figures['best_batch'].value:.0f}")
         return
     share = ""
     if ceiling := found.figures.get("share_of_ceiling"):
