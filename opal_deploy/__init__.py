@@ -24,6 +24,7 @@ from opal_deploy.errors import (
 if TYPE_CHECKING:
     from opal_deploy.explain.records import Record
     from opal_deploy.pipeline.model import Model, load
+    from opal_deploy.pipeline.service import Service
 
 __all__ = [
     "ArtifactError",
@@ -33,6 +34,7 @@ __all__ = [
     "Model",
     "OpalError",
     "Record",
+    "Service",
     "StoppedEarly",
     "UsageError",
     "VerificationError",
@@ -43,6 +45,7 @@ __all__ = [
 _LAZY = {
     "Model": "opal_deploy.pipeline.model",
     "load": "opal_deploy.pipeline.model",
+    "Service": "opal_deploy.pipeline.service",
     "Record": "opal_deploy.explain.records",
 }
 

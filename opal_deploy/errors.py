@@ -8,6 +8,7 @@
     ├── ImageError          3    one image cannot be used; it gets an error record
     ├── VerificationError   4    outputs differ from the reference; nothing was left behind
     └── StoppedEarly        5    disk full, device lost, too many errors; can be resumed
+        └── OutOfMemory     5    a device's memory is full; fewer pictures at a time may fit
 
 Messages are one line: what was wrong, what was found, what was expected, what to do.
 Anything else that reaches the CLI is our bug and exits with 1.
@@ -77,6 +78,10 @@ class StoppedEarly(OpalError):
     """The run ended before its inputs did; what was written is complete and can be resumed."""
 
     exit_code = 5
+
+
+class OutOfMemory(StoppedEarly):
+    """The memory of a device, or what the host may pin, is full; a smaller batch may fit."""
 
 
 def require(package: str, extra: str, purpose: str, *, pip_name: str | None = None) -> None:

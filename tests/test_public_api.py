@@ -37,6 +37,7 @@ def test_the_public_names_are_these() -> None:
         "Model",
         "OpalError",
         "Record",
+        "Service",
         "StoppedEarly",
         "UsageError",
         "VerificationError",

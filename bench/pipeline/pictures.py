@@ -56,7 +56,7 @@ def _copy(item: Item, size: ImageSize, path: Path) -> Item:
     if item.problem is not None:
         return item
     try:
-        picture = decode(item.path)
+        picture = decode(item.source)
     except ImageError:
         return item
     picture.resize(size, Image.Resampling.BICUBIC).save(path, "JPEG", quality=COPY_QUALITY)

@@ -16,7 +16,7 @@ from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.demo import EvidenceSummary
-    from opal_deploy.pipeline.infer import Summary
+    from opal_deploy.pipeline.summary import Summary
 
 MARKER = "demo.json"
 
@@ -136,11 +136,11 @@ def _explain(out: Path, model: Path) -> Summary:
     from opal_deploy.pipeline.discover import Skipped, discover
     from opal_deploy.pipeline.engine import EngineOptions
     from opal_deploy.pipeline.infer import Job, run
-    from opal_deploy.pipeline.output import new_folder
     from opal_deploy.runtime.select import open_sessions
 
     sessions = open_sessions(model, device="cpu")
-    folder = new_folder(out / "explanations", overwrite=False)
+    folder = out / "explanations"
+    folder.mkdir(exist_ok=True)
     facts = (
         ("Model", f"{model}: {RECIPE.backbone}, {RECIPE.prototypes} slots a class, from random weights"),
         ("Runtime", sessions[0].description),

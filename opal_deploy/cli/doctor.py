@@ -23,9 +23,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Show the GPUs, the driver and the runtimes: what is usable here, and what to install."""
+    from opal_deploy.preprocess import native
+
     driver = probe.read_driver()
     facts = probe.runtimes(driver)
-    warnings = probe.conflicts()
+    warnings = [*probe.conflicts(), *native.missing()]
     if as_json:
         emit_json(_document(driver, facts, warnings))
     else:

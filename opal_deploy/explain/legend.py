@@ -7,7 +7,7 @@ from PIL import ImageDraw
 from opal_deploy.explain.bars import COSINE, DISTANCE, SCORE, Bar, bars_of, number
 from opal_deploy.explain.palette import RGB, text_color
 from opal_deploy.explain.records import Answer, Record
-from opal_deploy.explain.text import drawable, fit, font
+from opal_deploy.explain.text import drawable, fit, font, put_text
 
 PAPER: RGB = (250, 250, 248)
 INK: RGB = (26, 26, 26)
@@ -58,17 +58,17 @@ class Legend:
         size, left = self._size, x + self._pad
         y += self._pad
         for line in self._title_lines:
-            draw.text((left, y), line, INK, self._title)
+            put_text(draw, (left, y), line, INK, self._title)
             y += round(size * 1.35 * 1.35)
         for line in self._facts:
-            draw.text((left, y), line, INK, self._text)
+            put_text(draw, (left, y), line, INK, self._text)
             y += self._line
         for line in self._abstained:
-            draw.text((left, y), line, _ALERT, self._text)
+            put_text(draw, (left, y), line, _ALERT, self._text)
             y += self._line
         y += round(size * 0.5)
         for line in self._note:
-            draw.text((left, y), line, _FAINT, self._small)
+            put_text(draw, (left, y), line, _FAINT, self._small)
             y += self._line
         gap = 2 * size
         column = (self._width - 2 * self._pad - gap * (self._columns - 1)) // self._columns
@@ -85,10 +85,10 @@ class Legend:
         value_right = score_right - round(3.6 * size) if both else score_right
         bar_left, bar_right = x + round(2.1 * size), value_right - round(3.4 * size)
         middle = y + line // 2
-        draw.text((x, middle), "slot", _FAINT, self._small, anchor="lm")
-        draw.text((score_right, middle), "score", _FAINT, self._small, anchor="rm")
+        put_text(draw, (x, middle), "slot", _FAINT, self._small, "lm")
+        put_text(draw, (score_right, middle), "score", _FAINT, self._small, "rm")
         if both:
-            draw.text((value_right, middle), _HEADINGS[self._bars.meaning], _FAINT, self._small, anchor="rm")
+            put_text(draw, (value_right, middle), _HEADINGS[self._bars.meaning], _FAINT, self._small, "rm")
         hair = max(1, size // 14)
         for bar in bars:
             y += line
@@ -96,8 +96,8 @@ class Legend:
             half = round(size * 0.58)
             swatch = (x, middle - half, x + round(size * 1.5), middle + half)
             draw.rectangle(swatch, fill=bar.color, outline=INK, width=hair)
-            draw.text(
-                ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(bar.color), self._small, anchor="mm"
+            put_text(
+                draw, ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(bar.color), self._small, "mm"
             )
             thick = max(2, round(size * 0.32))
             room = bar_right - bar_left
@@ -105,9 +105,9 @@ class Legend:
             start, stop = bar_left + round(bar.start * room), bar_left + round(bar.stop * room)
             if stop > start:
                 draw.rectangle((start, middle - thick, stop, middle + thick), fill=bar.color)
-            draw.text((value_right, middle), number(bar.value), INK, self._text, anchor="rm")
+            put_text(draw, (value_right, middle), number(bar.value), INK, self._text, "rm")
             if both:
-                draw.text((score_right, middle), number(bar.score), _FAINT, self._text, anchor="rm")
+                put_text(draw, (score_right, middle), number(bar.score), _FAINT, self._text, "rm")
 
 
 def prediction_of(record: Record) -> Answer:

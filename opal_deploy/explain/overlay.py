@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from opal_deploy.explain.legend import INK, MIN_WIDTH_EM, PAPER, Legend, prediction_of
 from opal_deploy.explain.palette import RGB, WHITE, slot_color, text_color
 from opal_deploy.explain.records import Record, Slot
-from opal_deploy.explain.text import font
+from opal_deploy.explain.text import font, put_text, text_length
 
 Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
 
@@ -161,7 +161,7 @@ def _draw_tags(
 ) -> None:
     letters = max(11, round(min(size) / 24))
     face, casing = font(letters), max(1, line // 2)
-    chip_width = round(face.getlength(str(max(group)))) + round(letters * 0.6)
+    chip_width = round(text_length(str(max(group)), face)) + round(letters * 0.6)
     chip_height = round(letters * 1.15)
     per_row = max(1, min(len(group), (size[0] - casing) // (chip_width + casing)))
     rows = -(-len(group) // per_row)
@@ -177,7 +177,7 @@ def _draw_tags(
         color = slot_color(slot)
         draw.rectangle(edge, fill=color, outline=INK, width=casing)
         center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
-        draw.text(center, str(slot), text_color(color), face, anchor="mm")
+        put_text(draw, center, str(slot), text_color(color), face, "mm")
 
 
 def _place(

@@ -7,6 +7,8 @@ the same hues; from 24 on they repeat, and the number in the tag tells slots apa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 RGB = tuple[int, int, int]
 
 WHITE: RGB = (255, 255, 255)
@@ -37,6 +39,7 @@ def slot_color(slot: int) -> RGB:
     return color
 
 
+@lru_cache(maxsize=1024)
 def text_color(background: RGB) -> RGB:
     """White or black, whichever contrasts more with `background` (at least 4.5:1, WCAG AA)."""
     return WHITE if contrast(WHITE, background) > contrast(BLACK, background) else BLACK

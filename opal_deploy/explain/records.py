@@ -12,7 +12,7 @@ from typing import Literal, NotRequired, TypedDict
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import DoubleArray, FloatArray, Outputs, cosines, embedding
+from opal_deploy.artifact.outputs import DoubleArray, Outputs, cosines, embedding
 from opal_deploy.preprocess.geometry import Geometry
 
 RECORD_SCHEMA = 1
@@ -34,6 +34,7 @@ class Slot(TypedDict):
 
     `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole image as a viewer shows it,
     `score` in [0, 1] with CWS. `contribution`: see `contributions`; None where the distance has no such sum.
+    `name`: what a person calls the slot, where somebody named it.
     """
 
     slot: int
@@ -42,6 +43,7 @@ class Slot(TypedDict):
     score: float
     contribution: float | None
     box: list[float]
+    name: NotRequired[str]
 
 
 class Problem(TypedDict):
@@ -55,6 +57,7 @@ class Record(TypedDict):
     """One image's record; `status` says which of the optional keys are there.
 
     `ok` and `abstained` (margin under --min-margin) have all but `error`; `error` has only `image` and `error`.
+    `overlay` is the drawing's file, relative to the run's folder; `truth` the label that the image was given with.
     """
 
     schema: int
@@ -67,6 +70,7 @@ class Record(TypedDict):
     top: NotRequired[list[Answer]]
     evidence: NotRequired[list[Slot]]
     overlay: NotRequired[str]
+    truth: NotRequired[str]
     error: NotRequired[Problem]
 
 
@@ -139,17 +143,19 @@ def build_record(
         "top": answers[:top],
     }
     if metadata.evidence == "exact" and scores is not None and outputs.argmax is not None:
-        record["evidence"] = _evidence(int(order[0]), scores, outputs.argmax[row], geometry, metadata)
+        record["evidence"] = class_evidence(int(order[0]), geometry, outputs, row, metadata)
     return record
 
 
-def _evidence(
-    class_id: int,
-    scores: FloatArray,
-    argmax: np.ndarray[tuple[int], np.dtype[np.int32]],
-    geometry: Geometry,
-    metadata: Metadata,
-) -> list[Slot]:
+def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int, metadata: Metadata) -> list[Slot]:
+    """What image `row` shows for any class, predicted or not: its slots in their order.
+
+    Raises:
+        ValueError: the model's evidence is not `exact`.
+    """
+    if metadata.evidence != "exact" or outputs.scores is None or outputs.argmax is None:
+        raise ValueError(f"evidence {metadata.evidence!r}: no single cell decided")
+    scores, argmax = outputs.scores[row], outputs.argmax[row]
     m = metadata.prototypes_per_class
     first = class_id * m
     z = embedding(scores[None], metadata.epsilon)[0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import unicodedata
 from functools import lru_cache
 from typing import cast
 
-from PIL import ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 # letters and signs that Unicode does not decompose to what Pillow's built-in font has
 _PLAIN = str.maketrans(
@@ -30,6 +31,44 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     if size not in fonts:
         fonts[size] = cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
     return fonts[size]
+
+
+def put_text(
+    draw: ImageDraw.ImageDraw,
+    xy: tuple[float, float],
+    text: str,
+    fill: tuple[int, int, int],
+    face: ImageFont.FreeTypeFont,
+    anchor: str = "la",
+) -> None:
+    """`draw.text` in one of `font`'s faces, pixel for pixel, at a fraction of the time.
+
+    Words once drawn are kept: a run draws the same words and numbers all the time.
+    """
+    (x, left), (y, top) = math.modf(xy[0]), math.modf(xy[1])
+    for word in text.split(" ") if anchor[0] == "l" else [text]:
+        if word:
+            (right, down), mask = _stencil(word, face.size, anchor, x, y)
+            draw.bitmap((int(left) + right, int(top) + down), mask, fill)
+        left += text_length(word + " ", face)
+
+
+def text_length(text: str, face: ImageFont.FreeTypeFont) -> float:
+    """`face.getlength` of one of `font`'s faces: no word depends on the one before it."""
+    words = text.split(" ")
+    return sum(_length(word, face.size) for word in words if word) + (len(words) - 1) * _length(" ", face.size)
+
+
+@lru_cache(maxsize=8192)
+def _stencil(text: str, size: float, anchor: str, x: float, y: float) -> tuple[tuple[int, int], Image.Image]:
+    """How much of each pixel a text covers that is drawn at the fraction (x, y) of a pixel, and where that begins."""
+    core, (right, down) = font(round(size)).getmask2(text, "L", anchor=anchor, start=(x, y))
+    return (int(right), int(down)), Image.frombytes("L", core.size, bytes(core))
+
+
+@lru_cache(maxsize=8192)
+def _length(text: str, size: float) -> float:
+    return font(round(size)).getlength(text)
 
 
 def visible(text: str) -> str:
@@ -72,11 +111,11 @@ def fit(text: str, face: ImageFont.FreeTypeFont, width: float, lines: int = 1) -
     rest = text
     out: list[str] = []
     while rest and len(out) < lines:
-        if face.getlength(rest) <= width:
+        if text_length(rest, face) <= width:
             return [*out, rest]
         count = _count_that_fits(rest, face, width)
         if len(out) == lines - 1:
-            count = _count_that_fits(rest, face, width - face.getlength("…"))
+            count = _count_that_fits(rest, face, width - text_length("…", face))
             return [*out, rest[:count].rstrip() + "…"]
         space = rest.rfind(" ", 1, count + 1)
         cut = space if space > 0 else max(count, 1)

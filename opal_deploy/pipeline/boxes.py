@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.pipeline.by_path import ByPath
 from opal_deploy.pipeline.discover import Item
 from opal_deploy.preprocess.resize import Box
 
@@ -21,22 +22,14 @@ _SIZED = ("x", "y", "width", "height")
 
 
 class Boxes:
-    """Looks up an image's box by its path, or by as much of its end as the file names: `a/b.jpg` names `data/a/b.jpg`.
-
-    Where the file's names begin further up (`data/a/b.jpg` for an image given as `a/b.jpg`), one that ends in the whole
-    path that was given will do, if it is the only one. Names that differ in a folder never meet: `x/1.jpg` is not
-    `y/1.jpg`, and a wrong box would be a wrong answer without a word.
-    """
+    """An image's box, found by its path as `ByPath` says."""
 
     def __init__(self, by_name: dict[str, Box], origin: str) -> None:
-        self._by_name = by_name
+        self._boxes = ByPath(by_name)
         self._origin = origin
-        self._by_base: dict[str, list[str]] = {}
-        for name in by_name:
-            self._by_base.setdefault(name.rpartition("/")[2], []).append(name)
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._boxes)
 
     def find(self, item: Item) -> Box:
         """The box of one image.
@@ -44,17 +37,11 @@ class Boxes:
         Raises:
             ImageError: no_box.
         """
-        path = item.path.as_posix()
-        parts = path.split("/")
-        for start in range(len(parts)):
-            key = "/".join(parts[start:])
-            if key in self._by_name:
-                return self._by_name[key]
-        longer = [name for name in self._by_base.get(parts[-1], []) if name.endswith("/" + path)]
-        if len(longer) != 1:
-            why = "no box" if not longer else f"{len(longer)} boxes ({longer[0]}, {longer[1]}, ...)"
+        names = self._boxes.names(item.path.as_posix())
+        if len(names) != 1:
+            why = "no box" if not names else f"{len(names)} boxes ({names[0]}, {names[1]}, ...)"
             raise ImageError("no_box", f"{self._origin} has {why} for it")
-        return self._by_name[longer[0]]
+        return self._boxes[names[0]]
 
 
 def read_boxes(path: Path) -> Boxes:

@@ -1,8 +1,8 @@
 """Batches through sessions while the next pictures decode: the loop that `infer` and `Model.explain` share.
 
-Pictures are prepared by a pool of threads (Pillow releases the interpreter's lock), gathered into batches in input
-order, and answered by one worker a session. Every queue is bounded, so memory does not grow with the number of images,
-and one image's error never touches its batch.
+Pictures are prepared by `Decoders`, gathered into batches in input order, and answered by one worker a session. Every
+queue is bounded, so memory does not grow with the number of images: while nobody takes results, no batch is computed,
+no picture decoded, and no request asked for, beyond a fixed number of each.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar
 
-import numpy as np
-
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OpalError
-from opal_deploy.explain.records import Record, build_record, error_record
-from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
+from opal_deploy.pipeline.answering import Answerer, Result
+from opal_deploy.pipeline.prepare import Prepared, Request
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock, Station
-from opal_deploy.preprocess.decode import MAX_PIXELS
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.runtime.session import ImageBatch, Session, StagedSession
+from opal_deploy.pipeline.workers import Decoders
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
+from opal_deploy.runtime.session import Session
+
+__all__ = ["EngineOptions", "Result", "ahead", "explain_all", "thread_pool"]
 
 T = TypeVar("T")
 
@@ -35,40 +34,48 @@ class EngineOptions:
 
     Attributes:
         batch: pictures a forward pass.
-        workers: threads that decode.
+        fixed_batch: fill every forward pass up to `batch` with blank pictures. Runtimes choose their kernels by the
+            batch's size, and those may differ in the last bit: with one size a record depends on its image alone, not
+            on how many others there are, or where a run was resumed.
+        workers: threads or processes that decode.
         max_pixels: of one picture.
         top: classes listed in a record.
         min_margin: answers below it are marked `abstained`.
         keep_pictures: hand small pictures on, for overlays.
         time_transfers: ask a session that can tell for its copies to and from the device, which makes it wait for each.
+        decode: which decode path.
+        decode_timeout: seconds for one picture, where `isolate` allows to end its decoder; None: no limit.
+        isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
     """
 
     batch: int = 16
+    fixed_batch: bool = False
     workers: int = 2
     max_pixels: int = MAX_PIXELS
     top: int = 5
     min_margin: float | None = None
     keep_pictures: bool = False
     time_transfers: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """One image's record with what an overlay needs."""
-
-    record: Record
-    prepared: Prepared
+    decode: Decoding = Decoding.default
+    decode_timeout: float | None = 30.0
+    isolate: bool = False
 
 
 def explain_all(
-    requests: Iterable[Request], sessions: Sequence[Session], options: EngineOptions, clock: StageClock = NO_CLOCK
+    requests: Iterable[Request],
+    sessions: Sequence[Session],
+    options: EngineOptions,
+    clock: StageClock = NO_CLOCK,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Result]:
     """Results in the order of the requests.
 
     Args:
-        requests: may be endless; it is read a bounded distance ahead.
+        requests: may be endless; it is read a bounded distance ahead. Where it ends, everything that was taken from it
+            is answered, so that ending it is how to stop without losing anything.
         sessions: of one model; batches go to them in turn.
         clock: is told what every stage takes.
+        say: is told, from any thread, what a person should know: that memory was short and the batch is smaller now.
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
@@ -77,26 +84,27 @@ def explain_all(
     input_size = sessions[0].metadata.input_size
     ended: list[OpalError] = []
     with ExitStack() as stack:
-        decoders = stack.enter_context(thread_pool(options.workers, "decode", clock, "decoders"))
+        decoders = stack.enter_context(Decoders(options, input_size, clock))
         # one thread a session: a session answers one batch at a time
         runners = [
-            stack.enter_context(thread_pool(1, f"session-{index}", clock, "session")) for index in range(len(sessions))
+            (
+                Answerer(session, options, clock, say),
+                stack.enter_context(thread_pool(1, f"session-{index}", clock, "session")),
+            )
+            for index, session in enumerate(sessions)
         ]
-
-        def prepared(request: Request) -> Prepared:
-            return prepare(request, input_size, options.max_pixels, keep_picture=options.keep_pictures, clock=clock)
-
         # each session has a batch in work and the next one ready
         decoding = ahead(
-            (decoders.submit(prepared, request) for request in _until_error(requests, ended)),
+            (decoders.submit(request) for request in _until_error(requests, ended)),
             options.batch * (len(sessions) + 1),
             lambda: clock.waiting("pictures"),
         )
-        turn = itertools.cycle(zip(sessions, runners, strict=True))
         running = ahead(
             (
-                pool.submit(_answer, session, batch, options, clock)
-                for batch, (session, pool) in zip(_batches(decoding, options.batch), turn, strict=False)
+                pool.submit(answerer.answer, batch)
+                for batch, (answerer, pool) in zip(
+                    _batches(decoding, options.batch), itertools.cycle(runners), strict=False
+                )
             ),
             len(sessions),
             lambda: clock.waiting("session"),
@@ -160,51 +168,3 @@ def _until_error(items: Iterable[T], ended: list[OpalError]) -> Iterator[T]:
 def _batches(prepared: Iterator[Prepared], size: int) -> Iterator[list[Prepared]]:
     while batch := list(itertools.islice(prepared, size)):
         yield batch
-
-
-def _answer(session: Session, batch: list[Prepared], options: EngineOptions, clock: StageClock) -> list[Result]:
-    """Records of one batch; pictures with an error take no part in the forward pass."""
-    good = [entry for entry in batch if entry.pixels is not None]
-    outputs = None
-    if good:
-        with clock.stage("batch"):
-            images = np.stack([cast(Pixels, entry.pixels) for entry in good])
-        with clock.stage("compute"):
-            outputs = _run(session, images, options, clock)
-    with clock.stage("evidence"):
-        return _records(session, batch, good, outputs, options)
-
-
-def _run(session: Session, images: ImageBatch, options: EngineOptions, clock: StageClock) -> Outputs:
-    if not (options.time_transfers and isinstance(session, StagedSession)):
-        return session.run(images)
-    outputs, stages = session.run_staged(images)
-    copies = [part for part in (stages.host_to_device, stages.device_to_host) if part is not None]
-    if copies:
-        clock.attribute("transfer", sum(copies))
-    return outputs
-
-
-def _records(
-    session: Session, batch: list[Prepared], good: list[Prepared], outputs: Outputs | None, options: EngineOptions
-) -> list[Result]:
-    """One record an entry of `batch`; the rows of `outputs` are those of `good`."""
-    rows = {id(entry): row for row, entry in enumerate(good)}
-    results = []
-    for entry in batch:
-        record = entry.error
-        if record is None and not np.isfinite(cast(Outputs, outputs).logits[rows[id(entry)]]).all():
-            # half precision overflows for some pictures; NaN is no answer, and no JSON
-            record = error_record(entry.request.name, "not_finite", "the model's answer for it is not a finite number")
-        if record is None:
-            record = build_record(
-                entry.request.name,
-                cast(Geometry, entry.geometry),
-                cast(Outputs, outputs),
-                rows[id(entry)],
-                session.metadata,
-                top=options.top,
-                min_margin=options.min_margin,
-            )
-        results.append(Result(record, entry))
-    return results

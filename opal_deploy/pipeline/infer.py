@@ -1,32 +1,40 @@
-"""One run of `opal-deploy infer`: images in, a folder of records, overlays and a report out."""
+"""One run of `opal-deploy infer`: images in, a folder of records, overlays, tables and a report out."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from PIL import Image
 
-from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.explain.overlay import as_jpeg, draw_overlay
 from opal_deploy.explain.records import Record
-from opal_deploy.explain.report import ReportWriter
+from opal_deploy.explain.report import Thumbnail, thumbnail
 from opal_deploy.pipeline.boxes import Boxes
 from opal_deploy.pipeline.discover import Item
 from opal_deploy.pipeline.engine import EngineOptions, Result, ahead, explain_all, thread_pool
-from opal_deploy.pipeline.names import escape_name
-from opal_deploy.pipeline.output import OVERLAYS, REPORT, RESULTS, RecordWriter, overlay_name
+from opal_deploy.pipeline.final_report import write_report
+from opal_deploy.pipeline.interrupt import Interrupt
+from opal_deploy.pipeline.labels import Labels
+from opal_deploy.pipeline.names import unescape_name
+from opal_deploy.pipeline.output import OVERLAYS, RESULTS, RecordWriter, overlay_name, remove_overlays, write_overlay
 from opal_deploy.pipeline.prepare import Request
 from opal_deploy.pipeline.reading import opener
-from opal_deploy.pipeline.stages import StageClock, StageTimes
+from opal_deploy.pipeline.resume import Kept, take_up
+from opal_deploy.pipeline.stages import StageClock
+from opal_deploy.pipeline.summary import Accuracy, ErrorLimit, Summary
+from opal_deploy.pipeline.tables import Format, write_table
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import Box
 from opal_deploy.runtime.session import Session
+
+# kept in memory for the report, a few megabytes; those after them are made from the overlays on the disk
+_THUMBNAILS = 500
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,11 @@ class Job:
         engine: how the loop works.
         facts: for the report's head: (name, value) pairs.
         report_limit: images shown in the report; all are counted.
+        labels: what images really show; None: nobody said.
+        max_errors: failed images from which on the run is ended; None: never.
+        formats: tables to make of the records at the end.
+        resume: go on after the records that are in `out`; else they are replaced.
+        say: tells a person what happens.
     """
 
     out: Path
@@ -48,34 +61,11 @@ class Job:
     engine: EngineOptions = field(default_factory=EngineOptions)
     facts: tuple[tuple[str, str], ...] = ()
     report_limit: int = 200
-
-
-@dataclass
-class Summary:
-    """What happened.
-
-    Attributes:
-        statuses: records by status. errors: error records by code.
-        seconds: from the first image to the last record. to_first: until the first record was written.
-        times: where the time went; empty until the end.
-    """
-
-    statuses: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    to_first: float | None = None
-    times: StageTimes = field(default_factory=StageTimes)
-
-    @property
-    def total(self) -> int:
-        """Records written."""
-        return self.statuses.total()
-
-    def count(self, record: Record) -> None:
-        """Add one record."""
-        self.statuses[record["status"]] += 1
-        if record["status"] == "error":
-            self.errors[record["error"]["code"]] += 1
+    labels: Labels | None = None
+    max_errors: ErrorLimit | None = None
+    formats: tuple[Format, ...] = ()
+    resume: bool = False
+    say: Callable[[str], None] = lambda _: None
 
 
 def run(
@@ -84,41 +74,60 @@ def run(
     job: Job,
     report_progress: Callable[[Summary], None] = lambda _: None,
     clock: StageClock | None = None,
+    summary: Summary | None = None,
+    interrupt: Interrupt | None = None,
 ) -> Summary:
     """Explain every item; exactly one record each, in their order.
 
-    `clock` is told what every stage takes, one of its own if there is none; `Summary.times` is what it read at the end.
+    Report and tables are made once every item has its record, and not before.
+
+    Args:
+        clock: is told what every stage takes; one of its own if there is none.
+        summary: is counted up as records are written, and returned; one of its own if there is none. It is as true
+            after an exception as at the end.
+        interrupt: ends the run in good order when it is asked to.
 
     Raises:
-        StoppedEarly: the disk is full or a device was lost; records so far are whole.
-        UsageError: not one image was found (raised by the iteration over `items`), or `job.out` cannot be written to.
+        StoppedEarly: the disk is full, a device was lost, or too many images failed; records so far are whole.
+        UsageError: not one image was found (raised by the iteration over `items`), `job.out` cannot be written to, or
+            the images are others than those of the run that is to be resumed.
     """
-    summary = Summary()
+    summary = Summary() if summary is None else summary
     clock = StageClock() if clock is None else clock
+    interrupt = Interrupt() if interrupt is None else interrupt
+    if job.labels is not None:
+        summary.accuracy = Accuracy(frozenset(sessions[0].metadata.class_names))
+    asked = requests(items, job.boxes)
+    kept = _take_up(asked, job, summary) if job.resume else Kept()
+    if job.max_errors is not None:
+        job.max_errors.check(summary)
+    thumbnails: dict[int, Thumbnail] = {}
     started = time.perf_counter()
-    results = explain_all(requests(items, job.boxes), sessions, job.engine, clock)
-    with ExitStack() as stack:
-        writer = stack.enter_context(RecordWriter(job.out / RESULTS))
-        report = None
-        if job.explain:
-            report = stack.enter_context(_report(job))
-            drawers = stack.enter_context(thread_pool(job.engine.workers, "overlay", clock, "drawers"))
-            drawn = _with_overlays(results, job, drawers, clock)
-        else:
-            drawn = ((result.record, None) for result in results)
-        for record, overlay in drawn:
-            with clock.waiting("disk"), clock.stage("write"):
-                writer.write(record)
-            if report is not None:
-                # a thumbnail's making, for a line or two of text
-                with clock.stage("draw"):
-                    _add(report, record, overlay)
-            summary.count(record)
-            if summary.to_first is None:
-                summary.to_first = time.perf_counter() - started
-            report_progress(summary)
-    summary.seconds = time.perf_counter() - started
-    summary.times = clock.read()
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(interrupt.running())
+            writer = stack.enter_context(RecordWriter(job.out / RESULTS, kept.size, kept.count))
+            records = _records(explain_all(interrupt.until(asked), sessions, job.engine, clock, job.say), job)
+            if job.explain:
+                _make_place(job, kept.count)
+                drawers = stack.enter_context(thread_pool(job.engine.workers, "overlay", clock, "drawers"))
+                drawn = _with_overlays(records, job, drawers, clock, kept.count, thumbnails)
+            else:
+                drawn = (record for record, _ in records)
+            for record in drawn:
+                with clock.waiting("disk"), clock.stage("write"):
+                    writer.write(record)
+                summary.count(record)
+                if summary.to_first is None:
+                    summary.to_first = time.perf_counter() - started
+                report_progress(summary)
+                if job.max_errors is not None:
+                    job.max_errors.check(summary)
+        if not interrupt.stopped:
+            _finish(job, thumbnails)
+    finally:
+        summary.seconds = time.perf_counter() - started
+        summary.times = clock.read()
     return summary
 
 
@@ -131,63 +140,83 @@ def requests(items: Iterable[Item], boxes: Boxes | None) -> Iterator[Request]:
                 box = boxes.find(item)
             except ImageError as error:
                 box = error
-        yield Request(escape_name(str(item.path)), item.path, box)
+        yield Request(item.name, item.source, box)
 
 
-@contextmanager
-def _report(job: Job) -> Iterator[ReportWriter]:
-    """The report, and the folder of the overlays; not being able to write them is the disk's fault, not ours."""
+def _take_up(asked: Iterator[Request], job: Job, summary: Summary) -> Kept:
+    kept = take_up(job.out, asked, summary.count)
+    summary.kept = kept.count
+    if kept.count or kept.dropped:
+        lost = f"; {kept.dropped} damaged bytes after them are dropped" if kept.dropped else ""
+        job.say(f"{job.out}: {kept.count} records are there already{lost}")
+    return kept
+
+
+def _records(results: Iterable[Result], job: Job) -> Iterator[tuple[Record, Result]]:
+    """Records, with what their images really show where somebody said so."""
+    for result in results:
+        record = result.record
+        if job.labels is not None and record["image"] is not None:
+            truth = job.labels.find(Path(unescape_name(record["image"])).as_posix())
+            if truth is not None:
+                record = {**record, "truth": truth}
+        yield record, result
+
+
+def _make_place(job: Job, first: int) -> None:
+    """The folder of the overlays, without any that no record names."""
     try:
         (job.out / OVERLAYS).mkdir(exist_ok=True)
-        report = ReportWriter(job.out / REPORT, title="OPAL explanations", facts=job.facts, limit=job.report_limit)
+        remove_overlays(job.out, first)
     except OSError as error:
         raise UsageError(f"{job.out}: cannot be written ({error.strerror or error}); choose another --out") from None
-    try:
-        yield report
-    except BaseException:
-        report.discard()
-        raise
-    try:
-        report.close()
-    except OSError as error:
-        raise _report_failed(error) from None
 
 
 def _with_overlays(
-    results: Iterable[Result], job: Job, drawers: ThreadPoolExecutor, clock: StageClock
-) -> Iterator[tuple[Record, Image.Image | None]]:
-    """Records with their overlays drawn and written, in order; a bounded number is in work."""
+    records: Iterable[tuple[Record, Result]],
+    job: Job,
+    drawers: ThreadPoolExecutor,
+    clock: StageClock,
+    first: int,
+    thumbnails: dict[int, Thumbnail],
+) -> Iterator[Record]:
+    """Records whose overlays are drawn and written, in order; a bounded number is in work.
 
-    def submitted() -> Iterator[Future[tuple[Record, Image.Image | None]]]:
-        for index, result in enumerate(results):
-            yield drawers.submit(_draw, index, result, job, clock)
+    Thumbnails for the report are made where the overlay is at hand, which is a quarter of the work later.
+    """
+    wanted = min(job.report_limit, _THUMBNAILS)
+
+    def draw(index: int, record: Record, result: Result) -> Record:
+        return _draw(index, record, result, job, clock, thumbnails if index < wanted else None)
+
+    def submitted() -> Iterator[Future[Record]]:
+        for index, (record, result) in enumerate(records, first):
+            yield drawers.submit(draw, index, record, result)
 
     return ahead(submitted(), 2 * job.engine.workers, lambda: clock.waiting("drawing"))
 
 
-def _draw(index: int, result: Result, job: Job, clock: StageClock) -> tuple[Record, Image.Image | None]:
-    record = result.record
+def _draw(
+    index: int, record: Record, result: Result, job: Job, clock: StageClock, thumbnails: dict[int, Thumbnail] | None
+) -> Record:
     if record["status"] == "error":
-        return record, None
+        return record
     try:
         picture = result.prepared.picture or _again(result.prepared.request, job.engine.max_pixels, clock)
         if picture.size != (record["width"], record["height"]):
-            return record, None
+            return record
     except ImageError:
         # it was answered as it was, and is gone or another by now: the answer stands, without a picture
-        return record, None
+        return record
     with clock.stage("draw"):
         overlay = draw_overlay(picture, record)
         encoded = as_jpeg(overlay)
+        if thumbnails is not None:
+            thumbnails[index] = thumbnail(overlay, record)
     name = overlay_name(index, record["image"])
-    try:
-        with clock.stage("write"):
-            (job.out / name).write_bytes(encoded)
-    except OSError as error:
-        raise StoppedEarly(
-            f"{job.out / name}: cannot be written ({error.strerror or error}); make room and run again"
-        ) from None
-    return {**record, "overlay": name}, overlay if index < job.report_limit else None
+    with clock.stage("write"):
+        write_overlay(job.out, name, encoded)
+    return {**record, "overlay": name}
 
 
 def _again(request: Request, max_pixels: int, clock: StageClock) -> Image.Image:
@@ -196,12 +225,8 @@ def _again(request: Request, max_pixels: int, clock: StageClock) -> Image.Image:
         return decode(request.source, max_pixels=max_pixels, open_file=opener(clock))
 
 
-def _add(report: ReportWriter, record: Record, overlay: Image.Image | None) -> None:
-    try:
-        report.add(record, overlay)
-    except OSError as error:
-        raise _report_failed(error) from None
-
-
-def _report_failed(error: OSError) -> StoppedEarly:
-    return StoppedEarly(f"the report cannot be written ({error.strerror or error}); make room and run again")
+def _finish(job: Job, thumbnails: dict[int, Thumbnail]) -> None:
+    if job.explain:
+        write_report(job.out, job.facts, job.report_limit, thumbnails)
+    for kind in job.formats:
+        write_table(job.out, kind)

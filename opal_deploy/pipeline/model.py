@@ -13,16 +13,17 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.explain.records import Record
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.names import escape_name
+from opal_deploy.pipeline.names import source_name
 from opal_deploy.pipeline.prepare import Request
-from opal_deploy.preprocess.decode import MAX_PIXELS, Source
+from opal_deploy.pipeline.service import Service
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.resize import Box
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
 
 
 class Model:
-    """A loaded model that explains pictures.
+    """A loaded model that explains pictures; its methods may be called from any thread.
 
     Attributes:
         metadata: classes, m, grid, input size, evidence kind, verification report, ...
@@ -97,9 +98,50 @@ class Model:
         if len(given) != len(sources):
             raise ValueError(f"{len(given)} boxes for {len(sources)} images; give one for each, None for none")
         options = EngineOptions(batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels)
-        requests = (Request(_name(s), s, box) for s, box in zip(sources, given, strict=True))
+        requests = (Request(source_name(s), s, box) for s, box in zip(sources, given, strict=True))
         records = [result.record for result in explain_all(requests, self._sessions, options)]
         return records[0] if one else records
+
+    def serve(
+        self,
+        *,
+        batch: int = 16,
+        max_wait_ms: float = 5.0,
+        capacity: int = 256,
+        workers: int = 2,
+        top: int = 5,
+        min_margin: float | None = None,
+        max_pixels: int = MAX_PIXELS,
+        decode: Decoding = Decoding.default,
+        decode_timeout: float | None = 30.0,
+        isolate: bool = False,
+    ) -> Service:
+        """Start answering pictures that come one by one, from any thread; the result's `submit` takes them.
+
+        Args:
+            batch: images a forward pass at most.
+            max_wait_ms: how long an image waits at most until its batch is full.
+            capacity: images that were taken and are not answered yet; `submit` waits or raises beyond that.
+            workers: threads or processes that decode.
+            top, min_margin, max_pixels: as for `explain`.
+            decode: which decode path.
+            decode_timeout: seconds for one image, with `isolate`; None: no limit.
+            isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
+
+        Returns:
+            A service; close it, or use it as a context manager. `explain` may be called beside it.
+        """
+        options = EngineOptions(
+            batch=batch,
+            workers=workers,
+            max_pixels=max_pixels,
+            top=top,
+            min_margin=min_margin,
+            decode=decode,
+            decode_timeout=decode_timeout,
+            isolate=isolate,
+        )
+        return Service(self._sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
 
     def __repr__(self) -> str:
         about = self.metadata
@@ -119,8 +161,3 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
         UsageError: a device that is not there.
     """
     return Model(open_sessions(Path(path), device=device, threads=threads))
-
-
-def _name(source: Source) -> str | None:
-    # as the CLI names it
-    return escape_name(str(Path(source))) if isinstance(source, str | os.PathLike) else None

@@ -12,14 +12,14 @@ from opal_deploy.errors import ImageError
 from opal_deploy.explain.records import Record, error_record
 from opal_deploy.pipeline.reading import opener
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
-from opal_deploy.preprocess.decode import Source, decode
+from opal_deploy.preprocess.decode import Decoding, Source, decode, decode_for
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import Box, lay_out, to_input
 
 Pixels = NDArray[np.uint8]
 
 # pictures up to this size are kept until their overlay is drawn; larger ones are decoded again, to bound memory
-_KEEP_PIXELS = 2_000_000
+KEEP_PIXELS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -60,20 +60,33 @@ def prepare(
     *,
     keep_picture: bool,
     clock: StageClock = NO_CLOCK,
+    decoding: Decoding = Decoding.default,
 ) -> Prepared:
     """Everything between a file and a batch; never raises for what an image can cause."""
     try:
         if isinstance(request.box, ImageError):
             raise request.box
+        reading = opener(clock)
         with clock.stage("decode"):
-            picture = decode(request.source, max_pixels=max_pixels, open_file=opener(clock))
+            if request.box is None:
+                picture, geometry = decode_for(
+                    request.source, input_size, max_pixels=max_pixels, open_file=reading, decoding=decoding
+                )
+            else:
+                # a crop needs the pixels that scaled decoding would leave out
+                picture = decode(request.source, max_pixels=max_pixels, open_file=reading, decoding=decoding)
+                geometry = lay_out(picture, request.box)
         with clock.stage("resize"):
-            geometry = lay_out(picture, request.box)
-            pixels = to_input(picture, geometry, input_size)
+            pixels = to_input(picture, geometry, input_size, decoding)
     except ImageError as error:
-        return Prepared(request, error=error_record(request.name, error.code, str(error)))
+        return failed(request, error.code, str(error))
     except MemoryError:
-        message = "it needs more memory than there is; lower --max-pixels or --workers"
-        return Prepared(request, error=error_record(request.name, "too_many_pixels", message))
-    small = picture.width * picture.height <= _KEEP_PIXELS
-    return Prepared(request, geometry, pixels, picture if keep_picture and small else None)
+        return failed(request, "too_many_pixels", "it needs more memory than there is; lower --max-pixels or --workers")
+    whole = picture.size == (geometry.width, geometry.height)
+    keep = keep_picture and whole and picture.width * picture.height <= KEEP_PIXELS
+    return Prepared(request, geometry, pixels, picture if keep else None)
+
+
+def failed(request: Request, code: str, message: str) -> Prepared:
+    """An image with its error record."""
+    return Prepared(request, error=error_record(request.name, code, message))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from opal_deploy.pipeline.stages import NullClock, StageClock
-from opal_deploy.preprocess.decode import open_file
+from opal_deploy.preprocess.decode import Place, open_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 _BLOCK = 1 << 16
 
 
-def opener(clock: StageClock) -> Callable[[Path], BinaryIO]:
-    """`open_file` whose time, and that of every read of the file it returns, counts as the clock's stage `read`."""
+def opener(clock: StageClock) -> Callable[[Place], BinaryIO]:
+    """`open_file` whose time, and that of every read of what it returns, counts as the clock's stage `read`."""
     if isinstance(clock, NullClock):
         return open_file
 
-    def opened(path: Path) -> BinaryIO:
+    def opened(place: Place) -> BinaryIO:
         with clock.stage("read"):
-            stream = open_file(path)
+            stream = open_file(place)
+            if not isinstance(place, Path):
+                return cast(BinaryIO, io.BufferedReader(_TimedStream(stream, clock), _BLOCK))
             # a second descriptor of the same open file, which outlives the first
             with stream:
                 file = _TimedFile(os.dup(stream.fileno()), clock)
@@ -48,3 +50,35 @@ class _TimedFile(io.FileIO):
     def readinto(self, buffer: WriteableBuffer, /) -> int | None:
         with self._clock.stage("read"):
             return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with self._clock.stage("read"):
+            return super().readall()
+
+
+class _TimedStream(io.RawIOBase):
+    """What an Openable opened, which may have no descriptor."""
+
+    def __init__(self, stream: BinaryIO, clock: StageClock) -> None:
+        self._stream, self._clock = stream, clock
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")
+        with self._clock.stage("read"):
+            found = self._stream.read(len(target))
+        target[: len(found)] = found
+        return len(found)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        with self._clock.stage("read"):
+            return self._stream.seek(offset, whence)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()

@@ -102,6 +102,13 @@ class StageClock:
         if thread.running is not None:
             thread.running.inner_wall += seconds
 
+    def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
+        """Count what another process took for a stage while the calling thread waited for it."""
+        row = self._thread().sums(name)
+        row.wall += wall
+        row.cpu += cpu
+        row.calls += calls
+
     def waiting(self, what: Awaited) -> AbstractContextManager[None]:
         """Time the block as waiting; it takes no time from stages, nor they from it."""
         return _Wait(self._thread().waits, what)
@@ -148,6 +155,9 @@ class NullClock(StageClock):
         return _NOTHING
 
     def attribute(self, name: Stage, seconds: float) -> None:
+        """Nothing."""
+
+    def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
         """Nothing."""
 
     def waiting(self, what: Awaited) -> AbstractContextManager[None]:

@@ -25,16 +25,51 @@ import io
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from opal_deploy.errors import ImageError
+from opal_deploy.preprocess import native
+from opal_deploy.preprocess.geometry import Geometry
 
-Source: TypeAlias = str | Path | bytes | Image.Image | NDArray[np.uint8]
+
+@runtime_checkable
+class Openable(Protocol):
+    """Bytes that know where they lie, such as a member of an archive; can be pickled, so that a worker opens them.
+
+    Attributes:
+        size: in bytes, as far as its container says.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def open(self) -> BinaryIO:
+        """A seekable stream of the bytes. Raises OSError, or ImageError for what is the container's fault."""
+        ...
+
+
+class Decoding(StrEnum):
+    """Which decode path: how its pixels differ from plain Pillow's is measured by `bench decoding`.
+
+    default: the fastest that gives Pillow's pixels within 1 count. exact: Pillow's, bit for bit. fast: JPEG decoded at
+    a fraction of its size where that is enough.
+    """
+
+    default = "default"
+    exact = "exact"
+    fast = "fast"
+
+
+Source: TypeAlias = str | Path | bytes | Openable | Image.Image | NDArray[np.uint8]
+# what has to be opened
+Place: TypeAlias = Path | Openable
 
 # above this a picture is refused before its pixels are decoded: 100 megapixels are 300 MB of RGB
 MAX_PIXELS = 100_000_000
@@ -45,20 +80,24 @@ _16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
 # Pillow hands these to Ghostscript: no file from outside may start a program
 _RUNS_A_PROGRAM = ("EPS",)
+# larger ones are left to Pillow, which reads piece by piece and needs no second copy of the pixels
+_QUICK_PIXELS, _QUICK_BYTES = 25_000_000, 32_000_000
 
 
-def open_file(path: Path) -> BinaryIO:
-    """A regular file, opened. Not read as a whole: a file of any length may be called .jpg.
+def open_file(place: Place) -> BinaryIO:
+    """A regular file, or what a container holds, opened. Not read as a whole: any length may be called .jpg.
 
     Raises:
-        ImageError: not_found, not_a_file or unreadable.
+        ImageError: not_found, not_a_file or unreadable, or what an Openable raised.
     """
     try:
-        mode = path.stat().st_mode
+        if not isinstance(place, Path):
+            return place.open()
+        mode = place.stat().st_mode
         if not stat.S_ISREG(mode):
             # a named pipe would block for ever
             raise ImageError("not_a_file", "it is a folder, a pipe or a device, not a file")
-        return path.open("rb")
+        return place.open("rb")
     except FileNotFoundError:
         raise ImageError("not_found", "no such file") from None
     except (OSError, ValueError) as error:
@@ -67,14 +106,19 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def decode(
-    source: Source, *, max_pixels: int = MAX_PIXELS, open_file: Callable[[Path], BinaryIO] = open_file
+    source: Source,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    open_file: Callable[[Place], BinaryIO] = open_file,
+    decoding: Decoding = Decoding.default,
 ) -> Image.Image:
-    """Read one picture.
+    """Read one picture, whole.
 
     Args:
-        source: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
+        source: a path, a file's bytes, an `Openable`, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
         max_pixels: width times height above which it is refused.
-        open_file: how a path is opened; for those who watch what is read.
+        open_file: how a path or an Openable is opened; for those who watch what is read.
+        decoding: `exact` uses Pillow alone; the others give the same pixels.
 
     Returns:
         A loaded PIL image of mode RGB.
@@ -82,32 +126,74 @@ def decode(
     Raises:
         ImageError: see the module's docstring; it is the image's fault, whatever Pillow raised.
     """
+    return _decode(source, _Wanted(max_pixels, open_file, decoding))[0]
+
+
+def decode_for(
+    source: Source,
+    input_size: tuple[int, int],
+    *,
+    max_pixels: int = MAX_PIXELS,
+    open_file: Callable[[Place], BinaryIO] = open_file,
+    decoding: Decoding = Decoding.default,
+) -> tuple[Image.Image, Geometry]:
+    """Read one picture that will be squashed as a whole to `input_size` = (H0, W0).
+
+    As `decode`, but with `fast` the picture may come at a half, a quarter or an eighth of its size, as long as that is
+    not smaller than the input. The geometry is always that of the picture as a viewer shows it.
+    """
+    image, (width, height) = _decode(source, _Wanted(max_pixels, open_file, decoding, input_size))
+    return image, Geometry.whole(width, height)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a caller asks for: the arguments of `decode`, and the (height, width) that is large enough."""
+
+    max_pixels: int
+    open_file: Callable[[Place], BinaryIO]
+    decoding: Decoding
+    enough: tuple[int, int] | None = None
+
+
+def _decode(source: Source, wanted: _Wanted) -> tuple[Image.Image, tuple[int, int]]:
+    """The picture, and the (width, height) that it has in full."""
     if isinstance(source, np.ndarray):
-        return _from_array(source)
+        image = _from_array(source)
+        return image, image.size
     if isinstance(source, Image.Image):
-        _check_pixels(source.size, max_pixels)
-        return _to_rgb(_guarded(source))
+        return _guarded(source, wanted)
     if isinstance(source, bytes):
-        return _from_stream(io.BytesIO(source), len(source), max_pixels)
-    with open_file(Path(source)) as stream:
-        return _from_stream(stream, os.fstat(stream.fileno()).st_size, max_pixels)
+        return _from_stream(io.BytesIO(source), len(source), wanted)
+    if isinstance(source, str | os.PathLike):
+        with wanted.open_file(Path(source)) as stream:
+            return _from_stream(stream, os.fstat(stream.fileno()).st_size, wanted)
+    with wanted.open_file(source) as stream:
+        return _from_stream(stream, source.size, wanted)
 
 
-def _from_stream(stream: BinaryIO, size: int, max_pixels: int) -> Image.Image:
+def _from_stream(stream: BinaryIO, size: int, wanted: _Wanted) -> tuple[Image.Image, tuple[int, int]]:
     if not size:
         raise ImageError("empty_file", "the file has zero bytes")
-    return _to_rgb(_guarded(stream, max_pixels))
+    return _guarded(stream, wanted, size)
 
 
-def _guarded(source: BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Open, check, load and orient; whatever Pillow raises becomes an ImageError."""
+def _guarded(source: BinaryIO | Image.Image, wanted: _Wanted, size: int = 0) -> tuple[Image.Image, tuple[int, int]]:
+    """Open, check, load and orient; whatever Pillow raises becomes an ImageError. `size`: bytes of a stream."""
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
-        _check_pixels(image.size, max_pixels)
+        _check_pixels(image.size, wanted.max_pixels)
         if image.format in _RUNS_A_PROGRAM:
             raise ImageError("unsupported_image", f"{image.format} is a program to be run, not pixels; save it as PNG")
-        image.load()
-        return _oriented(image, ours=image is not source)
+        loaded = None if isinstance(source, Image.Image) else _quickly(source, size, image, wanted)
+        if loaded is None:
+            image.load()
+            loaded = image
+        scaled = loaded.size != image.size
+        full = image.size[::-1] if scaled and _lies_on_its_side(image) else image.size
+        oriented = _oriented(loaded, ours=loaded is not source)
+        rgb = _to_rgb(oriented)
+        return rgb, full if scaled else rgb.size
     except ImageError:
         raise
     except Image.DecompressionBombError as error:
@@ -119,6 +205,42 @@ def _guarded(source: BinaryIO | Image.Image, max_pixels: int = MAX_PIXELS) -> Im
     except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file; none of it is ours
         code = "truncated_image" if _is_truncation(error) else "corrupt_image"
         raise ImageError(code, f"{type(error).__name__}: {error}") from None
+
+
+def _quickly(stream: BinaryIO, size: int, header: Image.Image, wanted: _Wanted) -> Image.Image | None:
+    """An ordinary JPEG, decoded by simplejpeg; None for every other file, and for one that has anything wrong with it.
+
+    Those are Pillow's, so that its verdict is everybody's.
+    """
+    ordinary = (
+        wanted.decoding is not Decoding.exact
+        and header.format == "JPEG"
+        and header.mode in ("RGB", "L")
+        # Adobe's marker tells the colours apart: 1 is what files without it have
+        and header.info.get("adobe_transform", 1) == 1
+        and header.width * header.height <= _QUICK_PIXELS
+        and size <= _QUICK_BYTES
+    )
+    if not ordinary:
+        return None
+    enough = wanted.enough if wanted.decoding is Decoding.fast else None
+    if enough is not None and _lies_on_its_side(header):
+        enough = enough[::-1]
+    stream.seek(0)
+    picture = native.decode_jpeg(stream.read(_QUICK_BYTES), enough)
+    if picture is None or (enough is None and picture.size != header.size):
+        return None
+    # the orientation is in there, in EXIF or XMP
+    picture.info = dict(header.info)
+    return picture
+
+
+def _lies_on_its_side(image: Image.Image) -> bool:
+    """Whether orienting it will change its width for its height."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+    except Exception:  # as in `_oriented`
+        return False
 
 
 def _is_truncation(error: Exception) -> bool:

@@ -20,13 +20,22 @@ import numpy as np
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
-from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, require
+from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, require
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime import probe
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
+# it has no error of its own for a memory that is full: what its arena, CUDA, cuDNN and C++ say
+_OUT_OF_MEMORY = (
+    "failed to allocate memory",
+    "available memory of",
+    "out of memory",
+    "alloc_failed",
+    "bad_alloc",
+    "bad allocation",
+)
 
 
 class OnnxSession:
@@ -37,6 +46,8 @@ class OnnxSession:
         description: engine, provider, threads, precision.
         device: `cpu` or `cuda:N`.
         threads: of the CPU provider.
+        any_batch: whether a picture's answer is the same to the last bit in a batch of any size. The CPU kernels take
+            each picture by itself; a GPU's are chosen by the batch.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class OnnxSession:
 
         self._device_id = _cuda_device(onnxruntime, device)
         self.device = "cpu" if self._device_id is None else f"cuda:{self._device_id}"
+        self.any_batch = self._device_id is None
         self.threads = threads or available_cpus()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -134,10 +146,10 @@ class OnnxSession:
         try:
             yield
         except Exception as error:  # as above
-            raise StoppedEarly(
-                f"ONNX Runtime failed on a batch of {batch} ({_first_line(error)}); "
-                "if memory is full use a smaller --batch"
-            ) from None
+            told = f"ONNX Runtime failed on a batch of {batch} ({_first_line(error)})"
+            if isinstance(error, MemoryError) or any(word in str(error).lower() for word in _OUT_OF_MEMORY):
+                raise OutOfMemory(f"{told}; use a smaller --batch") from None
+            raise StoppedEarly(f"{told}; see `opal-deploy doctor`") from None
 
     def feed(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """What the graph's input takes for these pictures: themselves, or float32 [N, 3, H0, W0] normalised."""

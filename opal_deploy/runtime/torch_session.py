@@ -10,7 +10,7 @@ import torch
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import HeadOutputs
@@ -71,8 +71,21 @@ class TorchSession:
         return to_outputs(self._explain(images), attention=True)
 
     def _explain(self, images: FloatArray) -> HeadOutputs:
-        with torch.inference_mode():
-            return self._network.explain(torch.from_numpy(images).to(self._device))
+        try:
+            with torch.inference_mode():
+                return self._network.explain(torch.from_numpy(images).to(self._device))
+        except RuntimeError as error:
+            raise _named(error, len(images)) from None
+
+
+def _named(error: RuntimeError, batch: int) -> Exception:
+    """A full memory or a lost device in our words; what else PyTorch raises is our bug, and stays what it is."""
+    line = " ".join(str(error).split())[:200]
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in line:
+        return OutOfMemory(f"PyTorch failed on a batch of {batch} ({line}); use a smaller --batch")
+    if "CUDA error" in line:
+        return StoppedEarly(f"PyTorch failed on a batch of {batch} ({line}); see `opal-deploy doctor`")
+    return error
 
 
 def to_outputs(found: HeadOutputs, *, attention: bool = False) -> Outputs:

@@ -20,11 +20,14 @@ def picture(tmp_path: Path) -> Path:
 
 
 @pytest.mark.data
-def test_our_path_gives_plain_pillows_pixels(photographs: list[Path]) -> None:
-    (result,) = decoding.compare(photographs[::11], (224, 224))
+def test_our_paths_differ_from_plain_pillow_by_what_they_promise(photographs: list[Path]) -> None:
+    results = {result.name: result for result in decoding.compare(photographs[::11], (160, 160))}
 
-    assert result.images == len(photographs[::11])
-    assert (result.largest, result.mean) == (0, 0.0)
+    assert {result.images for result in results.values()} == {len(photographs[::11])}
+    assert (results["exact"].largest, results["exact"].mean, results["exact"].share_equal) == (0, 0.0, 1.0)
+    assert results["default"].largest == 1
+    assert 0 < results["default"].mean < 0.3
+    assert results["fast"].largest > 1
 
 
 def test_a_path_that_differs_is_found(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,12 +42,13 @@ def test_a_path_that_differs_is_found(picture: Path, monkeypatch: pytest.MonkeyP
 
     assert result.largest == 7
     assert result.mean == pytest.approx(7 / (10 * 12 * 3))
+    assert result.share_equal == pytest.approx(1 - 1 / (10 * 12 * 3))
 
 
 def test_a_picture_that_cannot_be_read_takes_no_part(picture: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"not a picture")
 
-    (result,) = decoding.compare([picture, broken], (8, 8))
+    results = decoding.compare([picture, broken], (8, 8))
 
-    assert result.images == 1
+    assert [result.images for result in results] == [1, 1, 1]

@@ -89,7 +89,7 @@ def test_a_slow_session_is_the_bound(items: list[Item]) -> None:
 def test_a_slow_decoder_is_the_bound(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
     from opal_deploy.pipeline import prepare
 
-    monkeypatch.setattr(prepare, "decode", slowed(prepare.decode, 0.05))
+    monkeypatch.setattr(prepare, "decode_for", slowed(prepare.decode_for, 0.05))
 
     plain, _ = measured(SleepingSession(), items).variants
 

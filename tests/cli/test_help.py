@@ -11,7 +11,7 @@ import pytest
 from opal_deploy._version import __version__
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
-VERBS = ["train", "evaluate", "export", "infer", "verify", "inspect", "doctor", "demo", "bench"]
+VERBS = ["train", "evaluate", "export", "infer", "explain", "atlas", "verify", "inspect", "doctor", "demo", "bench"]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 

@@ -37,13 +37,19 @@ def test_every_verb_and_option_that_the_readme_names_exists() -> None:
     from opal_deploy.cli import app
 
     commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
-    commands["bench"] = commands["bench"].commands["pipeline"]
+    benchmarks = commands["bench"].commands
     options = {
-        option for command in commands.values() for p in command.params for option in (*p.opts, *p.secondary_opts)
+        option
+        for command in (*commands.values(), *benchmarks.values())
+        for p in command.params
+        for option in (*p.opts, *p.secondary_opts)
     }
     options |= {"--debug", "--version", "--help"}
     text = (ROOT / "README.md").read_text(encoding="utf-8")
 
+    measured = set(re.findall(r"^    opal-deploy bench (\w+)", text, re.MULTILINE))
+    assert measured
+    assert measured <= benchmarks.keys()
     verbs = set(re.findall(r"^    opal-deploy (\w+)", text, re.MULTILINE))
     # torchrun's own options stand before the module that it starts
     ours = re.sub(r"torchrun .*? -m", "", text)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.explain.records import Record
 from opal_deploy.pipeline.engine import EngineOptions, ahead, explain_all
 from opal_deploy.pipeline.prepare import Request
@@ -268,3 +271,258 @@ def test_evidence_inside_a_crop_is_given_in_pixels_of_the_whole_picture(bright_s
     for slot in record["evidence"]:
         assert slot["cell"] == [2, 1]
         assert slot["box"] == [150, 140, 200, 190]
+
+
+def padded(session: Session) -> list[tuple[int, int]]:
+    """Notes the size of each forward pass and how many of its pictures are blank."""
+    seen: list[tuple[int, int]] = []
+    run = session.run
+
+    def noting(images: ImageBatch) -> Outputs:
+        seen.append((len(images), sum(not image.any() for image in images)))
+        return run(images)
+
+    session.run = noting  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_bad_image_keeps_its_place_as_a_blank_picture(bright_session: Callable) -> None:
+    session = bright_session()
+    seen = padded(session)
+    requests = [Request(str(n), b"nothing" if n in (1, 6) else shade(n + 1)) for n in range(10)]
+    found = records(iter(requests), [session], EngineOptions(batch=4))
+    assert [record["status"] for record in found] == ["ok", "error", "ok", "ok"] + ["ok", "ok", "error", "ok"] + [
+        "ok"
+    ] * 2
+    assert [record["evidence"][0]["cell"] for record in found if "evidence" in record] == [
+        list(divmod((n + 1) % 16, 4)) for n in range(10) if n not in (1, 6)
+    ]
+    assert seen == [(4, 1), (4, 1), (2, 0)]
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_with_a_fixed_batch_every_forward_pass_has_its_size(bright_session: Callable, count: int) -> None:
+    session = bright_session()
+    seen = padded(session)
+    requests = (Request(str(n), shade(n + 1)) for n in range(count))
+    found = records(requests, [session], EngineOptions(batch=4, fixed_batch=True))
+    assert len(found) == count
+    assert [size for size, _ in seen] == [4] * ((count + 3) // 4)
+    assert sum(blank for _, blank in seen) == -count % 4
+
+
+def test_with_a_fixed_batch_a_session_that_answers_each_alike_is_not_filled_up(bright_session: Callable) -> None:
+    session = bright_session()
+    session.any_batch = True
+    records(shades(range(5)), [session], EngineOptions(batch=4, fixed_batch=True))
+    assert session.batches == [4, 1]
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ResNet-18 with an OPAL head for 200 classes, random weights; its checkpoint lies beside the ONNX file."""
+    import torch
+
+    from opal_deploy.bench.engines import settle
+    from opal_deploy.demo import example_pictures
+    from opal_deploy.export.candidate import ExportOptions
+    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.model.checkpoint import Checkpoint, load, save
+    from opal_deploy.model.config import HeadConfig, NetworkConfig
+    from opal_deploy.model.network import OpalNetwork
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = OpalNetwork(NetworkConfig("resnet18", 200, (128, 128), HeadConfig(prototypes_per_class=5)))
+        settle(network, example_pictures(8, 128, 128))
+    path = tmp_path_factory.mktemp("resnet") / "resnet18.pt"
+    save(path, Checkpoint(network, [f"class {number}" for number in range(200)]))
+    return export_checkpoint(load(path), path, ExportOptions(threads=1)).path
+
+
+@pytest.mark.parametrize(("runtime", "threads"), [("onnx", 1), ("onnx", 2), ("torch", 1)])
+def test_in_a_batch_of_64_of_a_resnet_one_bad_file_changes_not_a_byte_of_the_others(
+    resnet: Path, make_pictures: Callable, tmp_path: Path, runtime: str, threads: int
+) -> None:
+    from opal_deploy.runtime.select import open_sessions
+
+    path = resnet if runtime == "onnx" else resnet.with_suffix(".pt")
+    sessions = open_sessions(path, device="cpu", threads=threads)
+    paths = make_pictures(tmp_path, 64)
+    bad = paths[20].with_name("bad.png")
+    bad.write_bytes(paths[20].read_bytes()[:300])
+
+    def run(listed: list[Path]) -> dict[str, str]:
+        asked = (Request(path.name, path) for path in listed)
+        found = records(asked, sessions, EngineOptions(batch=64, fixed_batch=True))
+        return {str(record["image"]): json.dumps(record) for record in found}
+
+    with_bad = run([*paths[:20], bad, *paths[21:]])
+    assert json.loads(with_bad.pop("bad.png"))["error"]["code"] == "truncated_image"
+    assert len(with_bad) == 63
+    where_it_is_good = run(paths)
+    del where_it_is_good[paths[20].name]
+    assert with_bad == where_it_is_good
+    # everything after it moves up, and the batch is one short
+    assert with_bad == run(paths[:20] + paths[21:])
+
+
+def too_large(session: Session, most: int, error: Exception) -> list[int]:
+    """A session whose memory takes `most` pictures at a time; the sizes that it was asked for."""
+    asked: list[int] = []
+    run = session.run
+
+    def limited(images: ImageBatch) -> Outputs:
+        asked.append(len(images))
+        if len(images) > most:
+            raise error
+        return run(images)
+
+    session.run = limited  # type: ignore[method-assign]
+    return asked
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("full"), MemoryError()], ids=["the device's", "the host's"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_out_of_memory_halves_the_batch_once_and_for_all_and_says_so(
+    bright_session: Callable, error: Exception, fixed: bool
+) -> None:
+    session = bright_session()
+    asked = too_large(session, 4, error)
+    said: list[str] = []
+    options = EngineOptions(batch=16, fixed_batch=fixed)
+    found = [r.record for r in explain_all(shades(range(38)), [session], options, say=said.append)]
+    clean = records(shades(range(38)), [bright_session()], EngineOptions(batch=16))
+    assert lines(found) == lines(clean)
+    assert asked == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4 if fixed else 2]
+    assert said == [
+        "brightness on CPU: out of memory with 16 pictures at a time; going on with 8",
+        "brightness on CPU: out of memory with 8 pictures at a time; going on with 4",
+    ]
+
+
+def test_memory_that_is_too_small_for_one_picture_stops_the_run(bright_session: Callable) -> None:
+    session = bright_session()
+    asked = too_large(session, 0, OutOfMemory("CUDA is full"))
+    with pytest.raises(StoppedEarly, match=r"out of memory with a single picture \(CUDA is full\); free memory there"):
+        records(shades(range(8)), [session], EngineOptions(batch=8))
+    assert asked == [8, 4, 2, 1]
+
+
+def test_memory_that_fills_up_later_keeps_what_was_done(bright_session: Callable) -> None:
+    session = bright_session()
+    asked = too_large(session, 99, OutOfMemory("full"))
+    run = session.run
+
+    def shrinking(images: ImageBatch) -> Outputs:
+        if len(asked) > 3 and len(images) > 2:
+            raise OutOfMemory("full")
+        return run(images)
+
+    session.run = shrinking
+    assert lines(records(shades(range(40)), [session], EngineOptions(batch=4))) == lines(
+        records(shades(range(40)), [bright_session()], EngineOptions(batch=4))
+    )
+
+
+def test_only_the_session_that_is_short_of_memory_takes_smaller_batches(bright_session: Callable) -> None:
+    small, large = bright_session(), bright_session()
+    asked = too_large(small, 2, OutOfMemory("full"))
+    found = records(shades(range(16)), [small, large], EngineOptions(batch=4))
+    assert [record["image"] for record in found] == [str(number) for number in range(16)]
+    assert asked == [4, 2, 2, 2, 2]
+    assert large.batches == [4, 4]
+
+
+@pytest.mark.parametrize("end", [0, 1, 7, 8, 30])
+def test_ending_the_requests_answers_all_that_were_taken(bright_session: Callable, end: int) -> None:
+    stop = threading.Event()
+    taken: list[str] = []
+
+    def until_stopped() -> Iterator[Request]:
+        for request in shades(itertools.count()):
+            if stop.is_set():
+                return
+            taken.append(str(request.name))
+            yield request
+
+    found: list[str] = []
+    if end == 0:
+        stop.set()
+    for result in explain_all(until_stopped(), [bright_session()], EngineOptions(batch=4)):
+        found.append(str(result.record["image"]))
+        if len(found) == end:
+            stop.set()
+    assert found == taken
+    assert len(found) >= end
+
+
+def test_a_slow_consumer_lets_no_pictures_pile_up(bright_session: Callable) -> None:
+    begun: list[weakref.ref[Image.Image]] = []
+
+    def endless() -> Iterator[Request]:
+        for number in itertools.count():
+            picture = shade(number)
+            begun.append(weakref.ref(picture))
+            yield Request(str(number), picture)
+
+    batch = 4
+    results = explain_all(endless(), [bright_session()], EngineOptions(batch=batch, workers=4, keep_pictures=True))
+    most = 0
+    for _ in range(40):
+        next(results)
+        time.sleep(0.01)
+        most = max(most, sum(picture() is not None for picture in begun))
+    results.close()
+    # being decoded or waiting, in the session, ready for it, and the batch that is being handed out
+    assert most <= 5 * batch + 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_on_the_cpu_onnx_runtime_answers_a_picture_alike_in_batches_of_any_size(
+    resnet: Path, make_pictures: Callable, tmp_path: Path, threads: int
+) -> None:
+    session = OnnxSession(resnet, device="cpu", threads=threads)
+    assert session.any_batch
+    paths = make_pictures(tmp_path, 24)
+
+    def run(batch: int) -> list[str]:
+        return lines(records((Request(path.name, path) for path in paths), [session], EngineOptions(batch=batch)))
+
+    assert run(1) == run(5) == run(24)
+
+
+# a real limit, in a process of its own: the runtime's allocation fails where it fails on a small machine
+_SHORT_OF_MEMORY = """
+import json, resource, sys
+from pathlib import Path
+from opal_deploy.demo import example_pictures
+from opal_deploy.pipeline.engine import EngineOptions, explain_all
+from opal_deploy.pipeline.prepare import Request
+from opal_deploy.runtime.select import open_sessions
+
+sessions = open_sessions(Path(sys.argv[1]), device="cpu", threads=1)
+pictures = list(example_pictures(64, 128, 128))
+said = []
+
+def run(batch):
+    asked = (Request(str(number), picture) for number, picture in enumerate(pictures))
+    options = EngineOptions(batch=batch)
+    return [json.dumps(r.record) for r in explain_all(asked, sessions, options, say=said.append)]
+
+clean = run(4)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
+found = run(64)
+print(json.dumps({"same": found == clean, "said": said}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits a process's memory as Linux does")
+def test_onnx_runtime_without_memory_for_a_batch_goes_on_with_half(resnet: Path) -> None:
+    arguments = [sys.executable, "-c", _SHORT_OF_MEMORY, str(resnet)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["same"]
+    assert "out of memory with 64 pictures at a time; going on with 32" in told["said"][0]

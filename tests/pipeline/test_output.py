@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.explain.records import error_record
-from opal_deploy.pipeline.output import RecordWriter, new_folder, overlay_name
+from opal_deploy.pipeline.output import RecordWriter, overlay_name, remove_overlays, write_overlay
 
 
 def test_a_record_is_one_line_of_json_whatever_its_name_holds(tmp_path: Path) -> None:
@@ -74,42 +74,6 @@ def test_a_device_that_refuses_every_byte_stops_the_run_with_its_reason(tmp_path
         writer.write(error_record("a", "not_found", "no such file"))
 
 
-def test_the_default_folder_is_the_first_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert [new_folder(None, overwrite=False).name for _ in range(3)] == [
-        "explanations",
-        "explanations-2",
-        "explanations-3",
-    ]
-
-
-def test_results_of_an_earlier_run_are_not_overwritten_unasked(tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text("precious")
-    with pytest.raises(UsageError, match="holds the results of an earlier run; choose another --out, or give --overwr"):
-        new_folder(tmp_path, overwrite=False)
-    assert (tmp_path / "results.jsonl").read_text() == "precious"
-
-
-def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path: Path) -> None:
-    (tmp_path / "overlays").mkdir()
-    for name in ("results.jsonl", "report.html", "overlays/000000-a.jpg", "mine.txt"):
-        (tmp_path / name).write_text("x")
-    new_folder(tmp_path, overwrite=True)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["mine.txt", "overlays"]
-
-
-def test_a_folder_that_exists_without_results_is_used(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("x")
-    assert new_folder(tmp_path, overwrite=False) == tmp_path
-
-
-@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300], ids=["a file", "below a file", "too long a name"])
-def test_a_place_that_cannot_be_a_folder_is_a_wrong_call(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match=r"cannot be written \(.*\); choose another --out"):
-        new_folder(tmp_path / name, overwrite=False)
-
-
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
@@ -123,3 +87,85 @@ def test_a_place_that_cannot_be_a_folder_is_a_wrong_call(tmp_path: Path, name: s
 )
 def test_overlays_have_names_that_are_safe_everywhere(image: str | None, expected: str) -> None:
     assert overlay_name(7, image) == expected
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        (9_999, "overlays/009999-a.jpg.jpg"),
+        (10_000, "overlays/0001/010000-a.jpg.jpg"),
+        (1_999_999, "overlays/0199/1999999-a.jpg.jpg"),
+    ],
+)
+def test_no_folder_of_overlays_holds_more_than_ten_thousand(index: int, expected: str) -> None:
+    assert overlay_name(index, "a.jpg") == expected
+
+
+def test_an_overlay_makes_the_folder_that_it_needs(tmp_path: Path) -> None:
+    write_overlay(tmp_path, overlay_name(20_000, "a.jpg"), b"jpeg")
+    assert [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()] == [
+        "overlays/0002/020000-a.jpg.jpg"
+    ]
+
+
+def test_an_overlay_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "overlays/000000-a.jpg").mkdir(parents=True)
+    with pytest.raises(StoppedEarly, match=r"cannot be written .*make room and run again"):
+        write_overlay(tmp_path, "overlays/000000-a.jpg", b"jpeg")
+    assert [p.name for p in (tmp_path / "overlays").iterdir()] == ["000000-a.jpg"]
+
+
+def test_overlays_from_an_image_on_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept = [overlay_name(3, "a"), overlay_name(10_000, "a"), "overlays/mine.txt", "overlays/0001/mine.jpg"]
+    gone = [overlay_name(10_001, "a"), overlay_name(20_000, "a"), "overlays/.000002-a.jpg.part"]
+    for name in (*kept, *gone):
+        write_overlay(tmp_path, name, b"jpeg")
+    remove_overlays(tmp_path, 10_001)
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == sorted(kept)
+
+
+def lines(*names: str) -> bytes:
+    return b"".join(json.dumps(error_record(name, "not_found", "")).encode() + b"\n" for name in names)
+
+
+def test_appending_cuts_off_what_is_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(lines("a", "b") + b'{"half')
+    with RecordWriter(path, len(lines("a")), 1) as writer:
+        writer.write(error_record("c", "not_found", ""))
+        assert writer.count == 2
+    assert path.read_bytes() == lines("a", "c")
+
+
+def test_without_anything_kept_the_file_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(lines("a", "b"))
+    with RecordWriter(path):
+        pass
+    assert path.read_bytes() == b""
+
+
+def test_records_are_handed_to_the_disk_every_few_seconds_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opal_deploy.pipeline import output
+
+    now, synced = [0.0], []
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output.os, "fsync", lambda _: synced.append(now[0]))
+    with RecordWriter(tmp_path / "r.jsonl") as writer:
+        for second in range(12):
+            now[0] = float(second)
+            writer.write(error_record("a", "not_found", ""))
+    assert synced == [5.0, 10.0, 11.0]
+
+
+def test_a_disk_that_loses_what_it_was_given_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opal_deploy.pipeline import output
+
+    def lost(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(output.os, "fsync", lost)
+    with pytest.raises(StoppedEarly, match="Input/output error"), RecordWriter(tmp_path / "r.jsonl") as writer:
+        writer.write(error_record("a", "not_found", ""))

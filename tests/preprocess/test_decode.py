@@ -9,15 +9,20 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import lay_out, to_input
+from opal_deploy.pipeline.reading import opener
+from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
+from opal_deploy.preprocess import native
+from opal_deploy.preprocess.decode import Decoding, decode, decode_for
+from opal_deploy.preprocess.resize import Box, lay_out, to_input
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -52,17 +57,135 @@ def code_of(source: object, **options: int) -> str:
 PICTURE = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 
 
+def difference(found: np.ndarray, expected: np.ndarray) -> int:
+    return int(np.abs(found.astype(int) - expected.astype(int)).max())
+
+
+def by_pillow(source: Path | bytes) -> Image.Image:
+    with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
 @pytest.mark.data
-def test_photographs_have_exactly_plain_pillows_pixels(photographs: list[Path]) -> None:
-    chosen = photographs[:200]
-    assert len(chosen) == 200
+@pytest.mark.parametrize(("decoding", "most"), [("exact", 0), ("default", 1)])
+def test_photographs_have_plain_pillows_pixels(photographs: list[Path], decoding: str, most: int) -> None:
+    chosen = photographs[::4]
+    assert len(chosen) >= 60
     for path in chosen:
-        with Image.open(path) as image:
-            expected = ImageOps.exif_transpose(image).convert("RGB")
-        found = decode(path)
+        expected = by_pillow(path)
+        found = decode(path, decoding=Decoding(decoding))
         assert np.array_equal(np.asarray(found), np.asarray(expected)), path
-        squashed = expected.resize((224, 160), Image.Resampling.BILINEAR)
-        assert np.array_equal(to_input(found, lay_out(found), (160, 224)), np.asarray(squashed)), path
+        # smaller, larger, and one side each
+        for height, width in ((160, 224), (448, 448), (700, 96)):
+            squashed = np.asarray(expected.resize((width, height), Image.Resampling.BILINEAR))
+            ours = to_input(found, lay_out(found), (height, width), Decoding(decoding))
+            assert difference(ours, squashed) <= most, (path, height, width)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("box", [(3, 5, 23, 9), (10, 10, 11, 200), (100, 40, 101, 41), (50.5, 20, 180, 150)])
+def test_crops_of_photographs_are_plain_pillows_within_a_count(photographs: list[Path], box: Box) -> None:
+    for path in photographs[::16]:
+        picture = decode(path)
+        geometry = lay_out(picture, box)
+        expected = by_pillow(path).crop(geometry.crop).resize((96, 64), Image.Resampling.BILINEAR)
+        assert difference(to_input(picture, geometry, (64, 96)), np.asarray(expected)) <= 1, path
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1), (2, 3), (64, 64), (500, 2)])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_pictures_of_every_shape_are_plain_pillows_within_a_count(size: tuple[int, int], mode: str) -> None:
+    slope = np.linspace(0, 255, size[0] * size[1] * 3).reshape(size[1], size[0], 3).astype(np.uint8)
+    data = encoded(Image.fromarray(slope).convert(mode), "JPEG", quality=90)
+    expected = by_pillow(data)
+    found = decode(data)
+    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    squashed = np.asarray(expected.resize((64, 64), Image.Resampling.BILINEAR))
+    assert difference(to_input(found, lay_out(found), (64, 64)), squashed) <= 1
+
+
+@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"quality": 5}])
+def test_jpeg_of_every_kind_has_pillows_pixels(subsampling: str, options: dict[str, int]) -> None:
+    data = encoded(NOISE.resize((75, 53)), "JPEG", subsampling=subsampling, **options)
+    assert np.array_equal(pixels(data), np.asarray(by_pillow(data)))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("decoding", list(Decoding))
+def test_an_oriented_jpeg_is_turned_whatever_decodes_it(orientation: int, decoding: Decoding) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    smooth = NOISE.resize((4, 3)).resize((401, 303), Image.Resampling.BICUBIC)
+    data = encoded(smooth, "JPEG", exif=exif, quality=95)
+    expected = by_pillow(data)
+
+    picture, geometry = decode_for(data, (60, 80), decoding=decoding)
+
+    assert (geometry.width, geometry.height) == expected.size
+    # scaled decoding keeps all that the input needs
+    assert picture.width >= 80
+    assert picture.height >= 60
+    squashed = np.asarray(expected.resize((80, 60), Image.Resampling.BILINEAR))
+    assert difference(to_input(picture, geometry, (60, 80), decoding), squashed) <= (8 if decoding == "fast" else 1)
+
+
+def test_fast_decodes_a_large_jpeg_to_a_part_of_its_size() -> None:
+    data = encoded(NOISE.resize((1001, 701)), "JPEG")
+    picture, geometry = decode_for(data, (100, 100), decoding=Decoding.fast)
+    assert (geometry.width, geometry.height) == (1001, 701)
+    assert 100 <= picture.width <= 251
+    # the whole picture is what other callers get
+    assert decode(data, decoding=Decoding.fast).size == (1001, 701)
+
+
+@pytest.mark.parametrize("library", ["simplejpeg", "cykooz_resizer"])
+def test_without_a_library_pillow_does_its_work(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    native._library.cache_clear()
+    try:
+        picture = decode(PHOTO)
+        found = to_input(picture, lay_out(picture), (40, 40))
+        (line,) = native.missing()
+    finally:
+        native._library.cache_clear()
+    assert library in line
+    expected = by_pillow(PHOTO)
+    assert np.array_equal(np.asarray(picture), np.asarray(expected))
+    assert difference(found, np.asarray(expected.resize((40, 40), Image.Resampling.BILINEAR))) <= 1
+
+
+def test_nothing_is_missing_where_the_package_was_installed_whole() -> None:
+    assert native.missing() == []
+
+
+@dataclass(frozen=True)
+class Member:
+    """A part of a file, as an archive's member is."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def open(self) -> BinaryIO:
+        stream = io.BytesIO(self.path.read_bytes()[self.offset : self.offset + self.size])
+        return stream
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_what_opens_itself_is_read_like_a_file(tmp_path: Path, timed: bool, kind: str) -> None:
+    data = encoded(NOISE, kind)
+    (tmp_path / "archive").write_bytes(b"x" * 100 + data + b"y" * 50)
+    member = Member(tmp_path / "archive", 100, len(data))
+    clock = StageClock() if timed else NO_CLOCK
+    assert np.array_equal(np.asarray(decode(member, open_file=opener(clock))), pixels(data))
+
+
+def test_a_member_that_cannot_be_opened_has_its_code(tmp_path: Path) -> None:
+    assert code_of(Member(tmp_path / "gone", 0, 9)) == "not_found"
+    (tmp_path / "archive").write_bytes(b"")
+    assert code_of(Member(tmp_path / "archive", 0, 0)) == "empty_file"
 
 
 TRANSPOSITIONS = {
@@ -376,6 +499,20 @@ KNOWN_CODES = {
     "not_found", "unreadable", "not_a_file", "empty_file", "not_an_image", "truncated_image", "corrupt_image",
     "too_many_pixels", "unsupported_image",
 }  # fmt: skip
+
+
+@pytest.mark.data
+def test_every_odd_file_has_the_same_fate_whatever_decodes_it(odd_images: Path) -> None:
+    def fate(path: Path, decoding: Decoding) -> object:
+        try:
+            return decode(path, decoding=decoding).tobytes()
+        except ImageError as error:
+            return error.code, str(error).split(" object at ")[0]
+
+    paths = [path for path in sorted(odd_images.iterdir()) if path.name != "manifest.tsv"]
+    assert len(paths) == 149
+    for decoding in (Decoding.default, Decoding.fast):
+        assert [path.name for path in paths if fate(path, decoding) != fate(path, Decoding.exact)] == []
 
 
 @pytest.mark.data

@@ -24,8 +24,8 @@ def decoding(
     for r in results:
         say(
             f"{r.name}: {r.images} pictures, largest difference {r.largest}, mean {r.mean:.4f} counts, "
-            f"{r.share_equal:.1%} equal; {r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s, one thread "
-            f"each; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of processor time a picture"
+            f"{r.share_equal:.1%} equal; {r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s, one "
+            f"thread each; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of processor time each"
         )
     if as_json:
         emit_json({"paths": [r.to_dict() for r in results], **provenance()})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require
 from opal_deploy.runtime.probe import Driver, Gpu, is_importable, read_driver
 
 Stream = Any
@@ -19,10 +19,6 @@ Graph = Any
 
 # cudaErrorMemoryAllocation
 _OUT_OF_MEMORY = 2
-
-
-class OutOfMemory(StoppedEarly):
-    """The device's memory, or what the host may pin, is full."""
 
 
 class Cuda:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.engine_file import Check, Sidecar, load_engine, passed_here, record_check
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
-from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
+from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime import probe
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 from opal_deploy.runtime.tensorrt import bindings as libraries
 from opal_deploy.runtime.tensorrt.bindings import Bindings
-from opal_deploy.runtime.tensorrt.cuda import Cuda, OutOfMemory
+from opal_deploy.runtime.tensorrt.cuda import Cuda
 from opal_deploy.runtime.tensorrt.fitness import misfit
 from opal_deploy.runtime.tensorrt.log import last_words, make_logger
 from opal_deploy.runtime.verify import verify_vectors

@@ -1,0 +1,242 @@
+"""`opal-deploy infer`: explain pictures."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opal_deploy.cli.console import emit_json, progress, say
+from opal_deploy.errors import StoppedEarly, UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.pipeline.infer import Job
+    from opal_deploy.pipeline.interrupt import Interrupt
+    from opal_deploy.pipeline.run_folder import RunFolder
+    from opal_deploy.pipeline.sources.item import Item
+    from opal_deploy.pipeline.summary import Summary
+    from opal_deploy.runtime.session import Session
+
+SOME_IMAGES_FAILED = 3
+INTERRUPTED = 130
+_CPU_BATCH, _GPU_BATCH = 8, 64
+
+
+def infer(
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            help="Folders (with their subfolders), files, globs, tar and zip archives, or - for a list on stdin."
+        ),
+    ],
+    model: Annotated[
+        Path | None, typer.Option(help="An exported model, or a checkpoint; default: the one in this directory.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Draw an overlay per image and write report.html.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write to; default: this run's, if it was interrupted, else explanations, -2, ..."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in --out.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume/--no-resume", help="Go on where a run of the same model, images and options ended."),
+    ] = True,
+    boxes: Annotated[
+        Path | None, typer.Option(help="Crop first: CSV (image,x0,y0,x1,y1 or image,x,y,width,height) or COCO JSON.")
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="What images really show: `folders` (their folders' names), or CSV (image,label)."),
+    ] = None,
+    min_margin: Annotated[float | None, typer.Option(help="Mark answers with a smaller margin as abstained.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Classes listed in each record.")] = 5,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option("--format", help="parquet or csv, made of results.jsonl at the end; may be given twice."),
+    ] = None,
+    max_errors: Annotated[
+        str | None, typer.Option(help="Stop once more images failed: a number, or P% (from 100 images on).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.")] = "auto",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help=f"Images a forward pass; default: {_CPU_BATCH}, on a GPU {_GPU_BATCH}.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images decoded and drawn at a time; default: as many as cores, at most 8."),
+    ] = None,
+    decode: Annotated[
+        str, typer.Option(help="default: within 1 count of Pillow's pixels; exact: Pillow's; fast: JPEG scaled first.")
+    ] = "default",
+    decode_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds that decoding one image may take; 0: no limit; needs --isolate.")
+    ] = 30.0,
+    isolate: Annotated[
+        bool,
+        typer.Option("--isolate/--no-isolate", help="Decode in processes: a decoder that crashes costs one image."),
+    ] = True,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs", help="Engines: record the kernels once a batch size, launch them as one.")
+    ] = False,
+    expect_sha256: Annotated[
+        str | None, typer.Option("--expect-sha256", help="Of the model's file, as given to you by a trusted way.")
+    ] = None,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
+    shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,
+    report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 200,
+    recursive: Annotated[
+        bool, typer.Option("--recursive/--no-recursive", help="Look into the subfolders of folders.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Write summary.json's document to stdout too.")] = False,
+) -> None:
+    """Classify pictures and say why: one record an image, in results.jsonl.
+
+    With --explain also an overlay an image (the forward pass's own evidence for its answer) and report.html.
+    A run that ended early, however it ended, goes on when the same command is given again.
+    """
+    from opal_deploy.artifact.files import check_pinned
+    from opal_deploy.cli.infer import preparation, telling
+    from opal_deploy.pipeline import discover as finding
+    from opal_deploy.pipeline.boxes import read_boxes
+    from opal_deploy.pipeline.engine import EngineOptions
+    from opal_deploy.pipeline.infer import Job
+    from opal_deploy.pipeline.interrupt import signals
+    from opal_deploy.pipeline.labels import read_labels
+    from opal_deploy.pipeline.run_folder import IMAGES, claimed
+    from opal_deploy.pipeline.summary import ErrorLimit
+    from opal_deploy.pipeline.tables import check_formats
+    from opal_deploy.preprocess.decode import Decoding
+    from opal_deploy.runtime.onnx_session import available_cpus
+    from opal_deploy.runtime.select import open_sessions
+
+    with signals(say) as interrupt:
+        finding.check_inputs(images)
+        index, count = parse_shard(shard) if shard else (1, 1)
+        if decode not in list(Decoding):
+            raise UsageError(f"--decode {decode!r}: expected {', '.join(Decoding)}")
+        tables = check_formats(formats or [])
+        limit = None if max_errors is None else ErrorLimit.parse(max_errors)
+        if overwrite and out is None:
+            raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
+        crops = read_boxes(boxes) if boxes else None
+        truths = read_labels(labels) if labels else None
+        path = model or preparation.found_model(device)
+        preparation.raise_pillows_limit(max_pixels)
+        if expect_sha256 is not None:
+            check_pinned(path, expect_sha256)
+        sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
+        metadata = sessions[0].metadata
+        preparation.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
+        identity = {
+            IMAGES: images,
+            "model": preparation.model_identity(path, metadata),
+            "explain": explain,
+            "boxes": preparation.file_identity(boxes),
+            "labels": None if truths is None else truths.identity,
+            "min_margin": min_margin,
+            "top": top,
+            "max_pixels": max_pixels,
+            "decode": decode,
+            "shard": f"{index}/{count}" if count > 1 else None,
+            "recursive": recursive,
+        }
+        skipped = finding.Skipped()
+        found = finding.discover(images, skipped, sys.stdin, recursive=recursive)
+        # a call that names no image at all fails here, before anything is written
+        items = finding.shard(itertools.chain([next(found)], found), index, count)
+        options = EngineOptions(
+            batch=batch or (_CPU_BATCH if "on cpu" in sessions[0].description.lower() else _GPU_BATCH),
+            fixed_batch=True,
+            workers=workers or min(8, available_cpus()),
+            max_pixels=max_pixels,
+            top=top,
+            min_margin=min_margin,
+            keep_pictures=explain,
+            decode=Decoding(decode),
+            decode_timeout=decode_timeout or None,
+            isolate=isolate,
+        )
+        with claimed(out, identity, resume=resume, overwrite=overwrite) as folder:
+            if folder.state == "finished":
+                document = telling.tell_finished(folder, tables)
+            else:
+                say(f"Explaining with {path} in {telling.runtime(sessions)}, batches of {options.batch}")
+                job = Job(
+                    folder.root,
+                    explain,
+                    crops,
+                    options,
+                    tuple(telling.facts(path, metadata, sessions)),
+                    report_limit,
+                    truths,
+                    limit,
+                    tables,
+                    folder.state == "unfinished",
+                    say,
+                )
+                about = telling.about(identity, sessions)
+                document, summary = _run(items, sessions, job, folder, interrupt, about)
+                telling.tell(summary, skipped, folder.root, job)
+        if as_json:
+            emit_json(document)
+        if document["errors"]:
+            raise typer.Exit(SOME_IMAGES_FAILED)
+
+
+def _run(
+    items: Iterator[Item],
+    sessions: list[Session],
+    job: Job,
+    folder: RunFolder,
+    interrupt: Interrupt,
+    about: dict[str, object],
+) -> tuple[dict[str, object], Summary]:
+    """Run, and write down what came of it, however it ends.
+
+    Raises:
+        typer.Exit: it was interrupted. StoppedEarly: the run was; both say how it is resumed.
+    """
+    from opal_deploy.cli.infer import telling
+    from opal_deploy.pipeline.infer import run
+    from opal_deploy.pipeline.summary import Summary
+
+    summary = Summary()
+    folder.begin()
+    stopped: str | None = None
+    try:
+        with progress("images") as advance:
+            report = lambda done: advance(done.total, note=telling.note(done))  # noqa: E731
+            run(items, sessions, job, report, None, summary, interrupt)
+        if interrupt.stopped:
+            stopped = "interrupted"
+        else:
+            return folder.end(summary, about), summary
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    except StoppedEarly as error:
+        stopped = str(error)
+        telling.note_end(folder, summary, about, stopped)
+        raise StoppedEarly(f"{error}; {telling.how_to_resume()}") from None
+    telling.note_end(folder, summary, about, stopped)
+    say(f"Interrupted: {summary.total} records are in {folder.root}; {telling.how_to_resume()}")
+    raise typer.Exit(INTERRUPTED)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """`i/n`, i from 1 to n.
+
+    Raises:
+        UsageError: something else.
+    """
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
+    return int(parts[0]), int(parts[1])

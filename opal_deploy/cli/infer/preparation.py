@@ -1,0 +1,69 @@
+"""What `infer` settles before a run: which model, whether it fits the call, and what makes the run what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
+from opal_deploy.cli.console import say
+from opal_deploy.errors import UsageError
+
+
+def raise_pillows_limit(max_pixels: int) -> None:
+    """Let Pillow read pictures that --max-pixels allows."""
+    from PIL import Image
+
+    # Pillow refuses twice its own limit before ours is asked
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
+
+
+def found_model(device: str) -> Path:
+    """The best model of the working directory that this machine can run."""
+    from opal_deploy.runtime.onnx_session import cuda_is_usable
+    from opal_deploy.runtime.select import find_model
+    from opal_deploy.runtime.tensorrt.fitness import misfit_here
+
+    if device == "cpu":
+        choice = find_model(Path(), gpu=False, engine_misfit=lambda _: "an engine runs on a GPU, and --device is cpu")
+    else:
+        # of several devices the first stands for all: they are of one kind, or the session of another refuses
+        number = device.split(",")[0].rpartition(":")[2]
+        index = int(number) if number.isdigit() else 0
+        choice = find_model(Path(), gpu=cuda_is_usable(), engine_misfit=lambda s: misfit_here(s, index))
+    say(f"Model: {choice.path} ({choice.reason})")
+    return choice.path
+
+
+def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool) -> None:
+    """Say what a person should know of the model beforehand.
+
+    Raises:
+        UsageError: the call asks for what the model does not have.
+    """
+    if metadata.evidence == "none" and explain:
+        raise UsageError(
+            f"{path}: it has no anchors, so a dense layer mixes all channels and no evidence can be shown; "
+            "leave out --explain, or train the OPAL head"
+        )
+    if metadata.evidence == "none" and margin:
+        raise UsageError(f"{path}: it has no cosines, so no margin; leave out --min-margin")
+    if metadata.evidence == "map" and explain:
+        say("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
+    if metadata.unverified:
+        say(f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's")
+    if metadata.crop == "boxes" and not boxed:
+        say("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
+
+
+def model_identity(path: Path, metadata: Metadata) -> dict[str, str]:
+    """Which model: its file's name, and a digest of what is in it."""
+    # an ONNX file's own digest was checked when it was opened; that of an engine's metadata is of the ONNX behind it
+    own = path.suffix == ".onnx" and metadata.file_sha256 != BLANK_DIGEST
+    return {"file": path.name, "sha256": metadata.file_sha256 if own else sha256_of_file(path)}
+
+
+def file_identity(path: Path | None) -> str | None:
+    """Which file: its name, and a digest of what is in it."""
+    return None if path is None else f"{path.name}, sha256 {sha256_of_file(path)}"

@@ -1,0 +1,352 @@
+"""`infer` that is killed, interrupted, or out of room: the same command goes on, and nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
+IMAGES = 100
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> Path:
+    """Pictures, some of them broken."""
+    folder = tmp_path_factory.mktemp("many") / "in"
+    for number, path in enumerate(make_pictures(folder, IMAGES)):
+        if number % 50 == 7:
+            path.write_bytes(b"no")
+    return folder
+
+
+class Infer:
+    """`infer` on these pictures, in a folder of its own."""
+
+    def __init__(self, cwd: Path, model: Path, pictures: Path) -> None:
+        self.cwd = cwd
+        (cwd / "in").symlink_to(pictures)
+        self._fixed = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"]
+
+    def start(self, *arguments: str, before: str = "", out: str = "out", **options: Any) -> subprocess.Popen[str]:
+        """`before`: Python to run first."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+        return subprocess.Popen(
+            [sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", out, *arguments],
+            cwd=self.cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # a shell may have told its background jobs to ignore it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            **options,
+        )
+
+    def __call__(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        with self.start(*arguments, **options) as process:
+            stdout, stderr = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def count(self, out: str = "out") -> int:
+        """Lines of results.jsonl."""
+        try:
+            return (self.cwd / out / "results.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def wait_for(self, count: int, process: subprocess.Popen[str], out: str = "out") -> None:
+        """Until there are so many records, or the process has ended."""
+        deadline = time.monotonic() + 60
+        while self.count(out) < count and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def infer(tmp_path: Path, exact_model: Path, many: Path) -> Infer:
+    return Infer(tmp_path, exact_model, many)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path) -> Path:
+    """The output of a run that nothing happened to."""
+    cwd = tmp_path_factory.mktemp("clean")
+    done = Infer(cwd, exact_model, many)("--explain", "--format", "csv")
+    assert done.returncode == 3, done.stderr
+    return cwd / "out"
+
+
+def same(out: Path, clean: Path) -> None:
+    """The files of a run are those of the clean one; report and summary name times and commands."""
+
+    def files(root: Path) -> set[Path]:
+        return {path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    assert files(out) == files(clean)
+    for name in files(clean) - {Path("report.html"), Path("run.json"), Path("summary.json")}:
+        assert (out / name).read_bytes() == (clean / name).read_bytes(), name
+    one, other = (json.loads((folder / "summary.json").read_text()) for folder in (out, clean))
+    for key in ("complete", "images", "statuses", "errors", "classes", "results_bytes"):
+        assert one[key] == other[key], key
+    assert one["complete"] is True
+
+
+def killed(infer: Infer, clean: Path, kills: int, seed: int) -> None:
+    """Kill at random moments until `kills` came in time, beginning anew whenever a run got to its end."""
+    moments = random.Random(seed)
+    in_time = 0
+    while in_time < kills:
+        with infer.start("--explain", "--format", "csv") as process:
+            before = infer.count()
+            infer.wait_for(before + moments.randint(1, IMAGES // 8), process)
+            time.sleep(moments.random() * 0.02)
+            process.kill()
+            process.communicate()
+        in_time += process.returncode == -signal.SIGKILL
+        written = (infer.cwd / "out/results.jsonl").read_bytes()
+        assert (clean / "results.jsonl").read_bytes().startswith(written[: written.rfind(b"\n") + 1])
+        if infer.count() == IMAGES or process.returncode != -signal.SIGKILL:
+            _end(infer, clean)
+            shutil.rmtree(infer.cwd / "out")
+    _end(infer, clean)
+
+
+def _end(infer: Infer, clean: Path) -> None:
+    done = infer("--explain", "--format", "csv")
+    assert done.returncode == 3, done.stderr
+    same(infer.cwd / "out", clean)
+
+
+def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, clean: Path) -> None:
+    killed(infer, clean, kills=5, seed=6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_fifty_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, clean: Path) -> None:
+    killed(infer, clean, kills=50, seed=50)
+
+
+KILL = "import os, signal; die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+MOMENTS = {
+    "before the first record": "import opal_deploy.pipeline.infer as i; i.RecordWriter = die\n",
+    "between an overlay and its name": "import pathlib; pathlib.Path.replace = die\n",
+    "in the report": "import opal_deploy.explain.report as r; r.ReportWriter._head = die\n",
+    "in a table": "import opal_deploy.pipeline.tables as t; t._WRITERS['csv'] = die\n",
+    "before the summary": "import opal_deploy.pipeline.run_folder as f; f.RunFolder.end = die\n",
+}
+
+
+@pytest.mark.parametrize(
+    "moment", [m if m == "in the report" else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS]
+)
+def test_killed_between_two_steps_it_goes_on_there(infer: Infer, clean: Path, moment: str) -> None:
+    # in the middle of the overlays
+    counted = "n = [0]; old = pathlib.Path.replace\ndef second(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"
+    before = KILL + MOMENTS[moment].replace("pathlib.Path.replace = die\n", counted + "pathlib.Path.replace = second\n")
+    before = before.replace("import pathlib; n", "import pathlib\nn")
+    assert infer("--explain", "--format", "csv", before=before).returncode == -signal.SIGKILL
+    _end(infer, clean)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
+    infer: Infer, clean: Path, number: signal.Signals
+) -> None:
+    with infer.start("--explain", "--format", "csv") as process:
+        infer.wait_for(5, process)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    count = infer.count()
+    assert 5 <= count < IMAGES
+    assert f"Interrupted: {count} records are in out; the same command resumes: opal-deploy infer in/ --model" in said
+    document = json.loads((infer.cwd / "out/summary.json").read_text())
+    assert (document["complete"], document["stopped"], document["images"]) == (False, "interrupted", count)
+    assert not (infer.cwd / "out/report.html").exists()
+    done = infer("--explain", "--format", "csv")
+    assert f"out: {count} records are there already\n" in done.stderr
+    assert f"{IMAGES} images ({count} of them before) in" in done.stderr
+    same(infer.cwd / "out", clean)
+    document = json.loads((infer.cwd / "out/summary.json").read_text())
+    assert len(document["resumed"]) == 1
+    assert document["new_images"] == IMAGES - count
+
+
+def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer, clean: Path) -> None:
+    # a session that would keep the batch in work for a minute
+    slow = (
+        "import time\nfrom opal_deploy.runtime.onnx_session import OnnxSession as S\nrun, n = S.run, [0]\n"
+        "def slow(*a):\n    n[0] += 1\n    time.sleep(60 * (n[0] > 3))\n    return run(*a)\nS.run = slow\n"
+    )
+    with infer.start("--batch", "4", before=slow) as process:
+        infer.wait_for(8, process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "ending at once" in said
+    assert (infer.cwd / "out/results.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_a_second_process_is_refused_in_one_line(infer: Infer) -> None:
+    with infer.start() as process:
+        infer.wait_for(1, process)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            refused = infer("--overwrite")
+        finally:
+            process.send_signal(signal.SIGCONT)
+        process.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == [
+        "opal-deploy: out: another process is at work there; wait for it, or give another --out"
+    ]
+    assert process.returncode == 3
+    assert infer.count() == IMAGES
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path) -> Path:
+    """The output of a run that stopped after a few records."""
+    first = Infer(tmp_path_factory.mktemp("stopped"), exact_model, many)
+    done = first("--max-errors", "0")
+    assert done.returncode == 5, done.stderr
+    assert 0 < first.count() < IMAGES
+    return first.cwd / "out"
+
+
+@pytest.fixture
+def begun(infer: Infer, stopped: Path) -> Infer:
+    """Where such a run can go on."""
+    shutil.copytree(stopped, infer.cwd / "out")
+    return infer
+
+
+def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(begun: Infer, clean: Path) -> None:
+    again = begun("--max-errors", "0")
+    assert again.returncode == 5
+    assert (
+        "1 of 8 images failed, more than --max-errors 0; most often not_an_image (1)" in again.stderr.splitlines()[-1]
+    )
+    assert "the same command resumes" in again.stderr
+    assert begun("--max-errors", "10").returncode == 3
+    found = [json.loads(line) for line in (begun.cwd / "out/results.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (clean / "results.jsonl").read_text().splitlines()]
+    assert found == [{key: value for key, value in record.items() if key != "overlay"} for record in expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top", "3"], "out: it holds a run of its own: --top 5 there, 3 here; choose another --out, or give --over"),
+        (["--decode", "exact"], "--decode default there, exact here"),
+        (["--no-resume"], "out: it holds an unfinished run, and --no-resume was given; choose another --out, or give"),
+    ],
+)
+def test_another_run_is_refused_with_the_difference(begun: Infer, arguments: list[str], message: str) -> None:
+    before = (begun.cwd / "out/results.jsonl").read_bytes()
+    done = begun(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert (begun.cwd / "out/results.jsonl").read_bytes() == before
+
+
+def test_what_changes_no_record_may_change(begun: Infer, clean: Path) -> None:
+    assert begun("--batch", "3", "--workers", "1", "--no-isolate", "--report-limit", "5").returncode == 3
+    document = json.loads((begun.cwd / "out/summary.json").read_text())
+    assert document["classes"] == json.loads((clean / "summary.json").read_text())["classes"]
+
+
+def test_overwriting_begins_anew_and_says_how_to_go_on_without(begun: Infer) -> None:
+    done = begun("--overwrite", "--max-errors", "0", "--top", "2")
+    assert done.returncode == 5
+    assert "--overwrite" not in done.stderr.splitlines()[-1].partition("resume with: ")[2]
+    assert "resume with: opal-deploy infer in/ --model" in done.stderr
+    assert json.loads((begun.cwd / "out/results.jsonl").read_text().splitlines()[0])["top"][1:2]
+    assert json.loads((begun.cwd / "out/run.json").read_text())["run"]["top"] == 2
+
+
+def test_other_images_are_refused_and_nothing_is_lost(begun: Infer, many: Path, exact_model: Path) -> None:
+    before = (begun.cwd / "out/results.jsonl").read_bytes()
+    (begun.cwd / "in").unlink()
+    (begun.cwd / "in").mkdir()
+    for path in sorted(many.iterdir())[1:]:
+        (begun.cwd / "in" / path.name).symlink_to(path)
+    done = begun()
+    assert done.returncode == 2
+    assert "number 1 was in/000.png, now it is in/001.png; give the same images" in done.stderr.splitlines()[-1]
+    assert (begun.cwd / "out/results.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer: Infer, clean: Path) -> None:
+    shutil.copytree(clean, infer.cwd / "out")
+    before = {path: path.stat().st_mtime_ns for path in (infer.cwd / "out").rglob("*") if path.is_file()}
+    done = infer("--explain", "--format", "csv", "--json")
+    assert done.returncode == 3
+    assert "out: this run is finished (100 images, ended " in done.stderr
+    assert json.loads(done.stdout) == json.loads((clean / "summary.json").read_text())
+    assert {path: path.stat().st_mtime_ns for path in (infer.cwd / "out").rglob("*") if path.is_file()} == before
+    # a table that was not asked for then
+    (infer.cwd / "out/results.csv").unlink()
+    assert infer("--explain", "--format", "csv").returncode == 3
+    assert (infer.cwd / "out/results.csv").read_bytes() == (clean / "results.csv").read_bytes()
+
+
+def test_without_out_the_unfinished_run_goes_on_and_a_finished_one_is_left(
+    tmp_path: Path, exact_model: Path, many: Path
+) -> None:
+    (tmp_path / "in").symlink_to(many)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", MAIN, "infer", "in/", "--model", str(exact_model), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert call("--max-errors", "0").returncode == 5
+    assert call().returncode == 3
+    assert [path.name for path in tmp_path.glob("explanations*")] == ["explanations"]
+    assert json.loads((tmp_path / "explanations/summary.json").read_text())["complete"] is True
+    assert call("--max-errors", "0").returncode == 5
+    assert sorted(path.name for path in tmp_path.glob("explanations*")) == ["explanations", "explanations-2"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own with little room."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or sys.platform != "linux":
+        pytest.skip("no mount")
+    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=512k", "none", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer: Infer, clean: Path, small_disk: Path) -> None:
+    done = infer("--explain", "--format", "csv", out="small/out")
+    assert done.returncode == 5
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "No space left on device" in last
+    assert "make room and run again; the same command resumes: " in last
+    assert (small_disk / "out/results.jsonl").read_bytes().endswith(b"}\n")
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    assert infer("--explain", "--format", "csv", out="small/out").returncode == 3
+    same(small_disk / "out", clean)
