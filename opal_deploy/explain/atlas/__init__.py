@@ -1,0 +1,1 @@
+"""The atlas: for each class and slot, the patches of a training set that showed it best. Numpy and Pillow only."""

@@ -1,0 +1,1 @@
+"""The evidence sheet of one image: a view model, one layout, and a renderer each for PNG and SVG."""
