@@ -9,11 +9,11 @@ from typing import Any
 from opal_deploy.bench.harness.buffers import random_batches
 from opal_deploy.bench.harness.machine import peak_megabytes, reset_peak
 from opal_deploy.bench.harness.monitor import watch
-from opal_deploy.bench.harness.statistics import mean, percentile
 from opal_deploy.bench.harness.timing import Timing, measure
 from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure
 from opal_deploy.bench.subjects.opening import Opened
 from opal_deploy.runtime.session import StagedSession
+from opal_deploy.statistics.samples import mean, percentile
 
 PERCENTILES = (50, 90, 95, 99)
 # stages are told from so many calls after the timed ones

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from opal_deploy.bench.batch_timing import rotating
 from opal_deploy.bench.harness.machine import provenance
 from opal_deploy.bench.harness.monitor import watch
-from opal_deploy.bench.harness.statistics import median, paired_ratios, spread
 from opal_deploy.bench.harness.timing import Clock, time_calls, warm_up
 from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure, Measurement
 from opal_deploy.bench.subjects.opening import Opened
+from opal_deploy.statistics.samples import median, paired_ratios, spread
 
 TURN_SECONDS = 0.3
 METHOD = (

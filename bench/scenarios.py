@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from opal_deploy.bench.harness.buffers import random_batches
 from opal_deploy.bench.harness.machine import peak_megabytes, provenance, reset_peak
 from opal_deploy.bench.harness.monitor import watch
-from opal_deploy.bench.harness.statistics import percentile
 from opal_deploy.bench.harness.timing import measure
 from opal_deploy.bench.record import Figure, Measurement, Scalar
 from opal_deploy.bench.server import PERCENT, Answer, Served, arrivals, confirmed_rate, largest_rate, serve
 from opal_deploy.bench.subjects.opening import Opened
+from opal_deploy.statistics.samples import percentile
 
 SERVER = "server"
 UNATTAINABLE = "unattainable"

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.bench.harness.statistics import percentile
 from opal_deploy.bench.harness.timing import quiet
+from opal_deploy.statistics.samples import percentile
 
 Answer = Callable[[int], object]
 Clock = Callable[[], float]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from opal_deploy.bench.harness.statistics import percentile
 from opal_deploy.bench.record import THROTTLED
+from opal_deploy.statistics.samples import percentile
 
 INTERVAL = 0.1
 BUSY = "busy"

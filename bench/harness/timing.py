@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.bench.harness.statistics import spread
+from opal_deploy.statistics.samples import spread
 
 Call = Callable[[int], object]
 Clock = Callable[[], int]

@@ -49,6 +49,8 @@ class Metadata:
         training: summary of the run that made the checkpoint.
         exporter: versions and the opset.
         verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
+        risk: of the validation pictures, as the checkpoint has it: the risk-coverage curve's summary
+            (`statistics.risk`), from which a `min_margin` for a wanted error rate can be chosen; empty where unknown.
         test_vectors: inputs with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         file_sha256: digest of the file with this field blanked; see `artifact.digest`.
@@ -71,6 +73,7 @@ class Metadata:
     training: dict[str, Any] = field(default_factory=dict)
     exporter: dict[str, Any] = field(default_factory=dict)
     verification: dict[str, Any] = field(default_factory=dict)
+    risk: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
     file_sha256: str = BLANK_DIGEST
@@ -157,11 +160,13 @@ class Metadata:
                 raise refuse(f"{name} is not a list of names")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
             raise refuse(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
-        for name in ("head", "source", "training", "exporter", "verification", "test_vectors"):
+        for name in ("head", "source", "training", "exporter", "verification", "risk", "test_vectors"):
             if not isinstance(getattr(self, name), dict):
                 raise refuse(f"{name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
             raise refuse("its head lacks distance or epsilon")
+        if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
+            raise refuse("its risk is not the summary of a risk-coverage curve")
         if not isinstance(self.file_sha256, str):
             raise refuse("file_sha256 is not a text")
 

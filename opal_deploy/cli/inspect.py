@@ -124,7 +124,9 @@ def _about(metadata: Metadata) -> list[tuple[str, str]]:
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
     ]  # fmt: skip
     if metrics:
-        lines.append(("training", ", ".join(f"{k} {_short(v)}" for k, v in metrics.items())))
+        lines.append(("training", _metrics(metrics)))
+    if metadata.risk:
+        lines.append(("risk", _risk(metadata.risk)))
     if made:
         lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
     if metadata.unverified:
@@ -178,13 +180,15 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _about_ours(index: dict[str, Any]) -> list[tuple[str, str]]:
-    config = index["config"]
+    config, metrics = index["config"], index.get("metrics") or {}
+    risk = metrics.get("val_risk")
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"),
         ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
         ("classes", _names(list(index["class_names"]))),
-        ("metrics", ", ".join(f"{k} {_short(v)}" for k, v in (index.get("metrics") or {}).items()) or "none"),
+        ("metrics", _metrics(metrics) or "none"),
+        *([("risk", _risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
     ]
 
 
@@ -200,6 +204,21 @@ def _state_dict_kind(tensors: dict[str, Any]) -> str:
         return f"a state dict whose classifier.prototypes has the shape {list(anchors.shape)}, not an OPAL checkpoint"
     classes, channels = anchors.shape
     return f"an OPAL checkpoint of the authors: {classes} classes, m = {channels // classes}"
+
+
+def _metrics(metrics: dict[str, Any]) -> str:
+    """The figures that are one number each."""
+    return ", ".join(f"{k} {_short(v)}" for k, v in metrics.items() if not isinstance(v, dict))
+
+
+def _risk(summary: dict[str, Any]) -> str:
+    """What a risk-coverage curve comes to: how much can be answered at which error rate."""
+    coverage = summary["coverage_at_error"]
+    shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage.items())
+    return (
+        f"{summary['images']} {summary.get('split', 'labelled')} pictures: error {summary['error']:.2%} where all are "
+        f"answered, AURC {summary['aurc']:.4f}; coverage by error rate: {shares}"
+    )
 
 
 def _names(names: list[str]) -> str:

@@ -331,6 +331,9 @@ def describe(checkpoint: Checkpoint) -> Metadata:
     """What the checkpoint is, in the words of the metadata: before export, so without report and vectors."""
     network = checkpoint.network
     head = network.config.head
+    # curves have a field of their own, or are left to the checkpoint
+    metrics = {name: value for name, value in checkpoint.metrics.items() if not isinstance(value, dict)}
+    risk = checkpoint.metrics.get("val_risk")
     return Metadata(
         class_names=tuple(checkpoint.class_names),
         prototypes_per_class=head.prototypes_per_class,
@@ -341,6 +344,7 @@ def describe(checkpoint: Checkpoint) -> Metadata:
         input_size=network.config.input_size,
         crop=checkpoint.crop,
         source=checkpoint.source,
-        training={**checkpoint.training, **({"metrics": checkpoint.metrics} if checkpoint.metrics else {})},
+        training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
+        risk={"split": "val", **risk} if risk else {},
         outputs=("logits",) if head.evidence == "none" else ("logits", "argmax", "scores"),
     )

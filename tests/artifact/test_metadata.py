@@ -104,6 +104,8 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         {"head": {"distance": "l2"}},
         {"head": {"epsilon": 1e-8}},
         {"test_vectors": []},
+        {"risk": []},
+        {"risk": {"aurc": 0.1}},
         {"source": "x"},
         {"verification": None},
         {"file_sha256": 3},

@@ -293,3 +293,114 @@ def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
     assert [a["image"].split("/")[1] for a in answers if a["label"] not in LABELS] == [r"cl\xff"] * 3
     assert [row["truth"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
     assert (tmp_path / "out" / "confusion.png").is_file()
+
+
+def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
+    folder: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = [model.with_suffix(".pt"), model]
+    evaluate(
+        folder, models, threads=1, faithfulness=True, limit=4, fill=["mean"], out=tmp_path / "out", as_json=True
+    )  # fmt: skip
+    said = capsys.readouterr()
+    checkpoint, exported = json.loads(said.out)
+
+    assert checkpoint["faithfulness"]["images"] == exported["faithfulness"]["images"] == 4
+    names = ["contribution", "reverse", "random", "runner-up", "another class"]
+    by_order = [{row["order"]: row for row in found["faithfulness"]["removal"]} for found in (checkpoint, exported)]
+    assert set(names) <= by_order[1].keys()
+    # Grad-CAM needs gradients
+    assert by_order[0].keys() - by_order[1].keys() == {"grad-cam"}
+    assert exported["faithfulness"]["unavailable"]["grad-cam"].startswith("an exported model has no gradients")
+    for name in names:
+        for curve in ("deletion", "insertion"):
+            assert by_order[0][name][curve] == pytest.approx(by_order[1][name][curve], abs=1e-5)
+    assert [change["same_cell"] for change in checkpoint["faithfulness"]["stability"]] == [
+        change["same_cell"] for change in exported["faithfulness"]["stability"]
+    ]
+    assert checkpoint["agreement"] == []
+    (found,) = exported["agreement"]
+    assert (found["with"], found["same_class"], found["same_cells"]) == (str(models[0]), 1.0, 1.0)
+    assert found["largest_cosine_difference"] < 1e-5
+
+    assert "faithfulness: 4 pictures, at most" in said.err
+    assert "random cells of the whole picture (no foreground is known)" in said.err
+    assert "agree on 100.00% of 12 answers and 100.00% of its cells" in said.err
+    kept = json.loads((tmp_path / "out" / "model.onnx" / "faithfulness.json").read_text())
+    assert kept == exported["faithfulness"]
+    assert (tmp_path / "out" / "model.pt" / "faithfulness.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_faithfulness_of_a_model_without_single_cells_is_refused_before_the_data_is_read(
+    figures: Figures, tmp_path: Path
+) -> None:
+    from opal_deploy.model.config import LINEAR_BASELINE
+
+    with pytest.raises(UsageError, match=r"has no prototypes \(evidence none\); --faithfulness needs"):
+        figures(tmp_path / "no data", _saved(tmp_path / "linear.pt", LINEAR_BASELINE, LABELS), faithfulness=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fill": ["grey"]}, "--fill 'grey': expected blur, mean, noise"),
+        ({"target_error": "often"}, "--target-error 'often': expected a percentage"),
+        ({"target_error": "5%"}, "12 labelled pictures cannot show .* even without a wrong answer 59 are needed"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_model_runs(
+    folder: Path, model: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    from opal_deploy.train.evaluation import session
+
+    monkeypatch.setattr(session, "evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran"))
+    with pytest.raises(UsageError, match=message):
+        figures(folder, model, **options)
+
+
+def test_risk_and_coverage_are_those_of_the_answers_that_are_kept(
+    folder: Path, model: Path, figures: Figures, tmp_path: Path
+) -> None:
+    found = figures(folder, model, out=tmp_path / "out", target_error="80%")
+
+    answers = sorted(_rows(tmp_path / "out" / "predictions.csv"), key=lambda row: -float(row["margin"]))
+    wrong = 0
+    rows = _rows(tmp_path / "out" / "risk_coverage.csv")
+    at = {int(row["answered"]): row for row in rows}
+    for number, answer in enumerate(answers, start=1):
+        wrong += answer["correct"] == "0"
+        if number in at:
+            assert (int(at[number]["wrong"]), float(at[number]["min_margin"])) == (wrong, float(answer["margin"]))
+    assert int(rows[-1]["answered"]) == found["test_risk"]["images"] == 12
+    assert found["test_risk"]["error"] == pytest.approx(1 - found["test_accuracy"])
+    assert (tmp_path / "out" / "risk_coverage.png").read_bytes().startswith(b"\x89PNG")
+    # random weights: whether something supports even this depends on them, but the document says which
+    threshold = found["threshold"]
+    assert (threshold["min_margin"] is None) == ("reason" in threshold)
+    assert threshold["target_error"] == 0.8
+
+
+def test_the_generated_set_brings_its_parts_and_its_foreground(
+    figures: Figures, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opal_deploy.demo import generate
+    from opal_deploy.model.config import HeadConfig
+
+    made = generate(
+        tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
+    )
+    path = _saved(tmp_path / "model.pt", HeadConfig(prototypes_per_class=2), list(made.classes))
+    evaluate(
+        made.root, [path], threads=1, faithfulness=True, limit=2, fill=["mean"], out=tmp_path / "out", as_json=True
+    )  # fmt: skip
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+
+    assert "random cells of the creature" in found["faithfulness"]["random_control"]
+    # random weights answer at least one of twelve rightly here
+    assert found["generated_parts"]["images"] == round(12 * found["test_accuracy"]) > 0
+    assert "boxes on a distinguishing part" in said.err
+    rows = _rows(tmp_path / "out" / "slot_parts.csv")
+    assert {row["slot"] for row in rows} == {"0", "1"}
+
+    assert "generated_parts" not in figures(made.root, path, parts=False)

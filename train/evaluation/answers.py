@@ -15,6 +15,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.engine import ahead
 from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.preprocess.decode import MAX_PIXELS
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.train.data.samples import Report, Sample
 
 
@@ -57,7 +58,7 @@ def answers(
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
     found: list[Outputs] = []
     done = 0
-    for pixels in _batches(requests, input_size, batch, workers):
+    for pixels, _ in prepared_batches(requests, input_size, batch, workers):
         outputs = run(pixels)
         _check_finite(outputs, samples[done : done + len(pixels)], model)
         if watch is not None:
@@ -79,18 +80,27 @@ def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
         )
 
 
-def _batches(requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int) -> Iterator[Pixels]:
+def prepared_batches(
+    requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int
+) -> Iterator[tuple[Pixels, list[Geometry]]]:
+    """uint8 [n, H0, W0, 3] for up to `batch` pictures at a time, and how each was laid out.
+
+    Raises:
+        UsageError: names a picture that cannot be used.
+    """
+
     def prepared(request: Request) -> Prepared:
         return prepare(request, size, MAX_PIXELS, keep_picture=False)
 
     with ThreadPoolExecutor(workers, "decode") as pool:
         ready = ahead((pool.submit(prepared, request) for request in requests), 2 * batch)
         while group := list(itertools.islice(ready, batch)):
-            yield np.stack([_pixels(entry) for entry in group])
+            found = [_usable(entry) for entry in group]
+            yield np.stack([pixels for pixels, _ in found]), [geometry for _, geometry in found]
 
 
-def _pixels(entry: Prepared) -> Pixels:
-    if entry.pixels is None:
+def _usable(entry: Prepared) -> tuple[Pixels, Geometry]:
+    if entry.pixels is None or entry.geometry is None:
         message = entry.error["error"]["message"] if entry.error else "unusable"
         raise UsageError(f"{entry.request.name}: {message}; take it out of the data set")
-    return entry.pixels
+    return entry.pixels, entry.geometry

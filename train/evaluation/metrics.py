@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.outputs import cosines
+
 
 def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     """Share of pictures, 0 ... 1, whose largest logit is their label's.
@@ -40,6 +42,24 @@ def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     from sklearn.metrics import f1_score
 
     return float(f1_score(labels, logits.argmax(axis=1), average="macro", zero_division=0.0))
+
+
+def margins(
+    logits: NDArray[np.float32], scores: NDArray[np.float32], prototypes_per_class: int, epsilon: float
+) -> NDArray[np.float64]:
+    """Cosine of the answer minus that of the runner-up by logit, float64 [N]: what records call `margin`.
+
+    Args:
+        logits: [N, C], C at least 2.
+        scores: [N, K].
+        prototypes_per_class: m.
+        epsilon: of the embedding's norm.
+    """
+    # stable: of equal logits the lowest class, as in the records
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+    pair = np.take_along_axis(cosines(scores, prototypes_per_class, epsilon), best, axis=1)
+    found: NDArray[np.float64] = pair[:, 0] - pair[:, 1]
+    return found
 
 
 def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:

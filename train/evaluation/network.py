@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.data.samples import Report, Sample
 from opal_deploy.train.evaluation.figures import Evaluation, figures_of
+from opal_deploy.train.evaluation.metrics import margins
 from opal_deploy.train.pictures import Batches, Pictures, normalised
 
 __all__ = ["Evaluation", "evaluate", "evaluate_batches"]
@@ -29,8 +31,8 @@ def evaluate(
     return evaluate_batches(network, batches, report=report)
 
 
-# one batch's logits [n, C], labels [n] and cells [n, K], where there are any
-Part = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int32] | None]
+# one batch's logits [n, C], labels [n], and where there are any cells [n, K] and margins [n]
+Part = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int32] | None, NDArray[np.float64] | None]
 
 
 def evaluate_batches(
@@ -47,19 +49,36 @@ def evaluate_batches(
     """
     network.eval()
     device = next(network.parameters()).device
+    head = network.config.head
     parts: list[Part] = []
     done = 0
     with torch.inference_mode():
         for images, labels in batches:
             outputs = network.explain(normalised(images.to(device), IMAGENET_MEAN, IMAGENET_STD))
             cells = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
-            parts.append((outputs.logits.float().cpu().numpy(), labels.numpy(), cells))
+            logits = outputs.logits.float().cpu().numpy()
+            sizes = None
+            if outputs.scores is not None:
+                sizes = margins(logits, outputs.scores.float().cpu().numpy(), head.prototypes_per_class, head.epsilon)
+            parts.append((logits, labels.numpy(), cells, sizes))
             done += len(labels)
             if report is not None:
                 report(done, len(batches.pictures), "evaluating")
     if gather is not None:
         parts = [part for share in gather(parts) for part in share]
-    logits, all_labels = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    all_cells = [part[2] for part in parts if part[2] is not None]
-    m = network.config.head.prototypes_per_class
-    return figures_of(logits, all_labels, np.concatenate(all_cells) if all_cells else None, m)
+    return figures_of(
+        np.concatenate([part[0] for part in parts]),
+        np.concatenate([part[1] for part in parts]),
+        _joined([part[2] for part in parts]),
+        head.prototypes_per_class,
+        _joined([part[3] for part in parts]),
+    )
+
+
+_Number = TypeVar("_Number", np.int32, np.float64)
+
+
+def _joined(arrays: list[NDArray[_Number] | None]) -> NDArray[_Number] | None:
+    """None where a network answers with none."""
+    there = [array for array in arrays if array is not None]
+    return np.concatenate(there) if there else None

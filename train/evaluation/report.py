@@ -1,4 +1,8 @@
-"""What `evaluate --out` writes: evaluation.json, and per model confusion.csv, confusion.png and predictions.csv."""
+"""What `evaluate --out` writes: evaluation.json, and per model tables and pictures.
+
+Of every model confusion.csv, confusion.png and predictions.csv; of one with margins risk_coverage.csv and .png; of one
+measured on the generated set slot_parts.csv; with --faithfulness faithfulness.json and faithfulness.png.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,21 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import write_json, written_atomically
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import cosines
+from opal_deploy.demo import EvidenceSummary
 from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.names import escape_name
+from opal_deploy.statistics.risk import RiskCurve, Threshold
 from opal_deploy.train.data.samples import Sample, shown
+from opal_deploy.train.evaluation import risk
+from opal_deploy.train.evaluation.creatures import parts_rows
+from opal_deploy.train.evaluation.faithfulness import tables
+from opal_deploy.train.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.train.evaluation.metrics import confusion_matrix
 from opal_deploy.train.evaluation.session import Measured
 
 EVALUATION, MATRIX, PICTURE, PREDICTIONS = "evaluation.json", "confusion.csv", "confusion.png", "predictions.csv"
+RISK, RISK_PICTURE, SLOT_PARTS = "risk_coverage.csv", "risk_coverage.png", "slot_parts.csv"
+FAITHFULNESS, CURVES = "faithfulness.json", "faithfulness.png"
 
 # more classes than this have numbers at the axes instead of names; more than that, no counts in the cells
 _NAMED, _COUNTED = 40, 15
@@ -94,6 +106,24 @@ def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: l
     )
     with written_atomically(folder / PICTURE) as temporary:
         draw(counts, metadata.class_names, temporary)
+
+
+def write_risk(folder: Path, curve: RiskCurve, threshold: Threshold | None) -> None:
+    """risk_coverage.csv, a row for each threshold that makes a difference, and its picture."""
+    _write_rows(folder / RISK, *risk.rows(curve))
+    risk.draw(curve, threshold, folder / RISK_PICTURE)
+
+
+def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
+    """slot_parts.csv: for each species and slot, the share of right answers in which a part is the most covered."""
+    _write_rows(folder / SLOT_PARTS, *parts_rows(summary))
+
+
+def write_faithfulness(folder: Path, found: Faithfulness, title: str) -> None:
+    """faithfulness.json, and its curves as faithfulness.png."""
+    write_json(folder / FAITHFULNESS, found.to_dict())
+    with written_atomically(folder / CURVES) as temporary:
+        tables.draw(found, title, temporary)
 
 
 def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:

@@ -16,6 +16,7 @@ from opal_deploy.train.data.samples import Report, Sample
 from opal_deploy.train.evaluation.answers import answers
 from opal_deploy.train.evaluation.figures import Evaluation, figures_of
 from opal_deploy.train.evaluation.maps import CONSISTENCY, PURITY, STABILITY, of_session
+from opal_deploy.train.evaluation.metrics import margins
 from opal_deploy.train.evaluation.parts import PartFigures, PartMeter
 
 _BOXES = "the protocol crops to the boxes; leave --no-boxes out"
@@ -30,12 +31,14 @@ class Measured:
         parts: the figures that need part locations; None where they were not asked for.
         labels: [N].
         outputs: the model's answers, without attention maps.
+        margins: [N]; None without anchors.
     """
 
     evaluation: Evaluation
     parts: PartFigures | None
     labels: NDArray[np.int64]
     outputs: Outputs
+    margins: NDArray[np.float64] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -91,5 +94,8 @@ def evaluate_session(
         report=report,
         model=model,
     )
-    evaluation = figures_of(outputs.logits, labels, outputs.argmax, metadata.prototypes_per_class)
-    return Measured(evaluation, meter.figures(outputs.scores, outputs.argmax) if meter else None, labels, outputs)
+    m = metadata.prototypes_per_class
+    sizes = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
+    evaluation = figures_of(outputs.logits, labels, outputs.argmax, m, sizes)
+    parts_found = meter.figures(outputs.scores, outputs.argmax) if meter else None
+    return Measured(evaluation, parts_found, labels, outputs, sizes)

@@ -1,15 +1,18 @@
-"""What repeated measurements come to: percentiles, spread between repeats, medians with an interval, paired ratios."""
+"""What samples come to: percentiles, spread between repeats, medians and means with an interval, paired ratios."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 10_000
 _SEED = 0
+# values drawn at a time: a large sample is resampled in pieces of this size
+_DRAWN_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,19 @@ class Median:
 
     value: float
     interval: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean, its 95 % confidence interval, and of how many values."""
+
+    value: float
+    interval: tuple[float, float]
+    count: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: mean, low, high, count."""
+        return {"mean": self.value, "low": self.interval[0], "high": self.interval[1], "count": self.count}
 
 
 def percentile(sample: ArrayLike, percent: float) -> float:
@@ -60,6 +76,26 @@ def median(sample: ArrayLike, *, confidence: float = 0.95, resamples: int = RESA
     tail = 50 * (1 - confidence)
     low, high = np.percentile(medians, (tail, 100 - tail))
     return Median(float(np.median(values)), (float(low), float(high)))
+
+
+def mean_with_interval(sample: ArrayLike, *, confidence: float = 0.95, resamples: int = RESAMPLES) -> Mean:
+    """The mean with its interval by the percentile bootstrap, as `median` has it: the same sample, the same interval.
+
+    Raises:
+        ValueError: the sample is empty.
+    """
+    values = _filled(sample)
+    generator = np.random.default_rng(_SEED)
+    step = max(_DRAWN_AT_ONCE // len(values), 1)
+    means = np.concatenate(
+        [
+            values[generator.integers(0, len(values), (min(step, resamples - first), len(values)))].mean(axis=1)
+            for first in range(0, resamples, step)
+        ]
+    )
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(means, (tail, 100 - tail))
+    return Mean(float(values.mean()), (float(low), float(high)), len(values))
 
 
 def paired_ratios(candidate: Sequence[float], reference: Sequence[float]) -> NDArray[np.float64]:

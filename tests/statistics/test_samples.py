@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opal_deploy.bench.harness.statistics import mean, median, paired_ratios, percentile, spread
+from opal_deploy.statistics.samples import mean, mean_with_interval, median, paired_ratios, percentile, spread
 
 ONE_TO_HUNDRED = list(range(1, 101))
 
@@ -28,7 +28,7 @@ def test_one_value_is_every_percentile() -> None:
     assert [percentile([3.0], percent) for percent in (0, 50, 99)] == [3.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("function", [mean, spread, median, lambda sample: percentile(sample, 50)])
+@pytest.mark.parametrize("function", [mean, mean_with_interval, spread, median, lambda sample: percentile(sample, 50)])
 def test_an_empty_sample_has_no_statistics(function) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="at least one value"):
         function([])
@@ -75,3 +75,35 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     assert paired_ratios([2.0, 30.0], [1.0, 10.0]).tolist() == [2.0, 3.0]
     with pytest.raises(ValueError, match="no pairs"):
         paired_ratios([1.0], [1.0, 2.0])
+
+
+def test_a_means_interval_holds_it_and_is_the_same_every_time() -> None:
+    sample = np.random.default_rng(5).normal(-1.0, 2.0, 50)
+
+    found = mean_with_interval(sample)
+
+    assert found.interval[0] < found.value == sample.mean() < found.interval[1]
+    assert found.count == 50
+    # of a normal sample: 1.96 standard errors to each side, or nearly
+    half = 1.96 * sample.std() / np.sqrt(50)
+    assert found.interval == pytest.approx((found.value - half, found.value + half), abs=0.15 * half)
+    assert mean_with_interval(sample) == found
+
+
+def test_a_means_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(6)
+    covered = 0
+    for _ in range(300):
+        low, high = mean_with_interval(generator.uniform(0.0, 1.0, 40), resamples=500).interval
+        covered += low <= 0.5 <= high
+
+    assert 0.90 <= covered / 300 <= 0.99
+
+
+def test_a_sample_that_is_resampled_in_pieces_has_an_interval_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = np.random.default_rng(7).normal(size=30)
+    whole = mean_with_interval(sample, resamples=1000)
+
+    monkeypatch.setattr("opal_deploy.statistics.samples._DRAWN_AT_ONCE", 7 * 30)
+
+    assert mean_with_interval(sample, resamples=1000) == whole

@@ -1,0 +1,307 @@
+"""The verb: checks everything that can be checked first, then measures one model after the other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from opal_deploy.cli.console import Advance, emit_json, one_line, progress, say
+from opal_deploy.cli.evaluate.faithfulness import agreements, measured_faithfulness
+from opal_deploy.cli.evaluate.models import check_classes, metadata, open_model, samples_of, warn_of_crop
+from opal_deploy.cli.evaluate.tell import Run, say_figures, say_table
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.demo import Annotation
+    from opal_deploy.runtime.session import Session
+    from opal_deploy.train.data.cub_parts import PartLocations
+    from opal_deploy.train.data.samples import Sample
+
+# seconds that a person waits without being told how long
+_PATIENCE = 60.0
+
+
+def evaluate(
+    data: Annotated[Path, typer.Argument(help="A data set as `train` takes it.")],
+    model: Annotated[
+        list[Path], typer.Option(help="An exported model, or a checkpoint. Several are compared: give it again.")
+    ],
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
+    ] = None,
+    partition: Annotated[int, typer.Option(min=1, max=10, help="Of DTD and SUN-397.")] = 1,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Leave out pictures that are not there.")
+    ] = False,
+    split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which pictures.")] = "test",
+    boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
+    parts: Annotated[
+        bool | None,
+        typer.Option(
+            "--parts/--no-parts",
+            help="Prototype consistency, stability and part purity; on the generated set, which parts the boxes cover. "
+            "Default: where the data set has part locations.",
+            show_default=False,
+        ),
+    ] = None,
+    target_error: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose a --min-margin for `infer` with which at most so many answers are wrong, such as 5%.",
+            show_default=False,
+        ),
+    ] = None,
+    faithfulness: Annotated[
+        bool,
+        typer.Option(
+            "--faithfulness",
+            help="Take the evidence cells away, and others, and see what becomes of the answer; stability of cells; "
+            "agreement of several models.",
+        ),
+    ] = False,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Pictures that faithfulness is measured on, evenly over classes.")
+    ] = 100,
+    fill: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What removed cells become: blur, mean or noise. Give it again for several. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the noise and the random cells.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures a forward pass.")] = 16,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for evaluation.json, tables and pictures: confusion, predictions, risk_coverage, "
+            "faithfulness.",
+            show_default=False,
+        ),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation in --out.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the figures to stdout as JSON.")] = False,
+) -> None:
+    """Accuracy and, for models with prototypes, what their explanations are worth, on a data set.
+
+    Works on checkpoints and on exported models alike, and compares several, so one sees what deployment costs.
+    """
+    for package in ("torch", "sklearn", "matplotlib"):
+        require(package, "train", "opal-deploy evaluate", pip_name={"sklearn": "scikit-learn"}.get(package))
+    from opal_deploy.train.data import cub_parts
+    from opal_deploy.train.data.catalogue import read
+    from opal_deploy.train.evaluation import creatures, report
+    from opal_deploy.train.evaluation.risk import check_support
+
+    for path in model:
+        if not path.is_file():
+            raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
+    if out is not None:
+        report.check_folder(out, data, overwrite=overwrite)
+    options = _options(split, boxes, seed, device, threads, batch, faithfulness, limit, fill, target_error)
+    # a list, so that nothing holds on to a model that was measured
+    opened = [open_model(model[0], device, threads)]
+    known = [opened[0].metadata, *(metadata(path) for path in model[1:])]
+    for path, theirs in zip(model, known, strict=True):
+        _check_wanted(path, theirs, options)
+    with progress("reading") as advance:
+        pictures = read(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
+    say(one_line(f"read as {pictures.describe()}"))
+    for line in pictures.warnings:
+        say(one_line(f"warning: {line}"))
+    samples = samples_of(pictures, split)
+    for path, theirs in zip(model, known, strict=True):
+        check_classes(path, list(theirs.class_names), pictures)
+        warn_of_crop(path, theirs.crop, pictures, boxes=boxes)
+    if options.target is not None:
+        check_support(len(samples), options.target)
+    generated = creatures.has_annotations(pictures)
+    if parts and not cub_parts.has_parts(pictures) and not generated:
+        raise UsageError(
+            f"{data}: it has no part locations (parts/part_locs.txt of CUB, parts.jsonl of the generated set); "
+            "leave --parts out"
+        )
+    located, annotations = None, None
+    if parts is not False and cub_parts.has_parts(pictures):
+        located = cub_parts.read(pictures.root, samples)
+    if parts is not False and generated:
+        annotations = creatures.annotations_of(pictures, samples)
+    if out is not None:
+        report.new_folder(out)
+    folders = [None] * len(model) if out is None else report.model_folders(out, model)
+    runs = []
+    for path, folder in zip(model, folders, strict=True):
+        session = opened.pop() if opened else open_model(path, device, threads)
+        run = _evaluate(path, session, samples, located, options)
+        if folder is not None:
+            report.write_model(folder, run.measured, run.metadata, samples, pictures.root)
+        say_figures(run, split, boxes=boxes)
+        _add_risk(run, options, folder)
+        _add_parts(run, annotations, folder)
+        if faithfulness:
+            _add_faithfulness(run, session, samples, annotations, options, folder)
+        del session
+        runs.append(run)
+    if len(runs) > 1:
+        if faithfulness:
+            for run, found in zip(runs, agreements(runs), strict=True):
+                run.further["agreement"] = found
+        say_table(runs)
+    documents = [run.to_dict(split, boxes=boxes) for run in runs]
+    document = documents[0] if len(documents) == 1 else documents
+    if out is not None:
+        report.write_evaluation(out, document)
+        say(str(out))
+    if as_json:
+        emit_json(document)
+
+
+@dataclass(frozen=True)
+class _Options:
+    split: str
+    boxes: bool
+    seed: int
+    device: str
+    threads: int | None
+    batch: int
+    faithfulness: bool
+    limit: int
+    fills: tuple[Any, ...]
+    target: float | None
+
+
+def _options(
+    split: str, boxes: bool, seed: int, device: str, threads: int | None, batch: int, faithfulness: bool, limit: int,
+    fill: list[str] | None, target_error: str | None,
+) -> _Options:  # fmt: skip
+    from opal_deploy.train.evaluation.faithfulness.fills import FILLS
+    from opal_deploy.train.evaluation.risk import parse_rate
+
+    fills = tuple(dict.fromkeys(fill or FILLS))
+    unknown = [name for name in fills if name not in FILLS]
+    if unknown:
+        raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(FILLS)}")
+    target = None if target_error is None else parse_rate(target_error)
+    return _Options(split, boxes, seed, device, threads, batch, faithfulness, limit, fills, target)
+
+
+def _check_wanted(path: Path, theirs: Metadata, options: _Options) -> None:
+    """Raise UsageError for what a model cannot be measured by, before anything is read."""
+    from opal_deploy.train.evaluation.faithfulness.measure import check
+
+    if options.faithfulness:
+        check(theirs, str(path))
+    if options.target is not None and theirs.evidence == "none":
+        raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
+
+
+def _evaluate(
+    path: Path, session: Session, samples: list[Sample], located: PartLocations | None, options: _Options
+) -> Run:
+    from opal_deploy.train.evaluation.session import evaluate_session
+
+    with progress("evaluating") as advance:
+        measured = evaluate_session(
+            session,
+            samples,
+            boxes=options.boxes,
+            batch=options.batch,
+            parts=located,
+            seed=options.seed,
+            report=_with_estimate(advance, "--no-parts needs about half of that" if located is not None else None),
+            model=str(path),
+        )
+    return Run(path, session.description, session.metadata, measured)
+
+
+def _add_risk(run: Run, options: _Options, folder: Path | None) -> None:
+    from opal_deploy.statistics.risk import choose_threshold
+    from opal_deploy.train.evaluation import report, risk
+
+    curve = risk.curve_of(run.measured)
+    if curve is None:
+        return
+    threshold = None if options.target is None else choose_threshold(curve.summary(), options.target)
+    for line in (*risk.curve_lines(curve), *(risk.threshold_lines(threshold) if threshold else ())):
+        say(line)
+    if threshold is not None:
+        run.further["threshold"] = threshold.to_dict()
+    if folder is not None:
+        report.write_risk(folder, curve, threshold)
+
+
+def _add_parts(run: Run, annotations: list[Annotation] | None, folder: Path | None) -> None:
+    """What the boxes cover, on the generated set."""
+    from opal_deploy.train.evaluation import creatures, report
+
+    if annotations is None:
+        return
+    summary = creatures.parts_covered(run.measured, annotations, run.metadata)
+    if summary is None:
+        say("boxes on parts: not measured, no right answer has boxes of single cells")
+        return
+    for line in creatures.parts_lines(summary):
+        say(one_line(line))
+    run.further[creatures.PARTS] = creatures.parts_document(summary)
+    if folder is not None:
+        report.write_slot_parts(folder, summary)
+
+
+def _add_faithfulness(
+    run: Run,
+    session: Session,
+    samples: list[Sample],
+    annotations: list[Annotation] | None,
+    options: _Options,
+    folder: Path | None,
+) -> None:
+    from opal_deploy.train.evaluation import report
+    from opal_deploy.train.evaluation.faithfulness import tables
+
+    with progress("faithfulness") as advance:
+        found = measured_faithfulness(
+            run.path,
+            session,
+            samples,
+            annotations,
+            boxes=options.boxes,
+            limit=options.limit,
+            fills=options.fills,
+            batch=options.batch,
+            device=options.device,
+            seed=options.seed,
+            report=_with_estimate(advance, "fewer with --limit or --fill"),
+        )
+    for line in tables.lines(found):
+        say(line)
+    run.further["faithfulness"] = found.to_dict()
+    if folder is not None:
+        report.write_faithfulness(folder, found, one_line(run.path.name))
+
+
+def _with_estimate(advance: Advance, advice: str | None) -> Advance:
+    """`advance` that says once how long a slow measurement will take; None: never."""
+    started: list[float] = []
+
+    def report(done: int, total: int | None = None, note: str = "") -> None:
+        advance(done, total, note)
+        now = time.monotonic()
+        # the first batch also pays for loading and warming up
+        if len(started) == 1 and total is not None:
+            left = (now - started[0]) * (total - done) / max(done - first[0], 1)
+            if advice and left > _PATIENCE:
+                say(f"about {left / 60:.0f} more minutes; {advice}")
+        if len(started) < 2:
+            started.append(now)
+            first.append(done)
+
+    first: list[int] = []
+    return report

@@ -1,0 +1,89 @@
+"""`evaluate --faithfulness`: one model's evidence cells taken away, and how far several models agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opal_deploy.cli.console import Advance, one_line, say
+
+if TYPE_CHECKING:
+    from opal_deploy.cli.evaluate.tell import Run
+    from opal_deploy.demo import Annotation
+    from opal_deploy.runtime.session import Session
+    from opal_deploy.train.data.samples import Sample
+    from opal_deploy.train.evaluation.faithfulness.fills import Fill
+    from opal_deploy.train.evaluation.faithfulness.gradcam import HeatMap
+    from opal_deploy.train.evaluation.faithfulness.measure import Faithfulness
+
+
+def measured_faithfulness(
+    path: Path,
+    session: Session,
+    samples: list[Sample],
+    annotations: list[Annotation] | None,
+    *,
+    boxes: bool,
+    limit: int,
+    fills: Sequence[Fill],
+    batch: int,
+    device: str,
+    seed: int,
+    report: Advance,
+) -> Faithfulness:
+    """Measures, and says before how many forward passes it may take."""
+    from opal_deploy.train.evaluation.faithfulness.choice import choose
+    from opal_deploy.train.evaluation.faithfulness.foreground import known
+    from opal_deploy.train.evaluation.faithfulness.measure import measure, most_passes
+
+    chosen = choose(samples, limit)
+    passes = most_passes(len(chosen), session.metadata, fills)
+    say(f"faithfulness: {len(chosen):,} pictures, at most {passes:,} forward passes (--limit and --fill make it fewer)")
+    return measure(
+        session,
+        samples,
+        chosen,
+        known(samples, annotations, session.metadata.grid, boxes=boxes),
+        boxes=boxes,
+        fills=fills,
+        heat=_heat(path, device),
+        batch=batch,
+        seed=seed,
+        report=report,
+    )
+
+
+def _heat(path: Path, device: str) -> HeatMap | None:
+    """Grad-CAM for a checkpoint; exported models have no gradients."""
+    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES
+
+    if path.suffix not in CHECKPOINT_SUFFIXES:
+        return None
+    from opal_deploy.model import checkpoint
+    from opal_deploy.runtime.torch_session import torch_device
+    from opal_deploy.train.evaluation.faithfulness.gradcam import GradCam
+
+    return GradCam(checkpoint.load(path).network.to(torch_device(device)))
+
+
+def agreements(runs: list[Run]) -> list[list[dict[str, Any]]]:
+    """For each model how far it agrees with each before it, on the same pictures; said, and for JSON."""
+    from opal_deploy.train.evaluation.faithfulness.agreement import agreement
+
+    documents: list[list[dict[str, Any]]] = []
+    for number, run in enumerate(runs):
+        documents.append([])
+        for earlier in runs[:number]:
+            found = agreement((earlier.measured.outputs, earlier.metadata), (run.measured.outputs, run.metadata))
+            documents[-1].append({"with": str(earlier.path), **found.to_dict()})
+            cells = "no comparable cells" if found.same_cells is None else f"{found.same_cells:.2%} of its cells"
+            gap = found.largest_cosine_difference
+            cosine = "" if gap is None else f", largest cosine difference {gap:.3g}"
+            say(
+                one_line(
+                    f"{run.path} and {earlier.path} agree on {found.same_class:.2%} of {found.images:,} answers and "
+                    f"{cells}{cosine}"
+                )
+            )
+    return documents

@@ -1,0 +1,1 @@
+"""Figures with their uncertainty: numpy only, so that every room can use it."""

@@ -1,0 +1,208 @@
+"""Risk and coverage: how many answers are wrong among those whose margin is large enough to be given.
+
+A model that may abstain answers only where its margin reaches a threshold. **Coverage** is the share of pictures that
+are then answered, **risk** the share of wrong answers among them. Pictures of equal margin are answered together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from opal_deploy.statistics.proportion import trials_needed, upper_bound
+
+LEVELS = 10
+"""Thresholds kept of a curve: those that answer at least 1/10, 2/10, ... of the pictures."""
+
+SHOWN = (0.01, 0.02, 0.05)
+"""Error rates whose coverage a summary states."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One threshold: `answered` pictures have a margin of at least `margin`; of those `wrong` are answered wrongly."""
+
+    margin: float
+    answered: int
+    wrong: int
+
+
+@dataclass(frozen=True)
+class RiskCurve:
+    """Every threshold that makes a difference, the strictest first.
+
+    Attributes:
+        margins: float64 [T], different, falling.
+        answered: int64 [T], pictures with at least that margin.
+        wrong: int64 [T], how many of those are wrong.
+    """
+
+    margins: NDArray[np.float64]
+    answered: NDArray[np.int64]
+    wrong: NDArray[np.int64]
+
+    @property
+    def images(self) -> int:
+        """N."""
+        return int(self.answered[-1])
+
+    @property
+    def error(self) -> float:
+        """Share of wrong answers where every picture is answered."""
+        return int(self.wrong[-1]) / self.images
+
+    @property
+    def aurc(self) -> float:
+        """Area under risk over coverage: the mean, over k = 1 ... N, of the risk of the k pictures of largest margin.
+
+        Among pictures of equal margin the wrong ones are spread evenly, so that no order of them matters.
+        """
+        k = np.arange(1, self.images + 1)
+        wrong = np.interp(k, np.concatenate([[0], self.answered]), np.concatenate([[0], self.wrong]))
+        return float((wrong / k).mean())
+
+    def coverage_at(self, error: float) -> float:
+        """The largest share of pictures that a threshold answers with a risk, as seen here, of at most `error`."""
+        fits = self.wrong <= error * self.answered
+        return int(self.answered[fits].max()) / self.images if fits.any() else 0.0
+
+    def levels(self) -> list[Level]:
+        """For each tenth of coverage the strictest threshold that reaches it; equal ones once."""
+        wanted = -(-np.arange(1, LEVELS + 1) * self.images // LEVELS)
+        chosen = np.unique(np.searchsorted(self.answered, wanted))
+        return [Level(float(self.margins[i]), int(self.answered[i]), int(self.wrong[i])) for i in chosen]
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON, checkpoints and model files; `levels` suffices for `choose_threshold`."""
+        return {
+            "images": self.images,
+            "error": self.error,
+            "aurc": self.aurc,
+            "coverage_at_error": {f"{rate:g}": self.coverage_at(rate) for rate in SHOWN},
+            "levels": [[level.margin, level.answered, level.wrong] for level in self.levels()],
+        }
+
+
+def risk_curve(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
+    """The curve of N labelled pictures.
+
+    Args:
+        margins: [N], cosine of the answer minus that of the runner-up.
+        correct: bool [N], whether the answer is the label.
+
+    Raises:
+        ValueError: no pictures, not as many answers as margins, or a margin that is no number.
+    """
+    sizes, right = np.asarray(margins, np.float64), np.asarray(correct, np.bool_)
+    if sizes.ndim != 1 or sizes.shape != right.shape or not len(sizes) or not np.isfinite(sizes).all():
+        raise ValueError(f"margins {sizes.shape} and answers {right.shape}; expected as many, finite, at least one")
+    order = np.argsort(-sizes, kind="stable")
+    falling = sizes[order]
+    last = np.flatnonzero(np.append(falling[1:] != falling[:-1], True))
+    wrong = np.cumsum(~right[order], dtype=np.int64)[last]
+    return RiskCurve(falling[last], (last + 1).astype(np.int64), wrong)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A margin under which a model should abstain, for a wanted error rate.
+
+    Attributes:
+        target: the error rate that was wanted, 0 ... 1.
+        confidence: of the bound.
+        images: N labelled pictures that it was chosen on.
+        min_margin: None where no threshold is known to reach the target; `reason` says why. Where all pictures may be
+            answered it is the smallest margin seen.
+        coverage: share of the N pictures answered.
+        wrong, answered: counts at that threshold.
+        bound: Clopper and Pearson's upper bound of the error rate at that threshold.
+        reason: empty where there is a threshold.
+    """
+
+    target: float
+    confidence: float
+    images: int
+    min_margin: float | None = None
+    coverage: float = 0.0
+    wrong: int = 0
+    answered: int = 0
+    bound: float = 1.0
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; without a threshold, the reason instead of its figures."""
+        head = {"target_error": self.target, "confidence": self.confidence, "images": self.images}
+        if self.min_margin is None:
+            return {**head, "min_margin": None, "reason": self.reason}
+        return {
+            **head,
+            "min_margin": self.min_margin,
+            "coverage": self.coverage,
+            "answered": self.answered,
+            "wrong": self.wrong,
+            "upper_bound": self.bound,
+        }
+
+
+def too_few(images: int, target: float, confidence: float = 0.95) -> str:
+    """Why `images` labelled pictures cannot support a target, whatever the model; empty if they can."""
+    needed = trials_needed(target, confidence)
+    if images >= needed:
+        return ""
+    return (
+        f"{images} labelled pictures cannot show an error rate of at most {100 * target:g} % with {confidence:.0%} "
+        f"confidence: even without a wrong answer {needed} are needed"
+    )
+
+
+def choose_threshold(summary: Mapping[str, Any], target: float, confidence: float = 0.95) -> Threshold:
+    """The most generous threshold whose error rate is at most `target`, with `confidence`.
+
+    A threshold that merely had few errors on these pictures may have been lucky, and the luckiest of many even more so.
+    So the bound, not the share seen, has to be under the target; and the thresholds are tried from the strictest on,
+    beginning with the first that answers enough pictures for the bound to be reached at all, until one fails
+    (fixed-sequence testing): the confidence then holds for the choice too, not for each threshold by itself.
+
+    Args:
+        summary: of a `RiskCurve`.
+        target: error rate, between 0 and 1.
+        confidence: of the bound.
+
+    Raises:
+        ValueError: not such a summary.
+    """
+    images, levels = _levels(summary)
+    reason = too_few(images, target, confidence)
+    if reason:
+        return Threshold(target, confidence, images, reason=reason)
+    needed, chosen = trials_needed(target, confidence), Threshold(target, confidence, images)
+    for level in (level for level in levels if level.answered >= needed):
+        bound = upper_bound(level.wrong, level.answered, confidence)
+        if bound > target:
+            if chosen.min_margin is None:
+                reason = (
+                    f"of the {level.answered} pictures of largest margin {level.wrong} are wrong: their error rate may "
+                    f"be up to {100 * bound:.2g} %, which is over {100 * target:g} %"
+                )
+                return Threshold(target, confidence, images, reason=reason)
+            break
+        share = level.answered / images
+        chosen = Threshold(target, confidence, images, level.margin, share, level.wrong, level.answered, bound)
+    return chosen
+
+
+def _levels(summary: Mapping[str, Any]) -> tuple[int, list[Level]]:
+    try:
+        levels = [Level(float(margin), int(answered), int(wrong)) for margin, answered, wrong in summary["levels"]]
+        images = int(summary["images"])
+    except (KeyError, TypeError, ValueError):
+        levels, images = [], 0
+    whole = bool(levels) and levels[-1].answered == images
+    if not whole or not all(math.isfinite(v.margin) and 0 <= v.wrong <= v.answered for v in levels):
+        raise ValueError("not the summary of a risk-coverage curve")
+    return images, levels
