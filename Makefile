@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# two threads per process: tests must not depend on how many cores a machine has
-export OMP_NUM_THREADS ?= 2
+# tests run in as many processes as there are cores, one thread each; a file's tests share its expensive fixtures
+export OMP_NUM_THREADS ?= 1
+PARALLEL := --numprocesses auto --dist loadfile
 
 .PHONY: demo test test-all check format clean
 .DEFAULT_GOAL := help
@@ -26,10 +27,10 @@ demo: $(INSTALLED)
 	$(BIN)/opal-deploy demo --out runs/demo --overwrite
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not network"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network"
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
 
 check: $(INSTALLED)
 	$(BIN)/ruff check . train export bench

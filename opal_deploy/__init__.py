@@ -23,6 +23,8 @@ from opal_deploy.errors import (
 
 if TYPE_CHECKING:
     from opal_deploy.explain.records import Record
+    from opal_deploy.explain.schema import json_schema
+    from opal_deploy.pipeline.convert import to_coco, to_label_studio, to_pandas
     from opal_deploy.pipeline.model import Model, load
     from opal_deploy.pipeline.service import Service
 
@@ -39,7 +41,11 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "__version__",
+    "json_schema",
     "load",
+    "to_coco",
+    "to_label_studio",
+    "to_pandas",
 ]
 
 _LAZY = {
@@ -47,6 +53,10 @@ _LAZY = {
     "load": "opal_deploy.pipeline.model",
     "Service": "opal_deploy.pipeline.service",
     "Record": "opal_deploy.explain.records",
+    "json_schema": "opal_deploy.explain.schema",
+    "to_coco": "opal_deploy.pipeline.convert",
+    "to_label_studio": "opal_deploy.pipeline.convert",
+    "to_pandas": "opal_deploy.pipeline.convert",
 }
 
 

@@ -21,7 +21,7 @@ from opal_deploy.bench.pipeline.pictures import decoded
 from opal_deploy.bench.pipeline.replay import ReplaySession
 from opal_deploy.pipeline.discover import Item
 from opal_deploy.pipeline.engine import EngineOptions
-from opal_deploy.pipeline.infer import Job, run
+from opal_deploy.pipeline.run.infer import Job, run
 from opal_deploy.pipeline.stages import StageClock, Station
 from opal_deploy.runtime.onnx_session import available_cpus
 from opal_deploy.runtime.session import ImageBatch, Session

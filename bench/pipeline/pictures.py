@@ -13,9 +13,9 @@ from PIL import Image
 
 from opal_deploy.bench.pipeline.cases import ImageSize
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.pipeline.decoding.prepare import prepare
 from opal_deploy.pipeline.discover import Item
-from opal_deploy.pipeline.infer import requests
-from opal_deploy.pipeline.prepare import prepare
+from opal_deploy.pipeline.run.infer import requests
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.runtime.session import ImageBatch
 

@@ -11,15 +11,20 @@ from typing import Annotated
 import typer
 
 from opal_deploy._version import __version__
+from opal_deploy.cli.atlas import atlas
 from opal_deploy.cli.bench import bench
 from opal_deploy.cli.console import one_line, say
+from opal_deploy.cli.convert import convert
 from opal_deploy.cli.demo import demo
+from opal_deploy.cli.diff import diff
 from opal_deploy.cli.doctor import doctor
 from opal_deploy.cli.evaluate import evaluate
+from opal_deploy.cli.explain import explain
 from opal_deploy.cli.export import export
 from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
 from opal_deploy.cli.reproduce import reproduce
+from opal_deploy.cli.schema import schema
 from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
 from opal_deploy.errors import OpalError
@@ -37,7 +42,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (train, evaluate, reproduce, export, infer, verify, inspect, doctor, demo):
+for verb in (
+    train, evaluate, reproduce, export, infer, explain, atlas, convert, diff, verify, inspect, schema, doctor, demo
+):  # fmt: skip
     app.command()(verb)
 app.add_typer(bench)
 

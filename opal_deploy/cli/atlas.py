@@ -184,8 +184,8 @@ def _pictures(data: Path, how: _Reading) -> _Found:
 
     def pictures() -> Iterator[Labelled]:
         from opal_deploy.pipeline.atlas import Labelled
+        from opal_deploy.pipeline.decoding.prepare import Request
         from opal_deploy.pipeline.names import escape_name
-        from opal_deploy.pipeline.prepare import Request
         from opal_deploy.train.data.samples import shown
 
         for sample in samples:
@@ -201,10 +201,10 @@ def _pictures(data: Path, how: _Reading) -> _Found:
 
 def _plain(data: Path) -> _Found:
     from opal_deploy.pipeline.atlas import Labelled
+    from opal_deploy.pipeline.decoding.prepare import Request
     from opal_deploy.pipeline.discover import Skipped, discover
-    from opal_deploy.pipeline.labels import FolderLabels
     from opal_deploy.pipeline.names import escape_name
-    from opal_deploy.pipeline.prepare import Request
+    from opal_deploy.pipeline.run.labels import FolderLabels
 
     labels = FolderLabels()
 

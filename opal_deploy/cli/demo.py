@@ -16,7 +16,7 @@ from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.demo import EvidenceSummary
-    from opal_deploy.pipeline.summary import Summary
+    from opal_deploy.pipeline.run.summary import Summary
 
 MARKER = "demo.json"
 
@@ -135,7 +135,7 @@ def _export(checkpoint: Path) -> Path:
 def _explain(out: Path, model: Path) -> Summary:
     from opal_deploy.pipeline.discover import Skipped, discover
     from opal_deploy.pipeline.engine import EngineOptions
-    from opal_deploy.pipeline.infer import Job, run
+    from opal_deploy.pipeline.run.infer import Job, run
     from opal_deploy.runtime.select import open_sessions
 
     sessions = open_sessions(model, device="cpu")

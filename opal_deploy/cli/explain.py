@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opal_deploy.explain.atlas.folder import Atlas
-    from opal_deploy.pipeline.prepare import Request
+    from opal_deploy.pipeline.decoding.prepare import Request
     from opal_deploy.pipeline.sheets import SheetMaker
 
 SOME_IMAGES_FAILED = 3
@@ -75,8 +75,8 @@ def explain(
     from opal_deploy.explain.atlas.folder import Atlas
     from opal_deploy.explain.slot_names import read_slot_names
     from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.boxes import read_boxes
-    from opal_deploy.pipeline.infer import requests
+    from opal_deploy.pipeline.run.boxes import read_boxes
+    from opal_deploy.pipeline.run.infer import requests
     from opal_deploy.pipeline.sheets import SheetMaker
     from opal_deploy.runtime.select import open_sessions
 
@@ -155,7 +155,7 @@ class _Place:
 
     def of_image(self, index: int, name: str | None) -> Path:
         """The file of one picture's sheet."""
-        from opal_deploy.pipeline.output import overlay_name
+        from opal_deploy.pipeline.run.drawings import overlay_name
 
         if self.one:
             return self.path

@@ -1,42 +1,98 @@
-"""`opal-deploy verify`: does this artifact still answer as its reference did, here?"""
+"""`opal-deploy verify`: does this model still answer as its reference did, and are these its explanations?"""
 
 from __future__ import annotations
 
+import secrets
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.cli.console import emit_json, say
-from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.pipeline.checking.recheck import Check, Report
+    from opal_deploy.pipeline.engine import EngineOptions
+
+_SAMPLE = 100
 
 
 def verify(
-    model: Annotated[Path, typer.Argument(help="An ONNX file or an engine that `opal-deploy export` wrote.")],
+    target: Annotated[
+        Path, typer.Argument(help="An exported model; or results.jsonl of `opal-deploy infer`, or its folder.")
+    ],
+    images: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Results: the images as `infer` was given them; needed for archives. Default: found by their names.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Results: the model that they are said to come from.", show_default=False)
+    ] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Results: so many records are computed again.")] = _SAMPLE,
+    every: Annotated[bool, typer.Option("--all", help="Results: compute all records again.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Results: chooses the sample; default: a new one each time.", show_default=False)
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Results: the folder that images' names are relative to.")] = Path(),
+    boxes: Annotated[
+        Path | None, typer.Option(help="Results: the file of boxes that the run had.", show_default=False)
+    ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="Results: check `truth` too: `folders`, or CSV (image,label).", show_default=False),
+    ] = None,
+    min_margin: Annotated[
+        float | None, typer.Option(help="Results: the run's, where run.json is not beside them.", show_default=False)
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Results: as the run had it.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="On the CPU.")] = None,
     expect_sha256: Annotated[
-        str | None, typer.Option("--expect-sha256", help="The file's sha256 as given to you by a trusted way.")
+        str | None, typer.Option("--expect-sha256", help="The model file's sha256 as given to you by a trusted way.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
 ) -> None:
-    """Check a model's digest, then run the test vectors that it carries on this machine.
+    """Check a model, or explanations.
 
-    Needs neither the checkpoint nor PyTorch.
+    A model: its digest, then the test vectors that it carries, on this machine. Needs neither the checkpoint nor
+    PyTorch.
+
+    Explanations: a sample of the records is computed again from model and images; a record that is not what this model
+    computes for this file ends in exit code 4.
     """
+    from opal_deploy.pipeline.checking.recorded import is_results
+
+    if is_results(target):
+        if model is None:
+            raise UsageError(f"{target}: records are checked against a model; give it with --model")
+        options = _Options(images or [], model, None if every else sample, seed, root, boxes, labels, min_margin, batch)
+        _verify_results(target, options, device, threads, expect_sha256, as_json=as_json)
+        return
+    if images or model is not None:
+        raise UsageError(f"{target}: not a results.jsonl; only records are checked against --model and images")
+    _verify_model(target, device, threads, expect_sha256, as_json=as_json)
+
+
+def _verify_model(path: Path, device: str, threads: int | None, expected: str | None, *, as_json: bool) -> None:
     from opal_deploy.artifact.engine_file import ENGINE_SUFFIX
     from opal_deploy.artifact.files import check_pinned, sha256_of_file
     from opal_deploy.runtime.select import ONNX_SUFFIX, open_sessions
     from opal_deploy.runtime.verify import verify_vectors
 
-    if not model.is_file():
-        raise ArtifactError(f"{model}: no such file; expected a file of `opal-deploy export`")
-    if model.suffix not in (ONNX_SUFFIX, ENGINE_SUFFIX):
-        raise UsageError(f"{model}: only exported models carry test vectors; export the checkpoint, then verify that")
-    found = check_pinned(model, expect_sha256) if expect_sha256 is not None else sha256_of_file(model)
-    session = open_sessions(model, device=device, threads=threads)[0]
-    comparison = verify_vectors(session, str(model))
-    say(f"{model}: {comparison.images} test vectors reproduced in {session.description}")
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such file; expected a file of `opal-deploy export`, or results.jsonl")
+    if path.suffix not in (ONNX_SUFFIX, ENGINE_SUFFIX):
+        raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
+    found = check_pinned(path, expected) if expected is not None else sha256_of_file(path)
+    session = open_sessions(path, device=device, threads=threads)[0]
+    comparison = verify_vectors(session, str(path))
+    say(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
     if comparison.max_cosine is not None:
         say(
             f"largest differences: logit {comparison.max_logit:.2g}, cosine {comparison.max_cosine:.2g}, "
@@ -47,4 +103,137 @@ def verify(
     if session.metadata.unverified:
         say(f"NOT VERIFIED on pictures: this model was {session.metadata.unverified}")
     if as_json:
-        emit_json({"path": str(model), "sha256": found, "session": session.description, **comparison.to_dict()})
+        emit_json({"path": str(path), "sha256": found, "session": session.description, **comparison.to_dict()})
+
+
+class _Options:
+    """How results are checked, as the call says."""
+
+    def __init__(
+        self,
+        images: list[str],
+        model: Path,
+        sample: int | None,
+        seed: int | None,
+        root: Path,
+        boxes: Path | None,
+        labels: str | None,
+        min_margin: float | None,
+        batch: int | None,
+    ) -> None:
+        self.images, self.model, self.sample, self.root, self.boxes = images, model, sample, root, boxes
+        self.labels, self.min_margin, self.batch = labels, min_margin, batch
+        # whoever changes records must not know beforehand which are looked at
+        self.seed = secrets.randbelow(2**32) if seed is None else seed
+
+
+def _verify_results(
+    target: Path, options: _Options, device: str, threads: int | None, expected: str | None, *, as_json: bool
+) -> None:
+    """Compute records again.
+
+    Raises:
+        VerificationError: some are not what the model computes.
+    """
+    from opal_deploy.artifact.files import check_pinned, sha256_of_file
+    from opal_deploy.cli.infer import preparation
+    from opal_deploy.pipeline.checking.recheck import recheck, sample_lines
+    from opal_deploy.pipeline.checking.recorded import options_of_run, results_file
+    from opal_deploy.runtime.select import open_sessions
+
+    path = results_file(target)
+    run = options_of_run(path)
+    if options.boxes is None and run.get("boxes") is not None:
+        raise UsageError(f"{path}: that run cropped to boxes ({run['boxes']}); give the file with --boxes")
+    total, chosen = sample_lines(path, options.sample, options.seed)
+    if not total:
+        raise UsageError(f"{path}: no records in it")
+    session = open_sessions(options.model, device=device, threads=threads)[0]
+    found = check_pinned(options.model, expected) if expected is not None else sha256_of_file(options.model)
+    engine = _engine(run, options, session.description)
+    preparation.raise_pillows_limit(engine.max_pixels)
+    which = "all records" if chosen is None else f"{len(chosen)} of {total} records (--seed {options.seed})"
+    say(f"{path}: computing {which} again with {options.model} in {session.description}")
+    check = _check(found, path, run, options, session.metadata, engine, chosen)
+    with progress("records") as advance:
+        report = recheck(path, session, check, chosen, lambda done: advance(done, len(chosen or ()) or total))
+    _tell(report)
+    if as_json:
+        head: dict[str, Any] = {
+            "path": str(path), "model": str(options.model), "model_sha256": found, "session": session.description,
+            "seed": None if chosen is None else options.seed,
+        }  # fmt: skip
+        emit_json({**head, **report.to_dict()})
+    if report.different:
+        raise VerificationError(
+            f"{path}: {report.different} of {report.checked} checked records are not what this model computes for "
+            f"these files; the first: {report.findings[0]}"
+        )
+
+
+def _engine(run: dict[str, Any], options: _Options, session: str) -> EngineOptions:
+    """Pictures prepared as the run did; what it does not say is as by default."""
+    from opal_deploy.pipeline.engine import EngineOptions
+    from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
+    from opal_deploy.runtime.onnx_session import available_cpus
+
+    decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
+    if options.min_margin is None and isinstance(margin, int | float):
+        options.min_margin = float(margin)
+    return EngineOptions(
+        batch=options.batch or (8 if "on cpu" in session.lower() else 64),
+        fixed_batch=True,
+        workers=min(8, available_cpus()),
+        max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
+        min_margin=options.min_margin,
+        decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
+        isolate=True,
+    )
+
+
+def _check(
+    model_sha256: str,
+    path: Path,
+    run: dict[str, Any],
+    options: _Options,
+    metadata: Metadata,
+    engine: EngineOptions,
+    chosen: frozenset[int] | None,
+) -> Check:
+    from opal_deploy.pipeline import discover as finding
+    from opal_deploy.pipeline.checking.recheck import Check, wanted_items
+    from opal_deploy.pipeline.checking.recorded import numbered_records
+    from opal_deploy.pipeline.run.boxes import read_boxes
+    from opal_deploy.pipeline.run.labels import read_labels
+
+    items = {}
+    if options.images:
+        finding.check_inputs(options.images)
+        names = None
+        if chosen is not None:
+            records = (record for number, record in numbered_records(path) if number in chosen and record is not None)
+            names = frozenset(record["image"] or "" for record in records)
+        items = wanted_items(finding.discover(options.images, finding.Skipped(), sys.stdin), names)
+    top = run.get("top")
+    return Check(
+        model_sha256,
+        top=min(top, metadata.num_classes) if isinstance(top, int) else None,
+        root=options.root,
+        items=items,
+        boxes=read_boxes(options.boxes) if options.boxes else None,
+        labels=read_labels(options.labels) if options.labels else None,
+        engine=engine,
+    )
+
+
+def _tell(report: Report) -> None:
+    good = report.checked - report.different
+    say(f"{max(good, 0)} of {report.checked} are what the model computes, {report.identical} of them to the last bit")
+    for found in report.findings[:10]:
+        say(one_line(f"DIFFERENT: {found}"))
+    if report.different > 10:
+        say(f"and {report.different - 10} more; --json lists them")
+    if report.not_repeatable:
+        say(f"{report.not_repeatable} errors of a decoder that crashed or took too long did not happen again")
+    if report.truths_unchecked:
+        say(f"the `truth` of {report.truths_unchecked} records is what somebody said; check it with --labels")

@@ -7,6 +7,7 @@ is under 160 pixels is shown enlarged, each pixel as k x k, so that boxes and nu
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable
 
 from PIL import Image, ImageDraw
@@ -40,6 +41,17 @@ def photograph_size(width: int, height: int) -> tuple[int, int]:
     return width * scale, height * scale
 
 
+def overlay_width(width: int, height: int) -> int:
+    """Width of the overlay of a picture of that size; its photograph is `photograph_size` large."""
+    width, height = photograph_size(width, height)
+    room = MIN_WIDTH_EM * _letters(width, height)
+    return width + room if height > _BESIDE * width else max(width, room)
+
+
+def _letters(width: int, height: int) -> int:
+    return max(12, round(math.sqrt(width * height) / 30))
+
+
 def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     """The photograph with a box for each slot, and the legend under it, or beside it where it is tall and narrow.
 
@@ -66,7 +78,7 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     if scale > 1:
         photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
 
-    size = max(12, round((width * height) ** 0.5 / 30))
+    size = _letters(width, height)
     beside = height > _BESIDE * width
     legend = Legend(record, MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size), size)
     if beside:

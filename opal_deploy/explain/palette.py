@@ -26,6 +26,8 @@ BASE: tuple[RGB, ...] = (
     (0, 158, 115),  # bluish green
 )
 _LIGHTER, _DARKER = 0.55, 0.5
+# different ones, shades among them
+COLORS = 3 * len(BASE)
 
 
 def slot_color(slot: int) -> RGB:

@@ -57,12 +57,17 @@ class Record(TypedDict):
     """One image's record; `status` says which of the optional keys are there.
 
     `ok` and `abstained` (margin under --min-margin) have all but `error`; `error` has only `image` and `error`.
-    `overlay` is the drawing's file, relative to the run's folder; `truth` the label that the image was given with.
+    `file_sha256` is of the image file's bytes, None for an image without a file, or whose file could not be read, or is
+    too large; `model_sha256` of the model's file, None for a session that came without one.
+    `overlay` and `sheet` are the drawings' files, relative to the run's folder; `truth` is the label that the image was
+    given with.
     """
 
     schema: int
     image: str | None
     status: Literal["ok", "abstained", "error"]
+    file_sha256: NotRequired[str | None]
+    model_sha256: NotRequired[str | None]
     width: NotRequired[int]
     height: NotRequired[int]
     prediction: NotRequired[Answer]
@@ -70,6 +75,7 @@ class Record(TypedDict):
     top: NotRequired[list[Answer]]
     evidence: NotRequired[list[Slot]]
     overlay: NotRequired[str]
+    sheet: NotRequired[str]
     truth: NotRequired[str]
     error: NotRequired[Problem]
 
@@ -180,3 +186,15 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int
 def error_record(image: str | None, code: str, message: str) -> Record:
     """The record of an image that could not be used."""
     return {"schema": RECORD_SCHEMA, "image": image, "status": "error", "error": {"code": code, "message": message}}
+
+
+def with_digests(record: Record, file_sha256: str | None, model_sha256: str | None) -> Record:
+    """The record with the sha256 of the file that it is about, and of the model that answered."""
+    head: Record = {
+        "schema": record["schema"],
+        "image": record["image"],
+        "status": record["status"],
+        "file_sha256": file_sha256,
+        "model_sha256": model_sha256,
+    }
+    return {**head, **record}

@@ -17,8 +17,8 @@ import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory
-from opal_deploy.explain.records import Record, build_record, error_record
-from opal_deploy.pipeline.prepare import Prepared
+from opal_deploy.explain.records import Record, build_record, error_record, with_digests
+from opal_deploy.pipeline.decoding.prepare import Prepared
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session, StagedSession
@@ -41,14 +41,25 @@ class AnswerOptions(Protocol):
     def min_margin(self) -> float | None: ...
     @property
     def time_transfers(self) -> bool: ...
+    @property
+    def model_sha256(self) -> str | None: ...
+    @property
+    def keep_outputs(self) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Result:
-    """One image's record with what an overlay needs."""
+    """One image's record with what drawings of it need.
+
+    Attributes:
+        record: as it is written.
+        prepared: the picture.
+        outputs: its own row of the forward pass, N = 1; None unless it was asked for, or where there is an error.
+    """
 
     record: Record
     prepared: Prepared
+    outputs: Outputs | None = None
 
 
 class Answerer:
@@ -102,7 +113,7 @@ class Answerer:
             with self._clock.stage("compute"), self._lock:
                 outputs = self._run(images)
         with self._clock.stage("evidence"):
-            return [Result(self._record(entry, row, outputs), entry) for row, entry in enumerate(part)]
+            return [self._result(entry, row, outputs) for row, entry in enumerate(part)]
 
     def _run(self, images: ImageBatch) -> Outputs:
         session = self._session
@@ -122,7 +133,16 @@ class Answerer:
         self._most = size // 2
         self._say(f"{where}: out of memory with {size} pictures at a time; going on with {self._most}")
 
+    def _result(self, entry: Prepared, row: int, outputs: Outputs | None) -> Result:
+        record = self._record(entry, row, outputs)
+        if not self._options.keep_outputs or outputs is None or record["status"] == "error":
+            return Result(record, entry)
+        return Result(record, entry, outputs.rows(row, row + 1))
+
     def _record(self, entry: Prepared, row: int, outputs: Outputs | None) -> Record:
+        return with_digests(self._answered(entry, row, outputs), entry.file_sha256, self._options.model_sha256)
+
+    def _answered(self, entry: Prepared, row: int, outputs: Outputs | None) -> Record:
         if entry.error is not None:
             return entry.error
         answers = cast(Outputs, outputs)

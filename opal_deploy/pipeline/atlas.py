@@ -22,8 +22,8 @@ from opal_deploy.explain.atlas.collect import Candidate, Collector
 from opal_deploy.explain.atlas.entries import AtlasPatch, Finding, SlotEntry
 from opal_deploy.explain.atlas.findings import findings_of
 from opal_deploy.explain.atlas.folder import Atlas, write_patch
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.prepare import Request
 from opal_deploy.pipeline.sheets import check_exact
 from opal_deploy.preprocess.decode import Openable, Source, decode, open_file
 from opal_deploy.runtime.session import Session

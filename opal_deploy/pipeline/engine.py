@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from opal_deploy.errors import OpalError
 from opal_deploy.pipeline.answering import Answerer, Result
-from opal_deploy.pipeline.prepare import Prepared, Request
+from opal_deploy.pipeline.decoding.prepare import Prepared, Request
+from opal_deploy.pipeline.decoding.workers import Decoders
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock, Station
-from opal_deploy.pipeline.workers import Decoders
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
 from opal_deploy.runtime.session import Session
 
@@ -46,6 +46,8 @@ class EngineOptions:
         decode: which decode path.
         decode_timeout: seconds for one picture, where `isolate` allows to end its decoder; None: no limit.
         isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
+        model_sha256: of the model's file, for the records.
+        keep_outputs: hand each picture's row of the outputs on, for evidence sheets.
     """
 
     batch: int = 16
@@ -59,6 +61,8 @@ class EngineOptions:
     decode: Decoding = Decoding.default
     decode_timeout: float | None = 30.0
     isolate: bool = False
+    model_sha256: str | None = None
+    keep_outputs: bool = False
 
 
 def explain_all(

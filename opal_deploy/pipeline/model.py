@@ -10,11 +10,13 @@ from typing import cast, overload
 import numpy as np
 from PIL import Image
 
+from opal_deploy.artifact.files import sha256_of_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.explain.records import Record
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
+from opal_deploy.pipeline.explanation import Explanations, explained_all
 from opal_deploy.pipeline.names import source_name
-from opal_deploy.pipeline.prepare import Request
 from opal_deploy.pipeline.service import Service
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.resize import Box
@@ -28,10 +30,12 @@ class Model:
     Attributes:
         metadata: classes, m, grid, input size, evidence kind, verification report, ...
         description: engine, device, threads and precision, one line.
+        sha256: of the model's file.
     """
 
-    def __init__(self, sessions: Sequence[Session]) -> None:
+    def __init__(self, sessions: Sequence[Session], sha256: str | None = None) -> None:
         self._sessions = list(sessions)
+        self.sha256 = sha256
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
 
@@ -57,7 +61,7 @@ class Model:
         min_margin: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
-    ) -> list[Record]: ...
+    ) -> Explanations: ...
 
     def explain(
         self,
@@ -68,7 +72,7 @@ class Model:
         min_margin: float | None = None,
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
-    ) -> Record | list[Record]:
+    ) -> Record | Explanations:
         """The records that `opal-deploy infer` writes, for one image or many.
 
         Args:
@@ -81,8 +85,9 @@ class Model:
             max_pixels: width times height above which an image gets an error record.
 
         Returns:
-            A record, or a list of records in the order of the images. `image` is the path where one was given, else
-            None. An image that cannot be used has an error record and raises nothing.
+            A record, or a list of records in the order of the images: plain dictionaries and a plain list in every
+            respect, which print in a line each and show themselves in a notebook. `image` is the path where one was
+            given, else None. An image that cannot be used has an error record and raises nothing.
 
         Raises:
             ValueError: as many boxes as images are needed. StoppedEarly: the device was lost.
@@ -97,9 +102,11 @@ class Model:
             given = [None] * len(sources) if boxes is None else list(cast("Sequence[Box | None]", boxes))
         if len(given) != len(sources):
             raise ValueError(f"{len(given)} boxes for {len(sources)} images; give one for each, None for none")
-        options = EngineOptions(batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels)
+        options = EngineOptions(
+            batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
+        )
         requests = (Request(source_name(s), s, box) for s, box in zip(sources, given, strict=True))
-        records = [result.record for result in explain_all(requests, self._sessions, options)]
+        records = explained_all(result.record for result in explain_all(requests, self._sessions, options))
         return records[0] if one else records
 
     def serve(
@@ -140,6 +147,7 @@ class Model:
             decode=decode,
             decode_timeout=decode_timeout,
             isolate=isolate,
+            model_sha256=self.sha256,
         )
         return Service(self._sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
 
@@ -160,4 +168,5 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
         ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
         UsageError: a device that is not there.
     """
-    return Model(open_sessions(Path(path), device=device, threads=threads))
+    sessions = open_sessions(Path(path), device=device, threads=threads)
+    return Model(sessions, sha256_of_file(Path(path)))

@@ -18,10 +18,11 @@ from types import TracebackType
 
 from opal_deploy.explain.records import Record
 from opal_deploy.pipeline.answering import Answerer
+from opal_deploy.pipeline.decoding.prepare import Prepared, Request
+from opal_deploy.pipeline.decoding.workers import Decoders
 from opal_deploy.pipeline.engine import EngineOptions
+from opal_deploy.pipeline.explanation import explained
 from opal_deploy.pipeline.names import source_name
-from opal_deploy.pipeline.prepare import Prepared, Request
-from opal_deploy.pipeline.workers import Decoders
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.resize import Box
 from opal_deploy.runtime.session import Session
@@ -175,4 +176,4 @@ class Service:
             return
         for job, result in zip(jobs, results, strict=True):
             self._slots.release()
-            job.future.set_result(result.record)
+            job.future.set_result(explained(result.record))

@@ -14,7 +14,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.explain.sheet.content import SheetContent, content_of
 from opal_deploy.explain.slot_names import SlotNames
-from opal_deploy.pipeline.prepare import Request
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.resize import lay_out, normalise, to_input
 from opal_deploy.runtime.session import ImageBatch, Session

@@ -87,7 +87,7 @@ def test_a_slow_session_is_the_bound(items: list[Item]) -> None:
 
 
 def test_a_slow_decoder_is_the_bound(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline import prepare
+    from opal_deploy.pipeline.decoding import prepare
 
     monkeypatch.setattr(prepare, "decode_for", slowed(prepare.decode_for, 0.05))
 
@@ -100,7 +100,7 @@ def test_a_slow_decoder_is_the_bound(items: list[Item], monkeypatch: pytest.Monk
 
 
 def test_slow_reading_is_told_apart_from_slow_decoding(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline import reading
+    from opal_deploy.pipeline.decoding import reading
 
     monkeypatch.setattr(reading, "open_file", slowed(reading.open_file, 0.05))
 
@@ -110,7 +110,7 @@ def test_slow_reading_is_told_apart_from_slow_decoding(items: list[Item], monkey
 
 
 def test_slow_drawing_bounds_only_where_there_are_overlays(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline import infer
+    from opal_deploy.pipeline.run import infer
 
     monkeypatch.setattr(infer, "draw_overlay", slowed(infer.draw_overlay, 0.05))
 
@@ -122,7 +122,7 @@ def test_slow_drawing_bounds_only_where_there_are_overlays(items: list[Item], mo
 
 
 def test_a_slow_disk_is_the_bound(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline.output import RecordWriter
+    from opal_deploy.pipeline.run.output import RecordWriter
 
     monkeypatch.setattr(RecordWriter, "write", slowed(RecordWriter.write, 0.05))
 

@@ -11,7 +11,10 @@ import pytest
 from opal_deploy._version import __version__
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
-VERBS = ["train", "evaluate", "export", "infer", "explain", "atlas", "verify", "inspect", "doctor", "demo", "bench"]
+VERBS = [
+    "train", "evaluate", "export", "infer", "explain", "atlas", "convert", "diff", "verify", "inspect", "schema",
+    "doctor", "demo", "bench",
+]  # fmt: skip
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 

@@ -367,7 +367,9 @@ def test_names_on_stdin_need_not_be_utf8(exact_model: Path, pictures: Path, tmp_
 
 
 def test_our_own_bug_is_called_one(exact_model: Path, pictures: Path, tmp_path: Path) -> None:
-    broken = "import opal_deploy.pipeline.infer as i\ndef run(*a, **k): raise KeyError('x\\ny')\ni.run = run\n" + MAIN
+    broken = (
+        "import opal_deploy.pipeline.run.infer as i\ndef run(*a, **k): raise KeyError('x\\ny')\ni.run = run\n" + MAIN
+    )
     done = subprocess.run(
         [sys.executable, "-c", broken, "infer", str(pictures), "--model", str(exact_model)],
         cwd=tmp_path,
@@ -413,3 +415,18 @@ def test_every_odd_image_gets_its_record(exact_model: Path, odd_images: Path, tm
     assert codes <= KNOWN_CODES
     assert {record["status"] for record in found} == {"ok", "error"}
     assert all(("overlay" in record) == (explain and record["status"] == "ok") for record in found)
+
+
+def test_the_reports_pictures_are_in_it_or_beside_it(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    for where, source in (("embed", "data:image/jpeg;base64,"), ("files", "overlays/")):
+        done = infer(pictures, "--explain", "--report-images", where, out=where)
+        assert done.returncode == 0, done.stderr
+        page = (tmp_path / where / "report.html").read_text(encoding="utf-8")
+        assert page.count(f'src="{source}') == 4
+
+
+def test_another_place_for_the_reports_pictures_is_refused(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    assert "expected embed (in the page) or files" in one_line(
+        infer(pictures, "--explain", "--report-images", "server")
+    )
+    assert not (tmp_path / "out").exists()

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from PIL import Image, ImageDraw
 
-from opal_deploy.explain.text import drawable, fit, font, visible
+from opal_deploy.explain.text import drawable, fit, font, put_text, text_length, visible
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,31 @@ def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
 
 def test_a_width_of_nothing_still_ends() -> None:
     assert len(fit("word", font(14), 0, lines=3)) <= 3
+
+
+TEXTS = [
+    "class 3   cosine 0.853   margin -0.120",
+    "Black-footed Albatross",
+    "AVATAR To Wa.",
+    "0.174",
+    "  a  ",
+    "",
+    " ",
+    "é?",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("size", [11, 12, 15, 19, 33])
+def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text: str, size: int) -> None:
+    face = font(size)
+    assert text_length(text, face) == face.getlength(text)
+    for anchor in ("la", "lm", "rm", "mm"):
+        for x, y in ((40, 30), (400.5, 30.5), (200.25, 30)):
+            expected, found = (Image.new("RGB", (900, 80), (250, 250, 248)) for _ in range(2))
+            ImageDraw.Draw(expected).text((x, y), text, (200, 26, 90), face, anchor=anchor)
+            # the second time from what was kept
+            for _ in range(2):
+                found.paste((250, 250, 248), (0, 0, 900, 80))
+                put_text(ImageDraw.Draw(found), (x, y), text, (200, 26, 90), face, anchor)
+            assert found.tobytes() == expected.tobytes(), (anchor, x, y)

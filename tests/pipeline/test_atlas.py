@@ -14,9 +14,9 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.explain.atlas.folder import Atlas, write_atlas
 from opal_deploy.explain.atlas.looks import looks_of
 from opal_deploy.pipeline.atlas import Labelled, collect, content_sha256, write_patches
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.discover import Skipped, discover
 from opal_deploy.pipeline.engine import EngineOptions
-from opal_deploy.pipeline.prepare import Request
 from opal_deploy.pipeline.sheets import SheetMaker
 
 OPTIONS = EngineOptions(batch=4, workers=1)

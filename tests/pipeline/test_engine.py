@@ -19,8 +19,8 @@ from PIL import Image
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.explain.records import Record
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.engine import EngineOptions, ahead, explain_all
-from opal_deploy.pipeline.prepare import Request
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import ImageBatch, Session
 
@@ -60,7 +60,7 @@ def test_there_is_one_record_an_image_in_their_order(bright_session: Callable, c
 def test_order_survives_pictures_that_take_longer_to_decode(
     bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opal_deploy.pipeline import prepare
+    from opal_deploy.pipeline.decoding import prepare
 
     decode = prepare.decode
 
@@ -237,7 +237,7 @@ def test_an_answer_that_is_no_number_is_an_error_of_its_image_alone(bright_sessi
 def test_a_picture_that_memory_cannot_hold_is_an_error_of_its_own(
     bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opal_deploy.pipeline import prepare
+    from opal_deploy.pipeline.decoding import prepare
 
     to_input = prepare.to_input
 
@@ -258,6 +258,8 @@ def test_a_wanted_box_that_is_missing_is_the_images_error(bright_session: Callab
         "schema": 1,
         "image": "a",
         "status": "error",
+        "file_sha256": None,
+        "model_sha256": None,
         "error": {"code": "no_box", "message": "boxes.csv has no box for it"},
     }
 
@@ -498,7 +500,7 @@ import json, resource, sys
 from pathlib import Path
 from opal_deploy.demo import example_pictures
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.prepare import Request
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.runtime.select import open_sessions
 
 sessions = open_sessions(Path(sys.argv[1]), device="cpu", threads=1)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from opal_deploy.explain.records import Record, contributions
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.prepare import Request
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import lay_out, to_input

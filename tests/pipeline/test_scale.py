@@ -20,7 +20,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.pipeline.memory import MemoryCurve, MemoryWatch, give_back
 from opal_deploy.pipeline.discover import Skipped, discover
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.infer import requests
+from opal_deploy.pipeline.run.infer import requests
 from opal_deploy.runtime.session import ImageBatch, Session
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows of a process")

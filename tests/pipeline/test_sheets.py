@@ -10,8 +10,8 @@ from PIL import Image
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.explain.sheet.layout import lay_out
 from opal_deploy.explain.sheet.png import encode_png
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.prepare import Request
 from opal_deploy.pipeline.sheets import SheetMaker
 from opal_deploy.runtime.onnx_session import OnnxSession
 

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.pipeline.discover import Item, Skipped, check_inputs, discover
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.prepare import Request
 
 
 def picture(path: Path) -> Path:

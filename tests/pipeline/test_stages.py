@@ -15,11 +15,11 @@ from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError
+from opal_deploy.pipeline.decoding.prepare import Request
+from opal_deploy.pipeline.decoding.reading import opener
 from opal_deploy.pipeline.discover import Item
 from opal_deploy.pipeline.engine import EngineOptions, explain_all
-from opal_deploy.pipeline.infer import Job, run
-from opal_deploy.pipeline.prepare import Request
-from opal_deploy.pipeline.reading import opener
+from opal_deploy.pipeline.run.infer import Job, run
 from opal_deploy.pipeline.stages import NO_CLOCK, Stage, StageClock, StageTimes
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.runtime.session import ImageBatch, Stages

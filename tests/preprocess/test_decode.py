@@ -18,7 +18,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from opal_deploy.errors import ImageError
-from opal_deploy.pipeline.reading import opener
+from opal_deploy.pipeline.decoding.reading import opener
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
 from opal_deploy.preprocess import native
 from opal_deploy.preprocess.decode import Decoding, decode, decode_for

@@ -12,8 +12,8 @@ import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
+from opal_deploy.pipeline.decoding.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.pipeline.engine import ahead
-from opal_deploy.pipeline.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.preprocess.decode import MAX_PIXELS
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.train.data.samples import Report, Sample

@@ -14,11 +14,11 @@ from opal_deploy.cli.console import emit_json, progress, say
 from opal_deploy.errors import StoppedEarly, UsageError
 
 if TYPE_CHECKING:
-    from opal_deploy.pipeline.infer import Job
-    from opal_deploy.pipeline.interrupt import Interrupt
-    from opal_deploy.pipeline.run_folder import RunFolder
+    from opal_deploy.pipeline.run.infer import Job
+    from opal_deploy.pipeline.run.interrupt import Interrupt
+    from opal_deploy.pipeline.run.run_folder import RunFolder
+    from opal_deploy.pipeline.run.summary import Summary
     from opal_deploy.pipeline.sources.item import Item
-    from opal_deploy.pipeline.summary import Summary
     from opal_deploy.runtime.session import Session
 
 SOME_IMAGES_FAILED = 3
@@ -39,6 +39,29 @@ def infer(
     explain: Annotated[
         bool, typer.Option("--explain", help="Draw an overlay per image and write report.html.")
     ] = False,
+    sheets: Annotated[
+        bool, typer.Option("--sheets", help="Draw an evidence sheet per image, with the runner-up beside the answer.")
+    ] = False,
+    atlas: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of `opal-deploy atlas`: sheets show patches of other images of the class; implies --sheets.",
+            show_default=False,
+        ),
+    ] = None,
+    heatmap: Annotated[
+        bool,
+        typer.Option(
+            "--heatmap", help="Sheets show attention maps; an export needs --outputs attention; implies --sheets."
+        ),
+    ] = False,
+    slot_names: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file that names slots, for records and sheets; default: names.toml in --atlas.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder to write to; default: this run's, if it was interrupted, else explanations, -2, ..."),
@@ -91,7 +114,11 @@ def infer(
     ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
     shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,
-    report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 200,
+    report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 10_000,
+    report_images: Annotated[
+        str | None,
+        typer.Option(help="embed (one file), files (overlays/ beside it); default: embed up to 200 images."),
+    ] = None,
     recursive: Annotated[
         bool, typer.Option("--recursive/--no-recursive", help="Look into the subfolders of folders.")
     ] = True,
@@ -99,20 +126,22 @@ def infer(
 ) -> None:
     """Classify pictures and say why: one record an image, in results.jsonl.
 
-    With --explain also an overlay an image (the forward pass's own evidence for its answer) and report.html.
+    With --explain also an overlay an image (the forward pass's own evidence for its answer) and report.html; with
+    --sheets an evidence sheet an image, as `opal-deploy explain` draws it.
     A run that ended early, however it ended, goes on when the same command is given again.
     """
     from opal_deploy.artifact.files import check_pinned
     from opal_deploy.cli.infer import preparation, telling
+    from opal_deploy.cli.infer.sheets import settle
     from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.boxes import read_boxes
     from opal_deploy.pipeline.engine import EngineOptions
-    from opal_deploy.pipeline.infer import Job
-    from opal_deploy.pipeline.interrupt import signals
-    from opal_deploy.pipeline.labels import read_labels
-    from opal_deploy.pipeline.run_folder import IMAGES, claimed
-    from opal_deploy.pipeline.summary import ErrorLimit
-    from opal_deploy.pipeline.tables import check_formats
+    from opal_deploy.pipeline.run.boxes import read_boxes
+    from opal_deploy.pipeline.run.infer import Job
+    from opal_deploy.pipeline.run.interrupt import signals
+    from opal_deploy.pipeline.run.labels import read_labels
+    from opal_deploy.pipeline.run.run_folder import IMAGES, claimed
+    from opal_deploy.pipeline.run.summary import ErrorLimit
+    from opal_deploy.pipeline.run.tables import check_formats
     from opal_deploy.preprocess.decode import Decoding
     from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import open_sessions
@@ -123,6 +152,7 @@ def infer(
         if decode not in list(Decoding):
             raise UsageError(f"--decode {decode!r}: expected {', '.join(Decoding)}")
         tables = check_formats(formats or [])
+        pictures = preparation.check_pictures(report_images)
         limit = None if max_errors is None else ErrorLimit.parse(max_errors)
         if overwrite and out is None:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
@@ -135,9 +165,15 @@ def infer(
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
         metadata = sessions[0].metadata
         preparation.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
+        identity_of_model = preparation.model_identity(path)
+        wanted = settle(
+            path, sessions, identity_of_model,
+            sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=min_margin,
+        )  # fmt: skip
+        sessions = wanted.sessions
         identity = {
             IMAGES: images,
-            "model": preparation.model_identity(path, metadata),
+            "model": identity_of_model,
             "explain": explain,
             "boxes": preparation.file_identity(boxes),
             "labels": None if truths is None else truths.identity,
@@ -147,6 +183,7 @@ def infer(
             "decode": decode,
             "shard": f"{index}/{count}" if count > 1 else None,
             "recursive": recursive,
+            **wanted.identity,
         }
         skipped = finding.Skipped()
         found = finding.discover(images, skipped, sys.stdin, recursive=recursive)
@@ -159,10 +196,12 @@ def infer(
             max_pixels=max_pixels,
             top=top,
             min_margin=min_margin,
-            keep_pictures=explain,
+            keep_pictures=explain or wanted.sheets is not None,
             decode=Decoding(decode),
             decode_timeout=decode_timeout or None,
             isolate=isolate,
+            model_sha256=identity_of_model["sha256"],
+            keep_outputs=wanted.sheets is not None,
         )
         with claimed(out, identity, resume=resume, overwrite=overwrite) as folder:
             if folder.state == "finished":
@@ -181,6 +220,9 @@ def infer(
                     tables,
                     folder.state == "unfinished",
                     say,
+                    pictures,
+                    wanted.sheets,
+                    wanted.names,
                 )
                 about = telling.about(identity, sessions)
                 document, summary = _run(items, sessions, job, folder, interrupt, about)
@@ -205,8 +247,8 @@ def _run(
         typer.Exit: it was interrupted. StoppedEarly: the run was; both say how it is resumed.
     """
     from opal_deploy.cli.infer import telling
-    from opal_deploy.pipeline.infer import run
-    from opal_deploy.pipeline.summary import Summary
+    from opal_deploy.pipeline.run.infer import run
+    from opal_deploy.pipeline.run.summary import Summary
 
     summary = Summary()
     folder.begin()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opal_deploy.artifact.files import sha256_of_file
-from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import say
 from opal_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.explain.report import Pictures
 
 
 def raise_pillows_limit(max_pixels: int) -> None:
@@ -57,11 +61,24 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, 
         say("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
 
 
-def model_identity(path: Path, metadata: Metadata) -> dict[str, str]:
-    """Which model: its file's name, and a digest of what is in it."""
-    # an ONNX file's own digest was checked when it was opened; that of an engine's metadata is of the ONNX behind it
-    own = path.suffix == ".onnx" and metadata.file_sha256 != BLANK_DIGEST
-    return {"file": path.name, "sha256": metadata.file_sha256 if own else sha256_of_file(path)}
+def model_identity(path: Path) -> dict[str, str]:
+    """Which model: its file's name, and the sha256 of its bytes."""
+    return {"file": path.name, "sha256": sha256_of_file(path)}
+
+
+def check_pictures(text: str | None) -> Pictures | None:
+    """Where the report's pictures are to be, if somebody said so.
+
+    Raises:
+        UsageError: neither of the places.
+    """
+    if text is None:
+        return None
+    if text == "embed":
+        return "embed"
+    if text == "files":
+        return "files"
+    raise UsageError(f"--report-images {text!r}: expected embed (in the page) or files (overlays/ beside it)")
 
 
 def file_identity(path: Path | None) -> str | None:

@@ -14,11 +14,12 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import one_line, say
 from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.discover import Skipped
-from opal_deploy.pipeline.infer import Job
-from opal_deploy.pipeline.output import REPORT, RESULTS
-from opal_deploy.pipeline.run_folder import SUMMARY, RunFolder
-from opal_deploy.pipeline.summary import Accuracy, Summary
-from opal_deploy.pipeline.tables import TABLES, Format, write_table
+from opal_deploy.pipeline.run.drawings import SHEETS
+from opal_deploy.pipeline.run.infer import Job
+from opal_deploy.pipeline.run.output import REPORT, RESULTS
+from opal_deploy.pipeline.run.run_folder import SUMMARY, RunFolder
+from opal_deploy.pipeline.run.summary import Accuracy, Summary
+from opal_deploy.pipeline.run.tables import TABLES, Format, write_table
 from opal_deploy.runtime.session import Session
 
 
@@ -102,6 +103,8 @@ def tell(summary: Summary, skipped: Skipped, out: Path, job: Job) -> None:
     say(f"Records: {out / RESULTS}")
     for kind in job.formats:
         say(f"Table: {out / TABLES[kind]}")
+    if job.sheets is not None:
+        say(f"Sheets: {out / SHEETS}")
     if job.explain:
         say(f"Report: {out / REPORT}")
 

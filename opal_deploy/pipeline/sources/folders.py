@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from opal_deploy.pipeline.output import OVERLAYS, RESULTS
+from opal_deploy.pipeline.run.drawings import OVERLAYS, SHEETS
+from opal_deploy.pipeline.run.output import RESULTS
 from opal_deploy.pipeline.sources.item import Item, Skipped, holder_problem, is_image_name, no_images
 
 
@@ -48,7 +49,7 @@ def _list(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item | Pa
     for entry in listed:
         path = folder / entry.name
         # overlays of an earlier run, or of this one, are no photographs
-        if entry.name.startswith(".") or (ours and entry.name == OVERLAYS):
+        if entry.name.startswith(".") or (ours and entry.name in (OVERLAYS, SHEETS)):
             skipped.add(path)
         elif entry.is_dir(follow_symlinks=False):
             if recursive:

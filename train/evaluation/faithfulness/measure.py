@@ -10,7 +10,7 @@ import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError
-from opal_deploy.pipeline.prepare import Request
+from opal_deploy.pipeline.decoding.prepare import Request
 from opal_deploy.runtime.session import Session
 from opal_deploy.train.data.samples import Report, Sample
 from opal_deploy.train.evaluation.answers import prepared_batches

@@ -1,0 +1,62 @@
+"""`opal-deploy convert`: records for other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from opal_deploy.cli.console import emit_line, say
+from opal_deploy.errors import UsageError
+
+COCO, LABEL_STUDIO = "coco", "label-studio"
+
+
+def convert(
+    results: Annotated[Path, typer.Argument(help="results.jsonl of `opal-deploy infer`, or its folder.")],
+    to: Annotated[str, typer.Option(help="coco, or label-studio (its JSON import).")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write to; default: standard output.", show_default=False)
+    ] = None,
+    categories: Annotated[str, typer.Option(help="coco: class, or slot.")] = "class",
+    prefix: Annotated[
+        str, typer.Option(help="label-studio: what comes before each path, such as /data/local-files/?d=.")
+    ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="label-studio: write the labelling interface (XML) there too.", show_default=False),
+    ] = None,
+) -> None:
+    """Write records as COCO-style annotations, or for Label Studio: each slot's box, with the predicted class.
+
+    Tables come from `infer --format csv` or `--format parquet`.
+    """
+    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.pipeline.checking.recorded import all_records, results_file
+    from opal_deploy.pipeline.convert import label_config, to_coco, to_label_studio
+
+    if to not in (COCO, LABEL_STUDIO):
+        raise UsageError(f"--to {to!r}: expected {COCO} or {LABEL_STUDIO}")
+    if config is not None and to != LABEL_STUDIO:
+        raise UsageError("--config: only --to label-studio has a labelling interface")
+    path = results_file(results)
+    document: Any
+    if to == LABEL_STUDIO:
+        document = to_label_studio(all_records(path), prefix)
+    elif categories in ("class", "slot"):
+        document = to_coco(all_records(path), "class" if categories == "class" else "slot")
+    else:
+        raise UsageError(f"--categories {categories!r}: expected class or slot")
+    if config is not None:
+        with written_atomically(config) as temporary:
+            temporary.write_text(label_config(all_records(path)), encoding="utf-8")
+        say(f"{config}: the labelling interface")
+    text = json.dumps(document, ensure_ascii=True)
+    if out is None:
+        emit_line(text)
+        return
+    with written_atomically(out) as temporary:
+        temporary.write_text(text + "\n", encoding="utf-8")
+    say(f"{out}: {len(document['images'] if to == COCO else document)} images")

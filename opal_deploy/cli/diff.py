@@ -1,0 +1,169 @@
+"""`opal-deploy diff`: what changed between two models, or two results?"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.errors import UsageError, VerificationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from PIL.Image import Image
+
+    from opal_deploy.explain.records import Record
+    from opal_deploy.pipeline.checking.changes import Changes
+
+_CPU_BATCH, _GPU_BATCH = 8, 64
+_LISTED = 10
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="A model; or results.jsonl, or its folder.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The same, of what is to be compared with it.")],
+    images: Annotated[
+        list[str] | None, typer.Argument(help="Images for a model to answer, as for `infer`.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the worst changes, both drawings side by side.", show_default=False),
+    ] = None,
+    worst: Annotated[int, typer.Option(min=0, help="Changed images to show on the page and in --json.")] = 20,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="Contributions and margins that differ by no more count as equal.")
+    ] = 1e-3,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            help="Exit with 4 if any image changed so much or worse: error, class, cell, contribution, margin, any.",
+            show_default=False,
+        ),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="The folder that the results' images' names are relative to.")] = Path(),
+    boxes: Annotated[
+        Path | None, typer.Option(help="Crop first, for models: CSV or COCO JSON, as for `infer`.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
+) -> None:
+    """Say what changed between two models, or two results of the same images, the worst first.
+
+    Predictions, cells and contributions are compared, image by image: what one reads before replacing a model.
+    """
+    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.cli.infer import preparation
+    from opal_deploy.pipeline.checking.changes import KINDS, compare_records
+    from opal_deploy.pipeline.checking.changes_page import page
+    from opal_deploy.pipeline.checking.recorded import RecordIndex, all_records, is_results, results_file
+
+    if fail_on is not None and fail_on not in (*KINDS[:-1], "any"):
+        raise UsageError(f"--fail-on {fail_on!r}: expected {', '.join(KINDS[:-1])} or any")
+    preparation.raise_pillows_limit(max_pixels)
+    sides: list[Path] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))
+        for number, side in enumerate((before, after)):
+            if is_results(side) or side.is_dir():
+                sides.append(results_file(side))
+                continue
+            if not images:
+                raise UsageError(f"{side}: a model answers images; give them after A and B")
+            sides.append(folder / f"{number}.jsonl")
+            _answer(side, images, sides[-1], boxes, device, threads, max_pixels)
+        index = RecordIndex(sides[1])
+        stack.callback(index.close)
+        changes = compare_records(all_records(sides[0]), index, tolerance, worst)
+        if not changes.paired:
+            raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
+        if out is not None:
+            text = page(changes, (str(before), str(after)), _pictures(images or [], changes, root, max_pixels))
+            with written_atomically(out) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+    _tell(changes, out)
+    if as_json:
+        emit_json({"before": str(before), "after": str(after), "tolerance": tolerance, **changes.to_dict()})
+    if fail_on is not None and changes.has(fail_on):
+        raise VerificationError(f"{after}: {changes.changed} images changed, some by {fail_on} or worse")
+
+
+def _answer(
+    model: Path, images: list[str], out: Path, boxes: Path | None, device: str, threads: int | None, max_pixels: int
+) -> None:
+    """Write a model's records to a file."""
+    from opal_deploy.artifact.files import sha256_of_file
+    from opal_deploy.pipeline import discover as finding
+    from opal_deploy.pipeline.engine import EngineOptions, explain_all
+    from opal_deploy.pipeline.run.boxes import read_boxes
+    from opal_deploy.pipeline.run.infer import requests
+    from opal_deploy.pipeline.run.output import RecordWriter
+    from opal_deploy.runtime.onnx_session import available_cpus
+    from opal_deploy.runtime.select import open_sessions
+
+    if "-" in images:
+        raise UsageError("-: standard input can be read only once; give a list as @FILE")
+    finding.check_inputs(images)
+    crops = read_boxes(boxes) if boxes else None
+    sessions = open_sessions(model, device=device, threads=threads)
+    on_cpu = "on cpu" in sessions[0].description.lower()
+    options = EngineOptions(
+        batch=_CPU_BATCH if on_cpu else _GPU_BATCH,
+        fixed_batch=True,
+        workers=min(8, available_cpus()),
+        max_pixels=max_pixels,
+        isolate=True,
+        model_sha256=sha256_of_file(model),
+    )
+    asked = requests(finding.discover(images, finding.Skipped(), sys.stdin), crops)
+    with RecordWriter(out) as writer, progress(model.name) as advance:
+        for result in explain_all(asked, sessions, options, say=say):
+            writer.write(result.record)
+            advance(writer.count)
+
+
+def _pictures(images: list[str], changes: Changes, root: Path, max_pixels: int) -> Callable[[Record], Image | None]:
+    """Finds the photographs of the worst changes: among `images`, else by their records' names."""
+    from opal_deploy.pipeline import discover as finding
+    from opal_deploy.pipeline.checking.recheck import wanted_items
+    from opal_deploy.pipeline.explanation import picture_of
+    from opal_deploy.pipeline.names import unescape_name
+
+    names = frozenset(change.image for change, _, _ in changes.worst)
+    items = wanted_items(finding.discover(images, finding.Skipped(), sys.stdin), names) if images and names else {}
+
+    def find(record: Record) -> Image | None:
+        name = record["image"] or ""
+        source = items[name].source if name in items else root / unescape_name(name)
+        return picture_of(record, source, max_pixels)
+
+    return find
+
+
+def _tell(changes: Changes, out: Path | None) -> None:
+    say(f"{changes.changed} of {changes.paired} images changed")
+    for kind, count in changes.kinds.items():
+        if count and kind != "same":
+            say(f"  {kind}: {count}")
+    if changes.slots:
+        say(f"  {changes.moved} of {changes.slots} slots compared moved")
+        say(f"  largest change of a contribution: {changes.largest_contribution:.2g}")
+    for count, what in (
+        (changes.only_before, "images are only in A"),
+        (changes.only_after, "images are only in B"),
+        (changes.unpaired, "records have no name or one that occurred before, and were not compared"),
+        (changes.file_changed, "image files are others in B, so their changes say nothing of the models"),
+    ):
+        if count:
+            say(f"{count} {what}")
+    for change, _, _ in changes.worst[:_LISTED]:
+        say(one_line(f"{change.kind}: {change.image}: {change}"))
+    if out is not None:
+        say(f"Report: {out}")

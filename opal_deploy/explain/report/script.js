@@ -1,0 +1,378 @@
+"use strict";
+// Filters, sorts and shows the cards of this page's own data. Texts only ever become text: nothing here parses markup.
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const read = (id) => JSON.parse($(id).textContent);
+  const config = read("config"), rows = read("index"), labels = config.labels;
+  // columns of the index, as cards.py writes them
+  const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, TRUTH = 4, MARGIN = 5, VALUE = 6, CODE = 7;
+  const OK = 0, ABSTAINED = 1, FAILED = 2;
+  const FIGURE = { class: "n" };
+  const SCORE = 2, MEANINGS = ["contribution to the cosine", "part of the distance (smaller: closer)", "score"];
+  const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
+  const lower = rows.map((row) => row[NAME].toLowerCase());
+  const blocks = [], orders = {}, first = new Map();
+  let view = [], page = 0, opened = -1;
+
+  // ---- what is shown of an image
+
+  function details(position) {
+    const block = Math.floor(position / config.block);
+    blocks[block] ??= read("d" + block);
+    return blocks[block][position % config.block];
+  }
+
+  function source(position) {
+    const number = rows[position][NUMBER];
+    if (config.pictures === "files") return details(position).overlay;
+    const block = $("p" + number);
+    return block ? "data:image/jpeg;base64," + block.textContent : first.get(number);
+  }
+
+  function el(tag, attributes, ...children) {
+    const svg = ["svg", "rect", "text"].includes(tag);
+    const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
+    node.append(...children.filter((child) => child !== null));
+    return node;
+  }
+
+  // a long name breaks after its folders and words
+  const bdi = (text) => el("bdi", null, ...text.split(/(?<=[/_])/).flatMap((part, i) => i ? [el("wbr"), part] : [part]));
+  const number = (value) => value === null ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000");
+  const several = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
+
+  function bar(name, parts) {
+    const rects = parts.map(([x, width, fill]) => el("rect", { x, width: Math.max(0, width), height: 6, fill }));
+    const track = el("rect", { class: "track", width: 100, height: 6 });
+    return el("svg", { class: name, viewBox: "0 0 100 6", preserveAspectRatio: "none", "aria-hidden": "true" }, track, ...rects);
+  }
+
+  function table(name, head, body) {
+    const cells = head.map(([text, attributes]) => el("th", { scope: "col", ...attributes }, text));
+    return el("table", { class: name }, el("thead", null, el("tr", null, ...cells)), el("tbody", null, ...body));
+  }
+
+  function slotTable(d) {
+    const both = d.meaning !== SCORE;
+    const body = d.slots.map(([slot, row, column, value, score, start, stop, name]) => {
+      const [paint, letters] = config.colors[slot % config.colors.length];
+      const tag = el("svg", { class: "tag", viewBox: "0 0 26 20", role: "img", "aria-label": slot },
+        el("rect", { width: 26, height: 20, rx: 2, fill: paint }),
+        el("text", { x: 13, y: 15, fill: letters, "text-anchor": "middle" }, String(slot)));
+      return el("tr", null, el("td", null, tag, ...(name ? [" ", bdi(name)] : [])),
+        el("td", null, bar("bar", [[start, stop - start, paint]])), el("td", { class: "n" }, number(value)),
+        both ? el("td", { class: "n" }, number(score)) : null, el("td", { class: "n" }, row + ", " + column));
+    });
+    const head = [["slot"], [MEANINGS[d.meaning], { colspan: 2 }], ...(both ? [["score", FIGURE]] : []), ["cell", FIGURE]];
+    return table("slots", head, body);
+  }
+
+  function topTable(d) {
+    const body = d.top.map(([label, value]) => el("tr", null, el("td", null, bdi(labels[label])), el("td", { class: "n" }, number(value))));
+    return table("top", [["class"], [d.cosine ? "cosine" : "logit", FIGURE]], body);
+  }
+
+  function photo(position) {
+    const row = rows[position], d = details(position), address = source(position);
+    if (row[STATUS] === FAILED) return null;
+    if (!address) return el("p", { class: "nopicture" }, "no picture kept");
+    const boxes = d.slots.length ? "with the evidence boxes" : "without boxes";
+    const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
+    const figure = el("figure", { class: "photo" }, image), ratio = d.size[0] / d.size[1];
+    figure.style.aspectRatio = d.size[0] + " / " + d.size[1];
+    figure.style.maxWidth = "calc(18rem * " + ratio + ")";
+    if (config.pictures === "files") image.style.width = 100 * d.wide + "%";
+    image.src = address;
+    return figure;
+  }
+
+  function answer(position) {
+    const row = rows[position], d = details(position), parts = [];
+    if (row[STATUS] === FAILED) {
+      parts.push(el("p", { class: "flag alert" }, "failed: ", el("code", null, row[CODE])), el("p", { class: "note" }, d.message));
+    } else {
+      parts.push(el("p", { class: "answer" }, bdi(labels[row[CLASS]])));
+    }
+    if (row[TRUTH] !== null) {
+      if (row[CLASS] === null) parts.push(el("p", { class: "truth" }, "label: ", bdi(labels[row[TRUTH]])));
+      else if (row[CLASS] === row[TRUTH]) parts.push(el("p", { class: "truth" }, "✓ is its label"));
+      else parts.push(el("p", { class: "truth differs" }, "✗ its label: ", bdi(labels[row[TRUTH]])));
+    }
+    if (row[STATUS] === ABSTAINED) parts.push(el("p", { class: "flag" }, "abstained: margin below the threshold"));
+    if (row[STATUS] === FAILED) return parts;
+    if (d.meaning === 0 && d.slots.length && d.slots.every((slot) => slot[3] !== null && slot[3] >= 0)) {
+      let start = 0;
+      parts.push(bar("sum", d.slots.map(([slot, , , value]) => {
+        start += 100 * value;
+        return [start - 100 * value, 100 * value, config.colors[slot % config.colors.length][0]];
+      })));
+    }
+    const measure = (name, text) => el("div", null, el("dt", null, name), el("dd", null, text));
+    parts.push(el("dl", { class: "measures" }, measure(d.cosine ? "cosine" : "logit", number(row[VALUE])),
+      d.cosine ? measure("margin", number(row[MARGIN])) : null,
+      d.slots.length ? measure("distinct cells", d.distinct + " of " + d.slots.length) : null));
+    if (d.top.length > 1) parts.push(el("p", { class: "runner" }, "runner-up: ", bdi(labels[d.top[1][0]]), " " + number(d.top[1][1])));
+    return parts;
+  }
+
+  const NO_EVIDENCE = "This model has no exact evidence: no cell of the picture decided alone.";
+
+  // most stay closed, so their contents are made when they are opened
+  function folded(summary, content) {
+    const node = el("details", null, el("summary", null, summary));
+    node.addEventListener("toggle", () => node.append(content()), { once: true });
+    return node;
+  }
+
+  function card(position) {
+    const row = rows[position], d = details(position), parts = answer(position);
+    if (row[STATUS] !== FAILED) {
+      parts.push(d.slots.length ? folded(several(d.slots.length, "slot", "slots"), () => slotTable(d))
+        : el("p", { class: "note" }, NO_EVIDENCE));
+      if (d.top.length) parts.push(folded(several(d.top.length, "closest class", "closest classes"), () => topTable(d)));
+    }
+    const link = el("a", { href: "#i=" + row[NUMBER] }, bdi(row[NAME]));
+    return el("article", { id: "i=" + row[NUMBER] }, photo(position), el("div", { class: "body" }, el("h3", null, link), ...parts));
+  }
+
+  function sheetOf(position) {
+    const row = rows[position], d = details(position), picture = el("div"), text = el("div", null, ...answer(position));
+    const shown = photo(position);
+    if (shown) {
+      if (shown.style.aspectRatio) shown.style.maxWidth = "calc(76vh * " + d.size[0] / d.size[1] + ")";
+      picture.append(shown);
+    }
+    if (d.overlay) {
+      const link = el("a", { target: "_blank", rel: "noopener" }, "the drawing in full size");
+      link.href = d.overlay;
+      picture.append(el("p", { class: "note" }, link, ", in the run's folder beside this page"));
+    }
+    if (row[STATUS] !== FAILED) {
+      text.append(...(d.slots.length ? [el("h3", null, "What each slot says"), slotTable(d)] : [el("p", { class: "note" }, NO_EVIDENCE)]));
+      if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
+    }
+    const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));
+    return [title, el("div", { class: "sheet" }, picture, text)];
+  }
+
+  // ---- which images, and in which order
+
+  const nothing = (value) => value === null;
+  const byMargin = (sign) => (a, b) => {
+    const x = rows[a][MARGIN], y = rows[b][MARGIN];
+    return nothing(x) || nothing(y) ? nothing(x) - nothing(y) || a - b : sign * (x - y) || a - b;
+  };
+
+  function order(name) {
+    if (orders[name]) return orders[name];
+    const all = rows.map((_, position) => position);
+    if (name === "margin") all.sort(byMargin(1));
+    if (name === "certain") all.sort(byMargin(-1));
+    if (name === "class") {
+      const collator = new Intl.Collator("en", { numeric: true });
+      const ranks = new Map([...labels.keys()].sort((a, b) => collator.compare(labels[a], labels[b])).map((label, rank) => [label, rank]));
+      const rank = (position) => nothing(rows[position][CLASS]) ? labels.length : ranks.get(rows[position][CLASS]);
+      const margin = byMargin(1);
+      all.sort((a, b) => rank(a) - rank(b) || margin(a, b));
+    }
+    return (orders[name] = all);
+  }
+
+  function filter() {
+    const text = $("search").value.trim().toLowerCase(), [state, code] = $("status").value.split(/:(.*)/s);
+    const chosen = (id) => $(id).value === "" ? null : Number($(id).value);
+    const predicted = chosen("class"), truth = chosen("truth"), low = chosen("low"), high = chosen("high"), verdict = $("verdict").value;
+    const wanted = { ok: OK, abstained: ABSTAINED, error: FAILED }[state];
+    const fits = (position) => {
+      const row = rows[position];
+      return (!text || lower[position].includes(text))
+        && (predicted === null || row[CLASS] === predicted) && (truth === null || row[TRUTH] === truth)
+        && (wanted === undefined || row[STATUS] === wanted) && (!code || row[CODE] === code)
+        && (low === null || (row[MARGIN] !== null && row[MARGIN] >= low)) && (high === null || (row[MARGIN] !== null && row[MARGIN] <= high))
+        && (!verdict || (verdict === "unlabelled" ? row[TRUTH] === null
+          : row[TRUTH] !== null && row[CLASS] !== null && (row[TRUTH] === row[CLASS]) === (verdict === "agree")));
+    };
+    view = order($("sort").value).filter(fits);
+    const active = ["class", "truth", "verdict", "status", "low", "high"].filter((id) => $(id).value !== "").length;
+    $("active").textContent = active ? "(" + active + " active)" : "";
+  }
+
+  function tell() {
+    const pages = Math.max(1, Math.ceil(view.length / config.page));
+    const start = page * config.page, end = Math.min(view.length, start + config.page);
+    $("found").textContent = several(view.length, "image", "images") + (view.length === rows.length ? "" : " of " + rows.length.toLocaleString("en"))
+      + (pages > 1 ? ", " + (start + 1).toLocaleString("en") + " to " + end.toLocaleString("en") + " here" : "");
+    $("page").textContent = "page " + (page + 1).toLocaleString("en") + " of " + pages.toLocaleString("en");
+    $("pager").hidden = pages === 1;
+    $("previous").disabled = page === 0;
+    $("next").disabled = page >= pages - 1;
+  }
+
+  function draw() {
+    const shown = view.slice(page * config.page, (page + 1) * config.page);
+    cards.replaceChildren(...(shown.length ? shown.map(card) : [el("p", { class: "note" }, "No image fits these filters.")]));
+    tell();
+  }
+
+  function apply() {
+    filter();
+    page = 0;
+    draw();
+  }
+
+  function turn(by) {
+    const pages = Math.ceil(view.length / config.page);
+    if (page + by < 0 || page + by >= pages) return false;
+    page += by;
+    draw();
+    return true;
+  }
+
+  // ---- one image
+
+  function address(hash) {
+    try { history.replaceState(null, "", location.href.split("#")[0] + hash); } catch { /* the address stays as it is */ }
+  }
+
+  function open(position) {
+    opened = position;
+    const place = view.indexOf(position);
+    sheetBody.replaceChildren(...sheetOf(position));
+    $("sheet-place").textContent = place < 0 ? "not among the images filtered" : (place + 1).toLocaleString("en") + " of " + view.length.toLocaleString("en");
+    $("sheet-previous").disabled = place <= 0;
+    $("sheet-next").disabled = place < 0 || place === view.length - 1;
+    document.body.classList.add("sheet-open");
+    if (!sheet.open) sheet.showModal();
+    sheet.scrollTop = 0;
+    $("sheet-title").focus({ preventScroll: true });
+    address("#i=" + rows[position][NUMBER]);
+  }
+
+  function step(by) {
+    const place = view.indexOf(opened);
+    if (place >= 0 && view[place + by] !== undefined) open(view[place + by]);
+  }
+
+  sheet.addEventListener("close", () => {
+    const place = view.indexOf(opened);
+    document.body.classList.remove("sheet-open");
+    if (location.hash.startsWith("#i=") || location.hash.startsWith("#name=")) address("");
+    if (place < 0) return;
+    if (Math.floor(place / config.page) !== page) { page = Math.floor(place / config.page); draw(); }
+    links()[place % config.page]?.focus();
+  });
+
+  function follow() {
+    const [, key, text] = /^#(i|name)=(.*)$/s.exec(location.hash) || [];
+    if (!key) { if (sheet.open) sheet.close(); return; }
+    let wanted = text;
+    try { wanted = decodeURIComponent(text); } catch { /* as it is, then */ }
+    const position = rows.findIndex((row) => key === "i" ? String(row[NUMBER]) === wanted : row[NAME] === wanted);
+    if (position >= 0) open(position);
+    else $("found").textContent = "The image that this address names is not shown here.";
+  }
+
+  // ---- keys
+
+  const links = () => [...cards.querySelectorAll("h3 a")];
+
+  function move(event) {
+    const all = links(), here = all.findIndex((link) => link.closest("article").contains(document.activeElement));
+    if (!all.length) return;
+    const top = all[0].closest("article").offsetTop;
+    const columns = Math.max(1, all.filter((link) => link.closest("article").offsetTop === top).length);
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+    let to = event.key === "Home" ? 0 : event.key === "End" ? all.length - 1 : here + by;
+    if (here < 0) {
+      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
+      to = 0;
+    }
+    event.preventDefault();
+    if (to >= 0 && to < all.length) { all[to].focus(); return; }
+    if (turn(Math.sign(to))) { const fresh = links(); fresh[to < 0 ? fresh.length - 1 : 0].focus(); }
+  }
+
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
+    const typing = event.target.closest("input, select, textarea");
+    if (sheet.open) {
+      if (event.key === "ArrowLeft" || event.key === "ArrowRight") { event.preventDefault(); step(event.key === "ArrowLeft" ? -1 : 1); }
+    } else if (typing) {
+      if (event.key === "Escape" && event.target.id === "search") { event.target.value = ""; apply(); }
+    } else if (event.key === "/") {
+      event.preventDefault();
+      $("search").focus();
+    } else if (event.key.startsWith("Arrow") || event.key === "Home" || event.key === "End") {
+      move(event);
+    }
+    if (event.key === "?" && !typing) help.showModal();
+  });
+
+  // ---- the form, the tables, the buttons
+
+  function fill(id, entries) {
+    for (const [value, text] of entries) $(id).append(el("option", { value }, text));
+  }
+
+  function count(column) {
+    const counts = new Map();
+    for (const row of rows) if (row[column] !== null) counts.set(row[column], (counts.get(row[column]) || 0) + 1);
+    return counts;
+  }
+
+  function options(column) {
+    const collator = new Intl.Collator("en", { numeric: true });
+    return [...count(column)].sort((a, b) => collator.compare(labels[a[0]], labels[b[0]])).map(([label, n]) => [label, labels[label] + " (" + n + ")"]);
+  }
+
+  function prepare() {
+    for (const image of cards.querySelectorAll("article img")) first.set(Number(image.closest("article").id.slice(2)), image.src);
+    fill("class", options(CLASS));
+    fill("truth", options(TRUTH));
+    const states = count(STATUS), codes = count(CODE);
+    for (const [state, value, text] of [[OK, "ok", "answered"], [ABSTAINED, "abstained", "abstained"], [FAILED, "error", "failed"]]) {
+      if (states.get(state)) fill("status", [[value, text + " (" + states.get(state) + ")"]]);
+    }
+    codes.delete("");
+    fill("status", [...codes].map(([code, n]) => ["error:" + code, "failed: " + code + " (" + n + ")"]));
+    for (const cell of document.querySelectorAll("td[data-class]")) {
+      const predicted = labels.indexOf(cell.dataset.class), truth = labels.indexOf(cell.dataset.truth);
+      const what = (cell.dataset.truth === undefined ? "" : "label " + cell.dataset.truth + ", ") + "predicted " + cell.dataset.class;
+      const button = el("button", { type: "button", "aria-label": cell.textContent + ": " + what, title: what }, cell.textContent);
+      button.addEventListener("click", () => {
+        tools.reset();
+        $("class").value = String(predicted);
+        $("truth").value = truth < 0 ? "" : String(truth);
+        $("filters").open = true;
+        apply();
+        $("images").scrollIntoView();
+        $("images").focus({ preventScroll: true });
+      });
+      cell.replaceChildren(button);
+    }
+    $("filters").open = matchMedia("(min-width: 46rem)").matches;
+  }
+
+  prepare();
+  tools.reset();
+  filter();
+  tell();
+  tools.addEventListener("input", apply);
+  tools.addEventListener("submit", (event) => event.preventDefault());
+  tools.addEventListener("reset", () => setTimeout(apply));
+  $("previous").addEventListener("click", () => { turn(-1); $("images").scrollIntoView(); });
+  $("next").addEventListener("click", () => { turn(1); $("images").scrollIntoView(); });
+  cards.addEventListener("click", (event) => event.target.closest(".photo")?.closest("article").querySelector("h3 a").click());
+  $("sheet-previous").addEventListener("click", () => step(-1));
+  $("sheet-next").addEventListener("click", () => step(1));
+  $("sheet-print").addEventListener("click", () => print());
+  $("sheet-close").addEventListener("click", () => sheet.close());
+  $("show-help").addEventListener("click", () => help.showModal());
+  $("theme").addEventListener("change", (event) => {
+    if (event.target.value) document.documentElement.dataset.theme = event.target.value;
+    else delete document.documentElement.dataset.theme;
+  });
+  addEventListener("hashchange", follow);
+  follow();
+})();

@@ -1,0 +1,1 @@
+"""Records against what a model computes, and two models or results against each other."""

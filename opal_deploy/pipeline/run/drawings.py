@@ -1,0 +1,83 @@
+"""The files of a run's drawings, overlays and evidence sheets: what they are called, writing them, which go."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+from opal_deploy.errors import StoppedEarly
+
+OVERLAYS, SHEETS = "overlays", "sheets"
+# no folder holds millions of files: from the ten-thousandth image on they lie in subfolders
+A_FOLDER = 10_000
+
+_SUFFIXES = {OVERLAYS: ".jpg", SHEETS: ".png"}
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_STEM_LENGTH = 80
+
+
+def overlay_name(index: int, image: str | None) -> str:
+    """The overlay's file, relative to the run's folder: unique in a run and safe, whatever the image is called."""
+    return _name(OVERLAYS, index, image)
+
+
+def sheet_name(index: int, image: str | None) -> str:
+    """The evidence sheet's file, likewise."""
+    return _name(SHEETS, index, image)
+
+
+def _name(kind: str, index: int, image: str | None) -> str:
+    stem = Path(image).name if image else ""
+    safe = _UNSAFE.sub("_", stem)[:_STEM_LENGTH].strip("._") or "image"
+    folder, name = index // A_FOLDER, f"{index:06d}-{safe}{_SUFFIXES[kind]}"
+    return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"
+
+
+def write_drawing(out: Path, name: str, encoded: bytes) -> None:
+    """Write `out/name`; a process that is killed meanwhile leaves no half picture under that name.
+
+    Raises:
+        StoppedEarly: the disk is full or gone.
+    """
+    path = out / name
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        try:
+            temporary.write_bytes(encoded)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(encoded)
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise StoppedEarly(f"{path}: cannot be written ({error.strerror or error}); make room and run again") from None
+
+
+def remove_drawings(out: Path, kind: str, first: int = 0) -> None:
+    """Remove the drawings of the image `first` and of all after it, and what a killed process left of one.
+
+    Args:
+        out: the run's folder. kind: OVERLAYS or SHEETS. first: counted from 0.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    root = out / kind
+    if not root.is_dir() or root.is_symlink():
+        return
+    suffix = re.escape(_SUFFIXES[kind])
+    numbered = [path for path in root.iterdir() if re.fullmatch(r"\d{4,}", path.name) and path.is_dir()]
+    for folder in (root, *numbered):
+        # the others hold only earlier images
+        if folder is not root and int(folder.name) < first // A_FOLDER:
+            continue
+        for path in folder.iterdir():
+            drawn = re.match(rf"(\d{{6,}})-.*{suffix}$", path.name)
+            half = re.match(r"\.\d{6,}-.*\.part$", path.name)
+            if half or (drawn and int(drawn[1]) >= first):
+                path.unlink(missing_ok=True)
+        if folder is not root:
+            with contextlib.suppress(OSError):  # it holds something else
+                folder.rmdir()
