@@ -357,6 +357,19 @@ def test_drawings_beside_the_page_appear_without_their_legends(
     assert not complaints(browser)
 
 
+def test_an_open_image_leads_to_its_drawing_and_its_sheet(browser: Browser, tmp_path: Path, make_record: Any) -> None:
+    files = {"overlay": "overlays/000000-a.jpg", "sheet": "sheets/000000-a.png"}
+    with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as writer:
+        writer.add({**make_record((300, 200), image="a.jpg"), **files}, None)
+        writer.add({**make_record((300, 200), image="b.jpg"), "sheet": "../../secret.png"}, None)
+    links = "[...document.querySelectorAll('dialog[open] a')].map(a => a.getAttribute('href'))"
+    found = []
+    for number in range(2):
+        browser.open(tmp_path / "report.html", f"#i={number}")
+        found.append(browser.js(links))
+    assert found == [list(files.values()), []]
+
+
 @pytest.mark.parametrize("pictures", ["embed", "files"])
 def test_no_hostile_text_is_executed(
     browser: Browser, tmp_path: Path, make_record: Any, pictures: Literal["embed", "files"]

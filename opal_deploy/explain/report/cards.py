@@ -25,6 +25,7 @@ _DIGITS = 6
 _MESSAGE_LIMIT = 500
 # what a run writes; anything else in a record, an address say, is not followed
 _OVERLAY = re.compile(r"overlays/(\d+/)?[A-Za-z0-9._-]+\.jpg")
+_SHEET = re.compile(r"sheets/(\d+/)?[A-Za-z0-9._-]+\.png")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Card:
         top: (label's index, cosine or logit) of the closest classes.
         meaning: what bars show, an index of MEANINGS. distinct: cells that the slots lie in.
         width, height: of the photograph. overlay: its drawing's file, in the run's folder.
+        sheet: its evidence sheet's, likewise.
         overlay_width: the drawing's, where the photograph's is 1.
         code, message: of a failure.
     """
@@ -73,6 +75,7 @@ class Card:
     width: int = 0
     height: int = 0
     overlay: str | None = None
+    sheet: str | None = None
     overlay_width: float = 1.0
     code: str = ""
     message: str = ""
@@ -122,6 +125,7 @@ class Card:
             "distinct": self.distinct,
             "size": [self.width, self.height],
             "overlay": self.overlay,
+            "sheet": self.sheet,
             "wide": self.overlay_width,
         }
 
@@ -150,7 +154,7 @@ def card_of(record: Record, number: int, label_index: Callable[[str], int]) -> C
     bars = bars_of(record)
     evidence = record.get("evidence", [])
     width, height = record.get("width", 1), record.get("height", 1)
-    overlay = record.get("overlay")
+    overlay, sheet = record.get("overlay"), record.get("sheet")
     return Card(
         number,
         name,
@@ -183,6 +187,7 @@ def card_of(record: Record, number: int, label_index: Callable[[str], int]) -> C
         width=width,
         height=height,
         overlay=overlay if overlay is not None and _OVERLAY.fullmatch(overlay) else None,
+        sheet=sheet if sheet is not None and _SHEET.fullmatch(sheet) else None,
         overlay_width=round(overlay_width(width, height) / photograph_size(width, height)[0], 4),
     )
 

@@ -143,9 +143,10 @@
       if (shown.style.aspectRatio) shown.style.maxWidth = "calc(76vh * " + d.size[0] / d.size[1] + ")";
       picture.append(shown);
     }
-    if (d.overlay) {
-      const link = el("a", { target: "_blank", rel: "noopener" }, "the drawing in full size");
-      link.href = d.overlay;
+    const files = [[d.overlay, "the drawing in full size"], [d.sheet, "the evidence sheet, with the runner-up beside it"]];
+    for (const [file, words] of files.filter(([name]) => name)) {
+      const link = el("a", { target: "_blank", rel: "noopener" }, words);
+      link.href = file;
       picture.append(el("p", { class: "note" }, link, ", in the run's folder beside this page"));
     }
     if (row[STATUS] !== FAILED) {
