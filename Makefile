@@ -13,7 +13,7 @@ PARALLEL := --numprocesses auto --dist loadfile
 
 help:
 	@echo "make demo      train, export and explain a small model on generated pictures (minutes, CPU is enough)"
-	@echo "make test      the tests (about 15 minutes on 2 cores)"
+	@echo "make test      the tests (about 10 minutes on 2 cores)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 

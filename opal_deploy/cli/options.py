@@ -5,6 +5,21 @@ from __future__ import annotations
 from opal_deploy.errors import UsageError
 
 
+def parse_rate(option: str, text: str) -> float:
+    """`5%`, `5 %`, `0.5%` to 0.05, 0.05, 0.005.
+
+    Raises:
+        UsageError: not a percentage between 0 and 100; it names `option`.
+    """
+    try:
+        percent = float(text.strip().removesuffix("%")) if text.strip().endswith("%") else float("nan")
+    except ValueError:
+        percent = float("nan")
+    if not 0 < percent < 100:
+        raise UsageError(f"{option} {text!r}: expected a percentage between 0 and 100, such as 5%")
+    return percent / 100
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """`224` or `224x448` (height x width) to (H0, W0).
 

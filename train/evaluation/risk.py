@@ -21,21 +21,6 @@ def curve_of(measured: Measured) -> RiskCurve | None:
     return risk_curve(measured.margins, measured.outputs.logits.argmax(axis=1) == measured.labels)
 
 
-def parse_rate(text: str) -> float:
-    """`5%`, `5 %`, `0.5%` to 0.05, 0.05, 0.005.
-
-    Raises:
-        UsageError: not a percentage between 0 and 100.
-    """
-    try:
-        percent = float(text.strip().removesuffix("%")) if text.strip().endswith("%") else float("nan")
-    except ValueError:
-        percent = float("nan")
-    if not 0 < percent < 100:
-        raise UsageError(f"--target-error {text!r}: expected a percentage between 0 and 100, such as 5%")
-    return percent / 100
-
-
 def check_support(images: int, target: float) -> None:
     """Refuse a target that so few pictures cannot support, before any model runs.
 

@@ -13,6 +13,7 @@ from opal_deploy.cli.console import Advance, emit_json, one_line, progress, say
 from opal_deploy.cli.evaluate.faithfulness import agreements, measured_faithfulness
 from opal_deploy.cli.evaluate.models import check_classes, metadata, open_model, samples_of, warn_of_crop
 from opal_deploy.cli.evaluate.tell import Run, say_figures, say_table
+from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -183,13 +184,12 @@ def _options(
     fill: list[str] | None, target_error: str | None,
 ) -> _Options:  # fmt: skip
     from opal_deploy.train.evaluation.faithfulness.fills import FILLS
-    from opal_deploy.train.evaluation.risk import parse_rate
 
     fills = tuple(dict.fromkeys(fill or FILLS))
     unknown = [name for name in fills if name not in FILLS]
     if unknown:
         raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(FILLS)}")
-    target = None if target_error is None else parse_rate(target_error)
+    target = None if target_error is None else parse_rate("--target-error", target_error)
     return _Options(split, boxes, seed, device, threads, batch, faithfulness, limit, fills, target)
 
 

@@ -78,7 +78,14 @@ def infer(
         str | None,
         typer.Option(help="What images really show: `folders` (their folders' names), or CSV (image,label)."),
     ] = None,
-    min_margin: Annotated[float | None, typer.Option(help="Mark answers with a smaller margin as abstained.")] = None,
+    min_margin: Annotated[
+        str | None,
+        typer.Option(
+            help="Mark answers with a smaller margin as abstained. Or an error rate such as 5%: the margin that "
+            "keeps it, by the validation pictures that the model remembers.",
+            show_default=False,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Classes listed in each record.")] = 5,
     formats: Annotated[
         list[str] | None,
@@ -165,10 +172,11 @@ def infer(
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
         metadata = sessions[0].metadata
         preparation.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
+        least = None if min_margin is None else preparation.least_margin(min_margin, path, metadata)
         identity_of_model = preparation.model_identity(path)
         wanted = settle(
             path, sessions, identity_of_model,
-            sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=min_margin,
+            sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=least,
         )  # fmt: skip
         sessions = wanted.sessions
         identity = {
@@ -177,7 +185,7 @@ def infer(
             "explain": explain,
             "boxes": preparation.file_identity(boxes),
             "labels": None if truths is None else truths.identity,
-            "min_margin": min_margin,
+            "min_margin": least,
             "top": top,
             "max_pixels": max_pixels,
             "decode": decode,
@@ -195,7 +203,7 @@ def infer(
             workers=workers or min(8, available_cpus()),
             max_pixels=max_pixels,
             top=top,
-            min_margin=min_margin,
+            min_margin=least,
             keep_pictures=explain or wanted.sheets is not None,
             decode=Decoding(decode),
             decode_timeout=decode_timeout or None,

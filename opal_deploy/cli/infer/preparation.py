@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.artifact.files import sha256_of_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import say
+from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,6 +60,41 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, 
         say(f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's")
     if metadata.crop == "boxes" and not boxed:
         say("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
+
+
+def least_margin(text: str, path: Path, metadata: Metadata) -> float:
+    """The margin under which answers are marked: given as a number, or chosen for an error rate such as `5%`.
+
+    Raises:
+        UsageError: neither, or the model remembers too few validation pictures for that rate, or none.
+    """
+    if not text.strip().endswith("%"):
+        try:
+            return float(text)
+        except ValueError:
+            raise UsageError(
+                f"--min-margin {text!r}: expected a margin such as 0.05, or an error rate such as 5%"
+            ) from None
+    from opal_deploy.statistics.risk import choose_threshold
+
+    rate = parse_rate("--min-margin", text)
+    if not metadata.risk:
+        raise UsageError(
+            f"--min-margin {text}: {path} remembers no validation pictures to choose a margin by; choose one with "
+            f"`opal-deploy evaluate DATA --model {path} --target-error {text}`, and give that"
+        )
+    chosen = choose_threshold(metadata.risk, rate)
+    if chosen.min_margin is None:
+        raise UsageError(
+            f"--min-margin {text}: {chosen.reason} ({chosen.images} validation pictures); allow a larger rate, or give "
+            "a margin"
+        )
+    say(
+        f"Margins under {chosen.min_margin:.4g} are marked: of {chosen.images} validation pictures that leaves "
+        f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; with {chosen.confidence:.0%} confidence at "
+        f"most {chosen.bound:.2%} on such pictures"
+    )
+    return chosen.min_margin
 
 
 def model_identity(path: Path) -> dict[str, str]:

@@ -17,17 +17,6 @@ from opal_deploy.train.evaluation import risk
 from opal_deploy.train.evaluation.metrics import margins
 
 
-@pytest.mark.parametrize(("text", "rate"), [("5%", 0.05), (" 0.5 %", 0.005), ("99%", 0.99)])
-def test_rates_are_percentages(text: str, rate: float) -> None:
-    assert risk.parse_rate(text) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("text", ["5", "0.05", "0%", "100%", "-1%", "nan%", "many%", "%", ""])
-def test_anything_else_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match="expected a percentage between 0 and 100, such as 5%"):
-        risk.parse_rate(text)
-
-
 def test_too_few_pictures_are_refused() -> None:
     risk.check_support(59, 0.05)
     with pytest.raises(

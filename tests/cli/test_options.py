@@ -1,0 +1,57 @@
+"""Options that several verbs read alike, and margins chosen for an error rate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact.onnx_file import read_metadata
+from opal_deploy.cli.infer.preparation import least_margin
+from opal_deploy.cli.options import parse_rate
+from opal_deploy.errors import UsageError
+from opal_deploy.statistics.risk import choose_threshold, risk_curve
+
+
+@pytest.mark.parametrize(("text", "rate"), [("5%", 0.05), (" 0.5 %", 0.005), ("99%", 0.99)])
+def test_rates_are_percentages(text: str, rate: float) -> None:
+    assert parse_rate("--x", text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["5", "0.05", "0%", "100%", "-1%", "nan%", "many%", "%", ""])
+def test_anything_else_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--x .*expected a percentage between 0 and 100, such as 5%"):
+        parse_rate("--x", text)
+
+
+def test_a_margin_is_taken_as_it_is(exact_model: Path) -> None:
+    assert least_margin("0.05", exact_model, read_metadata(exact_model)) == 0.05
+
+
+def test_what_is_neither_a_margin_nor_a_rate_is_refused(exact_model: Path) -> None:
+    with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
+        least_margin("some", exact_model, read_metadata(exact_model))
+
+
+def test_a_model_without_validation_pictures_says_how_to_choose(exact_model: Path) -> None:
+    with pytest.raises(UsageError, match=r"remembers no validation pictures.*--target-error 5%"):
+        least_margin("5%", exact_model, replace(read_metadata(exact_model), risk={}))
+
+
+def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_model: Path) -> None:
+    # of a thousand pictures the hundred of smallest margin are wrong
+    margins = np.linspace(0, 1, 1000)
+    summary = risk_curve(margins, np.arange(1000) >= 100).summary()
+    metadata = replace(read_metadata(exact_model), risk=summary)
+    expected = choose_threshold(summary, 0.05).min_margin
+    assert expected is not None
+    assert least_margin("5%", exact_model, metadata) == expected
+    assert 0 < expected <= 0.11
+
+
+def test_a_rate_that_they_cannot_support_is_refused(exact_model: Path) -> None:
+    summary = risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
+    with pytest.raises(UsageError, match="20 validation pictures"):
+        least_margin("5%", exact_model, replace(read_metadata(exact_model), risk=summary))
