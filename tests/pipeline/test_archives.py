@@ -432,7 +432,7 @@ def test_an_archive_that_changes_after_it_was_listed_gives_no_wrong_picture(
 
 def test_an_archive_is_read_as_it_is_needed(tmp_path: Path) -> None:
     for name, make in (("a.tar", make_tar), ("a.tar.gz", MAKERS["packed.tar.gz"]), ("a.zip", make_zip)):
-        path = make(tmp_path / name, {f"{number:05}.png": b"x" * 2000 for number in range(5000)})
+        path = make(tmp_path / name, {f"{number:05}.png": b"x" * 20_000 for number in range(5000)})
         found = discover([str(path)], Skipped())
         next(found)
         tracemalloc.start()
@@ -441,8 +441,8 @@ def test_an_archive_is_read_as_it_is_needed(tmp_path: Path) -> None:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        # all of them are 10 MB; Python keeps a table of the parts of paths, which may be enlarged now and then
-        assert peak < 3_000_000, name
+        # all of them are 100 MB; Python's table of the parts of paths grows by megabytes now and then
+        assert peak < 20_000_000, name
 
 
 def test_a_window_reads_like_the_file_that_it_shows(tmp_path: Path) -> None:
