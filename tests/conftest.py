@@ -11,12 +11,25 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+# before anything imports PyTorch: the networks of most tests are tiny, and a second thread is waited for
+# longer than it helps; processes run side by side instead
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # the data that lies beside the project, not in it
 SHARED_DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
 # one of them would be markup if anybody forgot to escape it
 CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
 INPUT_SIZE = (96, 96)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test set (a session sets its own number of threads) does not reach the next: sums depend on it."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +20,6 @@ from opal_deploy.model.network import OpalNetwork
 
 # the data that lies beside the project, not in it
 SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
-    yield
-    torch.set_num_threads(before)
 
 
 class _TinyBody(nn.Module):

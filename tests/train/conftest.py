@@ -5,16 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 # the data that lies beside the project, not in it
 SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    # the networks here are tiny: on a busy machine a second thread is waited for longer than it helps
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
