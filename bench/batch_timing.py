@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opal_deploy.bench.harness.buffers import random_batches
-from opal_deploy.bench.harness.machine import peak_megabytes, reset_peak
+from opal_deploy.bench.harness.machine import peak_megabytes, provenance, reset_peak
 from opal_deploy.bench.harness.monitor import watch
 from opal_deploy.bench.harness.timing import Timing, measure
-from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure
+from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure, Kind, Measurement, Scalar
 from opal_deploy.bench.subjects.opening import Opened
 from opal_deploy.runtime.session import StagedSession
 from opal_deploy.statistics.samples import mean, percentile
 
+FAILED = "failed"
 PERCENTILES = (50, 90, 95, 99)
 # stages are told from so many calls after the timed ones
 _STAGED_CALLS = 20
@@ -99,6 +100,12 @@ def time_batch(opened: Opened, batch: int, options: TimingOptions) -> BatchTimin
         monitor.conditions,
         (*monitor.marks, *noise_of(timing, batch)),
     )
+
+
+def failed(kind: Kind, opened: Opened, case: dict[str, Scalar], error: BaseException) -> Measurement:
+    """The line of a batch size that could not be timed, for want of memory as a rule: no figures, and why."""
+    marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
+    return Measurement(kind, opened.subject, case, {}, timed=opened.timed, marks=marks, **provenance())
 
 
 def time_stages(opened: Opened, batch: int, options: TimingOptions) -> dict[str, Figure]:

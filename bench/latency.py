@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opal_deploy.bench.batch_timing import PERCENTILES, BatchTiming, TimingOptions, time_batch, time_stages
+from opal_deploy.bench.batch_timing import PERCENTILES, BatchTiming, TimingOptions, failed, time_batch, time_stages
 from opal_deploy.bench.harness.machine import provenance
 from opal_deploy.bench.record import Figure, Measurement, Scalar
 from opal_deploy.bench.subjects.opening import Opened
 from opal_deploy.errors import StoppedEarly
 
-FAILED = "failed"
 SINGLE_STREAM = "single-stream"
 
 
@@ -37,8 +36,7 @@ def _line(opened: Opened, batch: int, options: TimingOptions, case: dict[str, Sc
         found = time_batch(opened, batch, options)
         stages = time_stages(opened, batch, options)
     except (StoppedEarly, MemoryError) as error:
-        marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
-        return Measurement("latency", opened.subject, case, {}, timed=opened.timed, marks=marks, **provenance())
+        return failed("latency", opened, case, error)
     return Measurement(
         kind="latency",
         subject=opened.subject,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.bench.batch_timing import BatchTiming, TimingOptions, time_batch
+from opal_deploy.bench.batch_timing import BatchTiming, TimingOptions, failed, time_batch
 from opal_deploy.bench.harness.machine import provenance
 from opal_deploy.bench.record import Figure, Measurement, Scalar, read
 from opal_deploy.bench.roofline.ceiling import Ceiling, Share, share
@@ -20,7 +20,6 @@ from opal_deploy.bench.roofline.work import Work, work_of_model
 from opal_deploy.bench.subjects.opening import Opened
 from opal_deploy.errors import StoppedEarly, UsageError
 
-FAILED = "failed"
 OFFLINE = "offline"
 
 
@@ -76,7 +75,7 @@ def sweep(
         try:
             found = time_batch(opened, batch, options)
         except (StoppedEarly, MemoryError) as error:
-            yield _failed(opened, batch, str(error) or "out of memory")
+            yield failed("throughput", opened, {"batch": batch, "threads": opened.threads}, error)
             break
         if best is None or found.throughput.value > best[1].value:
             best, doubts = (batch, found.throughput), found.marks
@@ -120,18 +119,6 @@ def _row(opened: Opened, found: BatchTiming, work: Work | None, ceiling: Ceiling
         marks=found.marks,
         conditions=found.conditions,
         details=details,
-        **provenance(),
-    )
-
-
-def _failed(opened: Opened, batch: int, reason: str) -> Measurement:
-    return Measurement(
-        kind="throughput",
-        subject=opened.subject,
-        case={"batch": batch, "threads": opened.threads},
-        figures={},
-        timed=opened.timed,
-        marks=(f"{FAILED}: {reason}",),
         **provenance(),
     )
 

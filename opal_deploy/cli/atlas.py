@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch
 from opal_deploy.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from opal_deploy.pipeline.atlas import Counts, Labelled
 
 SOME_IMAGES_FAILED = 3
-_CPU_BATCH, _GPU_BATCH = 8, 64
 # lines of the to-do list on a terminal; all are in atlas.json
 _LISTED = 12
 _KINDS = {
@@ -62,7 +62,7 @@ def atlas(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the atlas that is in --out.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.")] = "auto",
     batch: Annotated[
-        int | None, typer.Option(min=1, help=f"Pictures a forward pass; default: {_CPU_BATCH}, on a GPU {_GPU_BATCH}.")
+        int | None, typer.Option(min=1, help=f"Pictures a forward pass; default: {CPU_BATCH}, on a GPU {GPU_BATCH}.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
     workers: Annotated[
@@ -102,7 +102,7 @@ def atlas(
     if metadata.crop == "boxes" and not found.cropped:
         say("This model was trained on pictures cropped to boxes, and these are not cropped: expect lower cosines")
     options = EngineOptions(
-        batch=batch or (_CPU_BATCH if "on cpu" in sessions[0].description.lower() else _GPU_BATCH),
+        batch=batch or usual_batch(sessions[0]),
         workers=workers or min(8, available_cpus()),
         max_pixels=max_pixels,
     )

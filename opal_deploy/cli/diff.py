@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.cli.options import usual_batch
 from opal_deploy.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from opal_deploy.explain.records import Record
     from opal_deploy.pipeline.checking.changes import Changes
 
-_CPU_BATCH, _GPU_BATCH = 8, 64
 _LISTED = 10
 
 
@@ -113,9 +113,8 @@ def _answer(
     finding.check_inputs(images)
     crops = read_boxes(boxes) if boxes else None
     sessions = open_sessions(model, device=device, threads=threads)
-    on_cpu = "on cpu" in sessions[0].description.lower()
     options = EngineOptions(
-        batch=_CPU_BATCH if on_cpu else _GPU_BATCH,
+        batch=usual_batch(sessions[0]),
         fixed_batch=True,
         workers=min(8, available_cpus()),
         max_pixels=max_pixels,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 SOME_IMAGES_FAILED = 3
 FORMATS = ("png", "svg")
-NAMES = "names.toml"
 _SHEETS = Path("sheets")
 
 
@@ -72,8 +71,6 @@ def explain(
     """
     from opal_deploy.artifact.files import check_pinned
     from opal_deploy.cli.infer import preparation
-    from opal_deploy.explain.atlas.folder import Atlas
-    from opal_deploy.explain.slot_names import read_slot_names
     from opal_deploy.pipeline import discover as finding
     from opal_deploy.pipeline.run.boxes import read_boxes
     from opal_deploy.pipeline.run.infer import requests
@@ -91,21 +88,12 @@ def explain(
     metadata = session.metadata
     neighbours = None
     if atlas is not None:
-        neighbours = Atlas.load(atlas)
-        identity = preparation.model_identity(path)
-        neighbours.check_model({**identity, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
-        if slot_names is None and (atlas / NAMES).is_file():
-            slot_names = atlas / NAMES
-    names = None
-    if slot_names is not None:
-        names = read_slot_names(slot_names, metadata.class_names, metadata.prototypes_per_class)
+        neighbours = preparation.atlas_of(path, metadata, preparation.model_identity(path), atlas)
+    names = preparation.names_of(metadata, preparation.names_file(slot_names, atlas))
     maker = SheetMaker(
         session, heatmap=heatmap, min_margin=min_margin, names=names, max_pixels=max_pixels, model=str(path)
     )
-    if metadata.unverified:
-        say(f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's")
-    if metadata.crop == "boxes" and crops is None:
-        say("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
+    preparation.say_cautions(metadata, boxed=crops is not None)
     asked = requests(finding.discover(images, finding.Skipped(), sys.stdin), crops)
     _explain_all(asked, maker, place, neighbours, rows, as_json=as_json)
 

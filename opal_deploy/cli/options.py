@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from opal_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.runtime.session import Session
+
+# pictures a forward pass, where nobody says
+CPU_BATCH, GPU_BATCH = 8, 64
+
+
+def usual_batch(session: Session) -> int:
+    """Pictures a forward pass that suit where a session runs."""
+    return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
 
 
 def parse_rate(option: str, text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,11 @@ from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
+    from opal_deploy.explain.atlas.folder import Atlas
     from opal_deploy.explain.report import Pictures
+    from opal_deploy.explain.slot_names import SlotNames
+
+_NAMES = "names.toml"
 
 
 def raise_pillows_limit(max_pixels: int) -> None:
@@ -56,10 +61,42 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, 
         raise UsageError(f"{path}: it has no cosines, so no margin; leave out --min-margin")
     if metadata.evidence == "map" and explain:
         say("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
+    say_cautions(metadata, boxed=boxed)
+
+
+def say_cautions(metadata: Metadata, *, boxed: bool) -> None:
+    """What to bear in mind with a model's answers, whatever is made of them."""
     if metadata.unverified:
         say(f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's")
     if metadata.crop == "boxes" and not boxed:
         say("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
+
+
+def atlas_of(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
+    """A folder's atlas, if it was built with this model; `model` is its identity.
+
+    Raises:
+        ArtifactError: there is no atlas, or it is damaged. UsageError: it is another model's.
+    """
+    from opal_deploy.explain.atlas.folder import Atlas
+
+    found = Atlas.load(folder)
+    found.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
+    return found
+
+
+def names_file(given: Path | None, atlas: Path | None) -> Path | None:
+    """Where slots are named: the file that was given, or else the atlas's own, if it has one."""
+    if given is None and atlas is not None and (atlas / _NAMES).is_file():
+        return atlas / _NAMES
+    return given
+
+
+def names_of(metadata: Metadata, path: Path | None) -> SlotNames | None:
+    """What a file calls the slots of a model. Raises UsageError: it does not fit the model, or cannot be read."""
+    from opal_deploy.explain.slot_names import read_slot_names
+
+    return None if path is None else read_slot_names(path, metadata.class_names, metadata.prototypes_per_class)
 
 
 def least_margin(text: str, path: Path, metadata: Metadata) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.cli.infer.preparation import file_identity
+from opal_deploy.cli.infer import preparation
 
 if TYPE_CHECKING:
     from opal_deploy.explain.slot_names import SlotNames
@@ -54,9 +54,7 @@ def settle(
         UsageError: the model has no evidence of single cells, no attention maps, is not the atlas's, or the names do
             not fit it. ArtifactError: there is no such atlas, or it is damaged.
     """
-    from opal_deploy.cli.explain import NAMES
-    from opal_deploy.explain.atlas.folder import ATLAS, Atlas
-    from opal_deploy.explain.slot_names import read_slot_names
+    from opal_deploy.explain.atlas.folder import ATLAS
     from opal_deploy.pipeline.run.drawn_sheets import Sheets, with_maps
     from opal_deploy.pipeline.sheets import SheetMaker, check_exact
 
@@ -72,17 +70,13 @@ def settle(
         sessions = with_maps(sessions)
     if sheets:
         identity |= {"sheets": True} | ({"heatmap": True} if heatmap else {})
-    neighbours = None
+    neighbours = None if atlas is None else preparation.atlas_of(path, metadata, model, atlas)
     if atlas is not None:
-        neighbours = Atlas.load(atlas)
-        neighbours.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
         # it names every patch by the digest of its bytes
-        identity["atlas"] = file_identity(atlas / ATLAS)
-        if slot_names is None and (atlas / NAMES).is_file():
-            slot_names = atlas / NAMES
-    names = None
+        identity["atlas"] = preparation.file_identity(atlas / ATLAS)
+    slot_names = preparation.names_file(slot_names, atlas)
+    names = preparation.names_of(metadata, slot_names)
     if slot_names is not None:
-        names = read_slot_names(slot_names, metadata.class_names, metadata.prototypes_per_class)
-        identity["slot_names"] = file_identity(slot_names)
+        identity["slot_names"] = preparation.file_identity(slot_names)
     drawn = Sheets(metadata, heatmap, neighbours, names, min_margin) if sheets else None
     return Wanted(drawn, names, sessions, identity)
