@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import Decoding, decode_for
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode_for
+from opal_deploy.preprocess.gpu import GpuDecoder, read_header
 from opal_deploy.preprocess.resize import to_input
 
 Pixels = NDArray[np.uint8]
@@ -61,28 +62,66 @@ def _pillow(path: Path, size: tuple[int, int]) -> Pixels:
         return np.asarray(upright.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
-# every way in which `infer` and the trainer come by their pixels
+# every way in which `infer` and the trainer come by their pixels on the CPU
 PATHS: dict[str, Callable[[Path, tuple[int, int]], Pixels]] = {
-    decoding.value: partial(_ours, decoding) for decoding in Decoding
+    decoding.value: partial(_ours, decoding) for decoding in Decoding if decoding is not Decoding.gpu
 }
+# files a call of the GPU's decoder
+_GPU_BATCH = 64
 
 
 class _Stopwatch:
-    """Seconds by the clock and of the processor, summed over blocks."""
+    """Seconds by the clock and of the processor, summed over blocks.
 
-    def __init__(self) -> None:
+    `whole_process`: the processor time of all its threads, not of this one; a library's own belong to it.
+    """
+
+    def __init__(self, *, whole_process: bool = False) -> None:
         self.wall = self.cpu = 0.0
+        self._processor = time.process_time if whole_process else time.thread_time
 
     def __enter__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), time.thread_time()
+        self._wall, self._cpu = time.perf_counter(), self._processor()
 
     def __exit__(self, *_: object) -> None:
         self.wall += time.perf_counter() - self._wall
-        self.cpu += time.thread_time() - self._cpu
+        self.cpu += self._processor() - self._cpu
+
+
+@dataclass
+class _Difference:
+    """Of two sets of pixels, summed over pictures."""
+
+    images: int = 0
+    largest: int = 0
+    total: int = 0
+    equal: int = 0
+    count: int = 0
+
+    def add(self, found: Pixels, expected: Pixels) -> None:
+        difference = np.abs(found.astype(np.int16) - expected.astype(np.int16))
+        self.images += 1
+        self.largest = max(self.largest, int(difference.max()))
+        self.total += int(difference.sum())
+        self.equal += int((difference == 0).sum())
+        self.count += difference.size
+
+    def result(self, name: str, ours: _Stopwatch, pillow: _Stopwatch) -> PathResult:
+        return PathResult(
+            name,
+            self.images,
+            self.largest,
+            mean=self.total / self.count if self.count else 0.0,
+            share_equal=self.equal / self.count if self.count else 1.0,
+            pillow_per_second=_ratio(self.images, pillow.wall),
+            path_per_second=_ratio(self.images, ours.wall),
+            pillow_cpu_milliseconds=_ratio(1000 * pillow.cpu, self.images),
+            path_cpu_milliseconds=_ratio(1000 * ours.cpu, self.images),
+        )
 
 
 def compare(paths: list[Path], size: tuple[int, int]) -> list[PathResult]:
-    """Each decode path against plain Pillow on every picture that Pillow can read; the two timed alternately."""
+    """Each decode path on the CPU against plain Pillow on every picture that Pillow can read; timed alternately."""
     return [_against_pillow(name, decoder, paths, size) for name, decoder in PATHS.items()]
 
 
@@ -90,7 +129,7 @@ def _against_pillow(
     name: str, decoder: Callable[[Path, tuple[int, int]], Pixels], paths: list[Path], size: tuple[int, int]
 ) -> PathResult:
     ours, pillow = _Stopwatch(), _Stopwatch()
-    largest, total, equal, count, images = 0, 0, 0, 0, 0
+    difference = _Difference()
     # the libraries are imported by the first picture, whatever becomes of it
     for path in paths[:1]:
         with contextlib.suppress(ImageError):
@@ -103,21 +142,32 @@ def _against_pillow(
             continue
         with pillow:
             expected = _pillow(path, size)
-        difference = np.abs(found.astype(np.int16) - expected.astype(np.int16))
-        largest = max(largest, int(difference.max()))
-        total, equal = total + int(difference.sum()), equal + int((difference == 0).sum())
-        count, images = count + difference.size, images + 1
-    return PathResult(
-        name,
-        images,
-        largest,
-        mean=total / count if count else 0.0,
-        share_equal=equal / count if count else 1.0,
-        pillow_per_second=_ratio(images, pillow.wall),
-        path_per_second=_ratio(images, ours.wall),
-        pillow_cpu_milliseconds=_ratio(1000 * pillow.cpu, images),
-        path_cpu_milliseconds=_ratio(1000 * ours.cpu, images),
-    )
+        difference.add(found, expected)
+    return difference.result(name, ours, pillow)
+
+
+def compare_gpu(paths: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> PathResult:
+    """The GPU's decode path, in batches from files in memory, against plain Pillow on every picture that it takes.
+
+    Processor time is that of the whole process here: the codec has threads of its own.
+    """
+    ours, pillow = _Stopwatch(whole_process=True), _Stopwatch()
+    difference = _Difference()
+    for start in range(0, len(paths), _GPU_BATCH):
+        batch = paths[start : start + _GPU_BATCH]
+        with ours:
+            headers = [(path, read_header(path.read_bytes(), None, MAX_PIXELS)) for path in batch]
+            files = [(path, file) for path, file in headers if file is not None]
+            pictures = gpu.decode([file for _, file in files])
+            taken = [(path, file, one) for (path, file), one in zip(files, pictures, strict=True) if one is not None]
+            if not taken:
+                continue
+            found = gpu.to_inputs([one for *_, one in taken], [file.geometry for _, file, _ in taken], size)
+        for (path, *_), pixels in zip(taken, found, strict=True):
+            with pillow:
+                expected = _pillow(path, size)
+            difference.add(pixels, expected)
+    return difference.result(f"gpu ({gpu.device})", ours, pillow)
 
 
 def _ratio(value: float, by: float) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from opal_deploy.errors import UsageError
+from opal_deploy.preprocess.decode import Decoding
 
 T = TypeVar("T")
 ImageSize = tuple[int, int]
@@ -23,13 +24,16 @@ class Case:
 
     Attributes:
         batch: pictures a forward pass.
-        workers: threads that decode, and as many that draw.
+        workers: threads or processes that decode, and as many threads that draw.
         image_size: (width, height) that the pictures were made beforehand; None: as given.
+        decode: which decode path. isolate: decode in processes.
     """
 
     batch: int
     workers: int
     image_size: ImageSize | None = None
+    decode: Decoding = Decoding.default
+    isolate: bool = False
 
     @property
     def pictures(self) -> str:
@@ -39,7 +43,8 @@ class Case:
     def line(self) -> str:
         """For a person."""
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
-        return f"batch {self.batch}, {workers}, pictures {self.pictures}"
+        path = "" if self.decode is Decoding.default else f", decode {self.decode}"
+        return f"batch {self.batch}, {workers}{' in processes' * self.isolate}, pictures {self.pictures}{path}"
 
 
 def cases(
@@ -50,10 +55,11 @@ def cases(
     One value alone belongs to the base case. Several are swept around it; in it stands the default if it is one of
     them, else the first. Pictures as given are the base case of several sizes.
     """
-    base = Case(
-        _base(batches, default.batch),
-        _base(workers, default.workers),
-        sizes[0] if len(sizes) == 1 else default.image_size,
+    base = replace(
+        default,
+        batch=_base(batches, default.batch),
+        workers=_base(workers, default.workers),
+        image_size=sizes[0] if len(sizes) == 1 else default.image_size,
     )
     yield base
     varied = [replace(base, workers=value) for value in workers]

@@ -17,7 +17,8 @@ from opal_deploy.pipeline.stages import STAGES, Stage, StageTime
 
 TIMED = (
     "bare: one call of the session after the other on decoded batches; infer and infer_explain: from the first file to "
-    "the last record on disk, files in the system's cache, model loaded and warm"
+    "the last record on disk, with the start of decode processes where there are any; files in the system's cache, "
+    "model loaded and warm"
 )
 GROWING = "growing memory"
 _RATES = ("bare", "infer", "infer_explain")
@@ -36,6 +37,8 @@ def measurement(result: CaseResult, opened: Opened, monitor: Monitor, *, repeats
         "threads": opened.threads,
         "image_size": result.case.pictures,
         "network": network,
+        "decode": str(result.case.decode),
+        "isolate": result.case.isolate,
     }
     return Measurement(
         kind="pipeline",

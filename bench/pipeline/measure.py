@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from opal_deploy.pipeline.discover import Item
 from opal_deploy.pipeline.engine import EngineOptions
 from opal_deploy.pipeline.run.infer import Job, run
 from opal_deploy.pipeline.stages import StageClock, Station
+from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.onnx_session import available_cpus
 from opal_deploy.runtime.session import ImageBatch, Session
 
@@ -72,6 +73,7 @@ def measure(
     repeats: int,
     say: Callable[[str], None],
     network: bool = True,
+    gpus: Sequence[GpuDecoder] = (),
     interval: float = 0.1,
 ) -> CaseResult:
     """Measure one case.
@@ -82,6 +84,7 @@ def measure(
         repeats: of everything, at least one.
         say: hears of every repeat.
         network: False: answers cost nothing, so that the pipeline itself is measured; there is no bare session then.
+        gpus: decode plain JPEG files, where the case says so.
         interval: between samples of the memory, seconds.
 
     Raises:
@@ -99,14 +102,14 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as scratch:
         # modules, fonts and the runtime's memory are loaded by the first picture
         for name in names:
-            _infer(session, items[: case.batch], case, name, images, Path(scratch), interval)
+            _infer(session, items[: case.batch], case, gpus, name, images, Path(scratch), interval)
         if batches:
             session.run(batches[0])
         for repeat in range(repeats):
             if batches:
                 bare.append(_bare(session, batches, images))
             for name in names:
-                done, curves[name] = _infer(session, items, case, name, images, Path(scratch), interval)
+                done, curves[name] = _infer(session, items, case, gpus, name, images, Path(scratch), interval)
                 passes[name].append(done)
             told = {"session alone": bare, **passes}
             rates = ", ".join(f"{name} {made[-1].rate:.1f}" for name, made in told.items() if made)
@@ -126,6 +129,17 @@ def measure(
     )
 
 
+def _processor_seconds() -> float:
+    """Of this process and of those that it started and that have ended, as decode workers have at a run's end."""
+    try:
+        import resource
+    except ImportError:
+        # Windows: the workers' time is missing
+        return time.process_time()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime
+
+
 def _bare(session: Session, batches: list[ImageBatch], images: int) -> Pass:
     cpu, started = time.process_time(), time.perf_counter()
     for batch in batches:
@@ -134,15 +148,25 @@ def _bare(session: Session, batches: list[ImageBatch], images: int) -> Pass:
 
 
 def _infer(
-    session: Session, items: list[Item], case: Case, name: str, images: int, scratch: Path, interval: float
+    session: Session,
+    items: list[Item],
+    case: Case,
+    gpus: Sequence[GpuDecoder],
+    name: str,
+    images: int,
+    scratch: Path,
+    interval: float,
 ) -> tuple[Pass, MemoryCurve]:
     out = scratch / name
     out.mkdir()
     explain = name == EXPLAIN
-    engine = EngineOptions(batch=case.batch, workers=case.workers, keep_pictures=explain, time_transfers=True)
+    engine = EngineOptions(
+        batch=case.batch, fixed_batch=True, workers=case.workers, keep_pictures=explain, time_transfers=True,
+        decode=case.decode, gpus=tuple(gpus), isolate=case.isolate,
+    )  # fmt: skip
     with MemoryWatch(interval) as watch:
-        cpu = time.process_time()
+        cpu = _processor_seconds()
         summary = run(iter(items), [session], Job(out, explain, engine=engine), clock=StageClock())
-        cpu = time.process_time() - cpu
+        cpu = _processor_seconds() - cpu
     shutil.rmtree(out)
     return Pass(images, summary.seconds, cpu, summary.times), watch.curve

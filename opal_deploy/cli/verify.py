@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.cli.options import usual_batch
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.pipeline.checking.recheck import Check, Report
     from opal_deploy.pipeline.engine import EngineOptions
+    from opal_deploy.runtime.session import Session
 
 _SAMPLE = 100
 
@@ -150,7 +152,7 @@ def _verify_results(
         raise UsageError(f"{path}: no records in it")
     session = open_sessions(options.model, device=device, threads=threads)[0]
     found = check_pinned(options.model, expected) if expected is not None else sha256_of_file(options.model)
-    engine = _engine(run, options, session.description)
+    engine = _engine(run, options, session, device)
     preparation.raise_pillows_limit(engine.max_pixels)
     which = "all records" if chosen is None else f"{len(chosen)} of {total} records (--seed {options.seed})"
     say(f"{path}: computing {which} again with {options.model} in {session.description}")
@@ -171,22 +173,25 @@ def _verify_results(
         )
 
 
-def _engine(run: dict[str, Any], options: _Options, session: str) -> EngineOptions:
+def _engine(run: dict[str, Any], options: _Options, session: Session, device: str) -> EngineOptions:
     """Pictures prepared as the run did; what it does not say is as by default."""
     from opal_deploy.pipeline.engine import EngineOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
+    from opal_deploy.preprocess.gpu import open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
+    from opal_deploy.runtime.select import gpu_names
 
     decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
     if options.min_margin is None and isinstance(margin, int | float):
         options.min_margin = float(margin)
     return EngineOptions(
-        batch=options.batch or (8 if "on cpu" in session.lower() else 64),
+        batch=options.batch or usual_batch(session),
         fixed_batch=True,
         workers=min(8, available_cpus()),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
         min_margin=options.min_margin,
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
+        gpus=open_gpus(gpu_names(device)) if decode == Decoding.gpu else (),
         isolate=True,
     )
 

@@ -1,6 +1,6 @@
 """Batches through sessions while the next pictures decode: the loop that `infer` and `Model.explain` share.
 
-Pictures are prepared by `Decoders`, gathered into batches in input order, and answered by one worker a session. Every
+Pictures are prepared by decoders, gathered into batches in input order, and answered by one worker a session. Every
 queue is bounded, so memory does not grow with the number of images: while nobody takes results, no batch is computed,
 no picture decoded, and no request asked for, beyond a fixed number of each.
 """
@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from opal_deploy.errors import OpalError
 from opal_deploy.pipeline.answering import Answerer, Result
+from opal_deploy.pipeline.decoding.gpu import open_decoders
 from opal_deploy.pipeline.decoding.prepare import Prepared, Request
-from opal_deploy.pipeline.decoding.workers import Decoders
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock, Station
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
+from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.session import Session
 
 __all__ = ["EngineOptions", "Result", "ahead", "explain_all", "thread_pool"]
@@ -43,7 +44,8 @@ class EngineOptions:
         min_margin: answers below it are marked `abstained`.
         keep_pictures: hand small pictures on, for overlays.
         time_transfers: ask a session that can tell for its copies to and from the device, which makes it wait for each.
-        decode: which decode path.
+        decode: which decode path on the CPU.
+        gpus: decode plain JPEG files, and the CPU the rest; `open_gpus` opens them.
         decode_timeout: seconds for one picture, where `isolate` allows to end its decoder; None: no limit.
         isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
         model_sha256: of the model's file, for the records.
@@ -59,6 +61,7 @@ class EngineOptions:
     keep_pictures: bool = False
     time_transfers: bool = False
     decode: Decoding = Decoding.default
+    gpus: tuple[GpuDecoder, ...] = ()
     decode_timeout: float | None = 30.0
     isolate: bool = False
     model_sha256: str | None = None
@@ -79,7 +82,8 @@ def explain_all(
             is answered, so that ending it is how to stop without losing anything.
         sessions: of one model; batches go to them in turn.
         clock: is told what every stage takes.
-        say: is told, from any thread, what a person should know: that memory was short and the batch is smaller now.
+        say: is told, from any thread, what a person should know: that memory was short and the batch is smaller now, or
+            that a GPU cannot decode.
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
@@ -88,7 +92,7 @@ def explain_all(
     input_size = sessions[0].metadata.input_size
     ended: list[OpalError] = []
     with ExitStack() as stack:
-        decoders = stack.enter_context(Decoders(options, input_size, clock))
+        decoders = stack.enter_context(open_decoders(options, input_size, clock, say))
         # one thread a session: a session answers one batch at a time
         runners = [
             (

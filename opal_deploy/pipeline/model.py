@@ -19,8 +19,9 @@ from opal_deploy.pipeline.explanation import Explanations, explained_all
 from opal_deploy.pipeline.names import source_name
 from opal_deploy.pipeline.service import Service
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
+from opal_deploy.preprocess.gpu import open_gpus
 from opal_deploy.preprocess.resize import Box
-from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.select import gpu_names, open_sessions
 from opal_deploy.runtime.session import Session
 
 
@@ -33,8 +34,8 @@ class Model:
         sha256: of the model's file.
     """
 
-    def __init__(self, sessions: Sequence[Session], sha256: str | None = None) -> None:
-        self._sessions = list(sessions)
+    def __init__(self, sessions: Sequence[Session], sha256: str | None = None, gpus: Sequence[str] = ()) -> None:
+        self._sessions, self._gpus = list(sessions), list(gpus)
         self.sha256 = sha256
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
@@ -131,7 +132,7 @@ class Model:
             capacity: images that were taken and are not answered yet; `submit` waits or raises beyond that.
             workers: threads or processes that decode.
             top, min_margin, max_pixels: as for `explain`.
-            decode: which decode path.
+            decode: which decode path; `gpu` needs the model on a GPU.
             decode_timeout: seconds for one image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
 
@@ -146,6 +147,7 @@ class Model:
             min_margin=min_margin,
             decode=decode,
             decode_timeout=decode_timeout,
+            gpus=open_gpus(self._gpus) if decode is Decoding.gpu else (),
             isolate=isolate,
             model_sha256=self.sha256,
         )
@@ -169,4 +171,4 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
         UsageError: a device that is not there.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
-    return Model(sessions, sha256_of_file(Path(path)))
+    return Model(sessions, sha256_of_file(Path(path)), gpu_names(device))

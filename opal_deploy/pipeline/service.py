@@ -18,8 +18,8 @@ from types import TracebackType
 
 from opal_deploy.explain.records import Record
 from opal_deploy.pipeline.answering import Answerer
+from opal_deploy.pipeline.decoding.gpu import open_decoders
 from opal_deploy.pipeline.decoding.prepare import Prepared, Request
-from opal_deploy.pipeline.decoding.workers import Decoders
 from opal_deploy.pipeline.engine import EngineOptions
 from opal_deploy.pipeline.explanation import explained
 from opal_deploy.pipeline.names import source_name
@@ -66,7 +66,7 @@ class Service:
         self._closed, self._decoding = False, 0
         # as long as `capacity` at most: a picture holds its slot until it is answered
         self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._decoders = Decoders(options, sessions[0].metadata.input_size)
+        self._decoders = open_decoders(options, sessions[0].metadata.input_size, say=say)
         self._threads = [
             threading.Thread(
                 target=self._work, args=(Answerer(session, options, say=say),), name=f"service-{index}", daemon=True

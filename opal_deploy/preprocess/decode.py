@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess import native
 from opal_deploy.preprocess.geometry import Geometry
 
@@ -58,13 +58,22 @@ class Openable(Protocol):
 class Decoding(StrEnum):
     """Which decode path: how its pixels differ from plain Pillow's is measured by `bench decoding`.
 
-    default: the fastest that gives Pillow's pixels within 1 count. exact: Pillow's, bit for bit. fast: JPEG decoded at
-    a fraction of its size where that is enough.
+    default: the fastest on the CPU that gives Pillow's pixels within 1 count. exact: Pillow's, bit for bit. fast: JPEG
+    decoded at a fraction of its size where that is enough. gpu: plain JPEG decoded and resized on the GPU, in batches
+    (see `gpu`); one picture alone, and whatever else a file is, as by default.
     """
 
     default = "default"
     exact = "exact"
     fast = "fast"
+    gpu = "gpu"
+
+
+def parse_decoding(text: str) -> Decoding:
+    """The value of `--decode`. Raises UsageError: there is no such path."""
+    if text not in list(Decoding):
+        raise UsageError(f"--decode {text!r}: expected {', '.join(Decoding)}")
+    return Decoding(text)
 
 
 Source: TypeAlias = str | Path | bytes | Openable | Image.Image | NDArray[np.uint8]
@@ -212,16 +221,7 @@ def _quickly(stream: BinaryIO, size: int, header: Image.Image, wanted: _Wanted) 
 
     Those are Pillow's, so that its verdict is everybody's.
     """
-    ordinary = (
-        wanted.decoding is not Decoding.exact
-        and header.format == "JPEG"
-        and header.mode in ("RGB", "L")
-        # Adobe's marker tells the colours apart: 1 is what files without it have
-        and header.info.get("adobe_transform", 1) == 1
-        and header.width * header.height <= _QUICK_PIXELS
-        and size <= _QUICK_BYTES
-    )
-    if not ordinary:
+    if wanted.decoding is Decoding.exact or not is_plain_jpeg(header, size):
         return None
     enough = wanted.enough if wanted.decoding is Decoding.fast else None
     if enough is not None and _lies_on_its_side(header):
@@ -233,6 +233,22 @@ def _quickly(stream: BinaryIO, size: int, header: Image.Image, wanted: _Wanted) 
     # the orientation is in there, in EXIF or XMP
     picture.info = dict(header.info)
     return picture
+
+
+def is_plain_jpeg(header: Image.Image, size: int) -> bool:
+    """Whether an opened file is an ordinary JPEG of ordinary size, which other decoders see as Pillow does.
+
+    Args:
+        header: as `Image.open` gives it. size: of the file in bytes.
+    """
+    return (
+        header.format == "JPEG"
+        and header.mode in ("RGB", "L")
+        # Adobe's marker tells the colours apart: 1 is what files without it have
+        and header.info.get("adobe_transform", 1) == 1
+        and header.width * header.height <= _QUICK_PIXELS
+        and size <= _QUICK_BYTES
+    )
 
 
 def _lies_on_its_side(image: Image.Image) -> bool:

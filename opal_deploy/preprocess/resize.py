@@ -32,7 +32,12 @@ def lay_out(image: Image.Image, box: Box | None = None) -> Geometry:
     Raises:
         ImageError: bad_box, if no pixel is left.
     """
-    width, height = image.size
+    return lay_out_size(image.size, box)
+
+
+def lay_out_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
+    """`lay_out` of an oriented picture of which only its (width, height) is known."""
+    width, height = size
     if box is None:
         return Geometry.whole(width, height)
     if not all(np.isfinite(box)):

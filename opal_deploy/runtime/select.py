@@ -70,6 +70,12 @@ def _devices(text: str) -> list[str]:
     return [f"cuda:{number}" for number in numbers]
 
 
+def gpu_names(device: str) -> list[str]:
+    """The GPUs that `open_sessions` uses for `device`, as `cuda:N`; none for `cpu`; for `auto` the one it would use."""
+    names = _devices(device)
+    return [] if names == ["cpu"] else ["cuda:0" if name in ("auto", "cuda") else name for name in names]
+
+
 def find_model(folder: Path, *, gpu: bool, engine_misfit: Callable[[Sidecar], str]) -> Choice:
     """The best of a folder's exported models that this machine can run, if they all stem from one checkpoint.
 

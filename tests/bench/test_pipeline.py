@@ -221,6 +221,7 @@ def test_the_command_tells_people_and_machines(bench: Callable, exact_model: Pat
     assert found.kind == "pipeline"
     assert found.case == {
         "images": 12, "batch": 4, "workers": 1, "threads": 1, "image_size": "as given", "network": True,
+        "decode": "default", "isolate": True,
     }  # fmt: skip
     assert found.subject is not None
     assert (found.subject.name, found.subject.runtime, found.subject.head) == (exact_model.name, "onnxruntime", "opal")

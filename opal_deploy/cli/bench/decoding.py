@@ -14,18 +14,26 @@ def decoding(
     images: Images,
     limit: Annotated[int, typer.Option(min=1, help="At most so many pictures.")] = 200,
     size: Annotated[int, typer.Option(min=1, help="Input size in pixels.")] = 224,
+    device: Annotated[
+        str | None, typer.Option(help="A GPU whose decoder is compared too: cuda, cuda:N.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Every decode path against plain Pillow: largest and mean difference in counts, and pictures a second."""
-    from opal_deploy.bench.decoding import compare
+    from opal_deploy.bench.decoding import compare, compare_gpu
     from opal_deploy.bench.harness.machine import provenance
+    from opal_deploy.preprocess.gpu import open_gpus
+    from opal_deploy.runtime.select import gpu_names
 
-    results = compare([item.path for item in find_items(images, limit)], (size, size))
+    gpus = open_gpus(gpu_names(device)) if device else ()
+    paths = [item.path for item in find_items(images, limit)]
+    results = compare(paths, (size, size))
+    results += [compare_gpu(paths, (size, size), gpu) for gpu in gpus]
     for r in results:
         say(
             f"{r.name}: {r.images} pictures, largest difference {r.largest}, mean {r.mean:.4f} counts, "
-            f"{r.share_equal:.1%} equal; {r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s, one "
-            f"thread each; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of processor time each"
+            f"{r.share_equal:.1%} equal; {r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s on one "
+            f"thread; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of processor time each"
         )
     if as_json:
         emit_json({"paths": [r.to_dict() for r in results], **provenance()})

@@ -31,6 +31,10 @@ def pipeline(
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Run the network, or only replay its answers.")
     ] = True,
+    decode: Annotated[str, typer.Option(help="As in infer: default, exact, fast, gpu.")] = "default",
+    isolate: Annotated[
+        bool, typer.Option("--isolate/--no-isolate", help="Decode in processes, as infer does, or in threads.")
+    ] = True,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
@@ -49,19 +53,24 @@ def pipeline(
     from opal_deploy.bench.pipeline.memory import give_back
     from opal_deploy.bench.pipeline.pictures import resized
     from opal_deploy.bench.pipeline.subject import open_as_infer_does
+    from opal_deploy.preprocess.decode import Decoding, parse_decoding
+    from opal_deploy.preprocess.gpu import open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
+    from opal_deploy.runtime.select import gpu_names
 
+    path = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
     sizes = parse_sizes("--image-size", image_size)
-    default = Case(_BATCH, min(8, available_cpus()))
+    default = Case(_BATCH, min(8, available_cpus()), decode=path, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
+    gpus = open_gpus(gpu_names(device)) if path is Decoding.gpu else ()
     results = []
     for case in cases(default, batches=batches, workers=counts, sizes=sizes):
         # a session of its own: one keeps the memory of its largest batch
         opened = open_as_infer_does(model, device=device, threads=threads)
         with resized(items, case.image_size) as pictures, watch(opened.subject.device) as monitor:
-            result = measure(opened.session, pictures, case, repeats=repeats, say=say, network=network)
+            result = measure(opened.session, pictures, case, repeats=repeats, say=say, network=network, gpus=gpus)
         found = measurement(result, opened, monitor, repeats=repeats, network=network)
         for line in (*tell(result), *(f"  marked {mark}" for mark in found.marks)):
             say(line)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.console import emit_json, progress, say
+from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch
 from opal_deploy.errors import StoppedEarly, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 SOME_IMAGES_FAILED = 3
 INTERRUPTED = 130
-_CPU_BATCH, _GPU_BATCH = 8, 64
 
 
 def infer(
@@ -96,7 +96,7 @@ def infer(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.")] = "auto",
     batch: Annotated[
-        int | None, typer.Option(min=1, help=f"Images a forward pass; default: {_CPU_BATCH}, on a GPU {_GPU_BATCH}.")
+        int | None, typer.Option(min=1, help=f"Images a forward pass; default: {CPU_BATCH}, on a GPU {GPU_BATCH}.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
     workers: Annotated[
@@ -104,7 +104,10 @@ def infer(
         typer.Option(min=1, help="Images decoded and drawn at a time; default: as many as cores, at most 8."),
     ] = None,
     decode: Annotated[
-        str, typer.Option(help="default: within 1 count of Pillow's pixels; exact: Pillow's; fast: JPEG scaled first.")
+        str,
+        typer.Option(
+            help="default: within 1 count of Pillow's pixels; exact: Pillow's; fast: scaled JPEG; gpu: JPEG on the GPU."
+        ),
     ] = "default",
     decode_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that decoding one image may take; 0: no limit; needs --isolate.")
@@ -149,15 +152,15 @@ def infer(
     from opal_deploy.pipeline.run.run_folder import IMAGES, claimed
     from opal_deploy.pipeline.run.summary import ErrorLimit
     from opal_deploy.pipeline.run.tables import check_formats
-    from opal_deploy.preprocess.decode import Decoding
+    from opal_deploy.preprocess.decode import Decoding, parse_decoding
+    from opal_deploy.preprocess.gpu import open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
-    from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.runtime.select import gpu_names, open_sessions
 
     with signals(say) as interrupt:
         finding.check_inputs(images)
         index, count = parse_shard(shard) if shard else (1, 1)
-        if decode not in list(Decoding):
-            raise UsageError(f"--decode {decode!r}: expected {', '.join(Decoding)}")
+        path_of_pixels = parse_decoding(decode)
         tables = check_formats(formats or [])
         pictures = preparation.check_pictures(report_images)
         limit = None if max_errors is None else ErrorLimit.parse(max_errors)
@@ -170,6 +173,7 @@ def infer(
         if expect_sha256 is not None:
             check_pinned(path, expect_sha256)
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
+        gpus = open_gpus(gpu_names(device)) if path_of_pixels is Decoding.gpu else ()
         metadata = sessions[0].metadata
         preparation.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
         least = None if min_margin is None else preparation.least_margin(min_margin, path, metadata)
@@ -198,14 +202,15 @@ def infer(
         # a call that names no image at all fails here, before anything is written
         items = finding.shard(itertools.chain([next(found)], found), index, count)
         options = EngineOptions(
-            batch=batch or (_CPU_BATCH if "on cpu" in sessions[0].description.lower() else _GPU_BATCH),
+            batch=batch or usual_batch(sessions[0]),
             fixed_batch=True,
             workers=workers or min(8, available_cpus()),
             max_pixels=max_pixels,
             top=top,
             min_margin=least,
             keep_pictures=explain or wanted.sheets is not None,
-            decode=Decoding(decode),
+            decode=path_of_pixels,
+            gpus=gpus,
             decode_timeout=decode_timeout or None,
             isolate=isolate,
             model_sha256=identity_of_model["sha256"],

@@ -58,6 +58,17 @@ class DecoderOptions(Protocol):
     def isolate(self) -> bool: ...
 
 
+class DecoderPool(Protocol):
+    """What prepares pictures ahead of a loop: `Decoders`, `GpuDecoders`. A context manager, which ends its workers."""
+
+    def submit(self, request: Request) -> Future[Prepared]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> DecoderPool: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 class Decoders:
     """A pool that prepares pictures; a context manager, which ends its workers."""
 

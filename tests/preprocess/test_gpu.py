@@ -1,0 +1,236 @@
+"""The GPU's decode path, on a machine without one: the real codec on the CPU, the real resize, what is refused."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import ExifTags, Image, ImageOps
+
+from opal_deploy.errors import MissingExtra, UsageError
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode_for
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, open_gpus, orient, read_header, squash
+from opal_deploy.preprocess.resize import to_input
+
+pytest.importorskip("nvidia.nvimgcodec")
+INPUT = (224, 224)
+
+
+@pytest.fixture(scope="module")
+def codec() -> GpuDecoder:
+    return GpuDecoder("cpu")
+
+
+def picture(width: int = 61, height: int = 47, mode: str = "RGB") -> Image.Image:
+    coarse = np.random.default_rng(width).integers(0, 255, (5, 6, 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+def jpeg(image: Image.Image, orientation: int | None = None, **options: object) -> bytes:
+    stream = io.BytesIO()
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[ExifTags.Base.Orientation] = orientation
+    image.save(stream, "JPEG", exif=exif, **options)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def header(data: bytes) -> Jpeg:
+    found = read_header(data, None, MAX_PIXELS)
+    assert found is not None
+    return found
+
+
+@pytest.mark.data
+def test_photographs_are_within_a_count_of_the_default_path(codec: GpuDecoder, photographs: list[Path]) -> None:
+    some = photographs[::25]
+    files = [header(path.read_bytes()) for path in some]
+    pictures = codec.decode(files)
+    assert all(found is not None for found in pictures)
+    inputs = codec.to_inputs([found for found in pictures if found is not None], [f.geometry for f in files], INPUT)
+    assert (inputs.dtype, inputs.shape) == (np.uint8, (len(files), *INPUT, 3))
+    for path, file, ours in zip(some, files, inputs, strict=True):
+        image, geometry = decode_for(path, INPUT)
+        assert file.geometry == geometry
+        expected = to_input(image, geometry, INPUT)
+        assert np.abs(ours.astype(int) - expected).max() <= 1
+        # a resize by another filter would be counts away nearly everywhere
+        assert (ours == expected).mean() > 0.97
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied_as_pillow_does(codec: GpuDecoder, orientation: int) -> None:
+    data = jpeg(picture(), orientation, quality=95)
+    file = header(data)
+    (found,) = codec.decode([file])
+    with Image.open(io.BytesIO(data)) as image:
+        expected = ImageOps.exif_transpose(image)
+    assert found is not None
+    assert (file.geometry.width, file.geometry.height) == expected.size
+    np.testing.assert_array_equal(found.numpy(), np.asarray(expected))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turning_a_tensor(orientation: int) -> None:
+    image = picture(5, 3)
+    image.getexif()[ExifTags.Base.Orientation] = orientation
+    expected = np.asarray(ImageOps.exif_transpose(image))
+    np.testing.assert_array_equal(orient(torch.from_numpy(np.array(image)), orientation).numpy(), expected)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (31, 640), (224, 224), (100, 60), (1, 1), (900, 224), (224, 900)])
+@pytest.mark.parametrize("target", [(224, 224), (48, 32), (7, 300)])
+def test_squashing_is_pillows_within_a_count(size: tuple[int, int], target: tuple[int, int]) -> None:
+    noise = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    expected = np.asarray(Image.fromarray(noise).resize(target[::-1], Image.Resampling.BILINEAR))
+    found = squash(torch.from_numpy(noise), target).numpy()
+    assert found.dtype == np.uint8
+    difference = np.abs(found.astype(int) - expected)
+    assert difference.max() <= 1
+    # at some ratios, such as these of small whole numbers, many values lie halfway between two counts
+    assert difference.mean() < 0.25
+
+
+def test_a_crop_is_of_the_oriented_picture(codec: GpuDecoder) -> None:
+    data = jpeg(picture(60, 40), 6, quality=95)
+    box = (3.0, 10.0, 30.0, 50.0)
+    file = read_header(data, box, MAX_PIXELS)
+    assert file is not None
+    assert file.geometry == Geometry(40, 60, (3, 10, 30, 50))
+    (found,) = codec.decode([file])
+    assert found is not None
+    (ours,) = codec.to_inputs([found], [file.geometry], (16, 24))
+    with Image.open(io.BytesIO(data)) as image:
+        upright = ImageOps.exif_transpose(image)
+    expected = np.asarray(upright.crop((3, 10, 30, 50)).resize((24, 16), Image.Resampling.BILINEAR))
+    assert np.abs(ours.astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("empty", lambda: b""),
+        ("text", lambda: b"not an image"),
+        ("ends early", lambda: jpeg(picture())[:-40]),
+        ("something after its end", lambda: jpeg(picture()) + b"more"),
+        ("CMYK", lambda: jpeg(picture(mode="CMYK"))),
+        ("only an end", lambda: b"\xff\xd9"),
+        ("a header and an end", lambda: jpeg(picture())[:30] + b"\xff\xd9"),
+    ],
+)
+def test_what_is_no_plain_whole_jpeg_is_the_cpus(name: str, make: Callable[[], bytes]) -> None:
+    assert read_header(make(), None, MAX_PIXELS) is None, name
+
+
+def test_png_is_the_cpus() -> None:
+    stream = io.BytesIO()
+    picture().save(stream, "PNG")
+    assert read_header(stream.getvalue(), None, MAX_PIXELS) is None
+
+
+def test_pixel_limit_and_bad_boxes_are_the_cpus_to_refuse() -> None:
+    data = jpeg(picture(40, 30))
+    assert read_header(data, None, 1200) is not None
+    assert read_header(data, None, 1199) is None
+    assert read_header(data, (50.0, 0.0, 60.0, 10.0), MAX_PIXELS) is None
+    assert read_header(data, (float("nan"), 0.0, 60.0, 10.0), MAX_PIXELS) is None
+
+
+def test_grey_progressive_and_damaged_exif_are_decoded(codec: GpuDecoder) -> None:
+    for data in (
+        jpeg(picture(mode="L")),
+        jpeg(picture(), progressive=True),
+        jpeg(picture(), subsampling=2),
+        jpeg(picture(), 99),
+        jpeg(picture(), 6).replace(b"Exif\0\0MM", b"Exif\0\0XX").replace(b"Exif\0\0II", b"Exif\0\0XX"),
+    ):
+        (found,) = codec.decode([header(data)])
+        with Image.open(io.BytesIO(data)) as image:
+            expected = np.asarray(image.convert("RGB"))
+        assert found is not None
+        np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_a_file_that_is_refused_costs_its_neighbours_nothing(codec: GpuDecoder) -> None:
+    good = jpeg(picture(), quality=90)
+    # such a file is kept from the codec by its end; here it stands for whatever the codec does not take
+    short = replace(header(good), data=good[: len(good) // 2])
+    alone = codec.decode([header(good)])[0]
+    first, second, third = codec.decode([header(good), short, header(good)])
+    assert second is None
+    for found in (first, third):
+        assert found is not None
+        assert alone is not None
+        np.testing.assert_array_equal(found.numpy(), alone.numpy())
+
+
+def test_a_picture_of_another_size_than_its_header_said_is_refused(codec: GpuDecoder) -> None:
+    data = jpeg(picture(60, 40))
+    assert codec.decode([Jpeg(data, (61, 40), 1, Geometry.whole(61, 40))]) == [None]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_said() -> None:
+    with pytest.raises(UsageError, match=r"PyTorch finds no GPU cuda:0, of 0 on this machine; leave --decode out"):
+        open_gpus(["cuda:0"])
+
+
+def test_a_model_on_the_cpu_has_no_gpu_to_decode_on() -> None:
+    with pytest.raises(UsageError, match=r"the model runs on the CPU; expected a GPU"):
+        open_gpus([])
+
+
+@pytest.mark.parametrize("package", ["torch", "nvidia.nvimgcodec"])
+def test_a_missing_package_names_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtra, match=r"opal-deploy\[gpu-decode\]"):
+        GpuDecoder("cpu")
+
+
+def test_a_codec_that_decodes_nothing_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [None] * len(files))
+    with pytest.raises(UsageError, match=r"nvImageCodec decodes nothing on cpu; expected a GPU, its driver and nvJPEG"):
+        GpuDecoder("cpu")
+
+
+def test_a_codec_that_decodes_wrongly_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = GpuDecoder.decode
+    monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [255 - t for t in right(self, files)])  # type: ignore[operator]
+    with pytest.raises(UsageError, match=r"decodes a test picture wrongly on cpu: 2\d\d counts from Pillow"):
+        GpuDecoder("cpu")
+
+
+def test_a_driver_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: GpuDecoder, files: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available\nlong story")
+
+    monkeypatch.setattr(GpuDecoder, "decode", fail)
+    with pytest.raises(UsageError) as caught:
+        GpuDecoder("cpu")
+    assert str(caught.value) == "--decode gpu: decoding on cpu fails: CUDA error: no kernel image is available"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_real_gpu_is_near_the_default_path() -> None:
+    gpu = GpuDecoder("cuda:0")
+    datas = [
+        jpeg(picture(500 + step, 375), orientation, quality=92, subsampling=subsampling)
+        for step, orientation in enumerate(range(1, 9))
+        for subsampling in (0, 2)
+    ]
+    files = [header(data) for data in datas]
+    pictures = gpu.decode(files)
+    assert all(found is not None and found.is_cuda for found in pictures)
+    inputs = gpu.to_inputs([found for found in pictures if found is not None], [f.geometry for f in files], INPUT)
+    for data, ours in zip(datas, inputs, strict=True):
+        image, geometry = decode_for(data, INPUT)
+        expected = to_input(image, geometry, INPUT)
+        assert np.abs(ours.astype(int) - expected).max() <= 4
