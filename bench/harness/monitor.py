@@ -146,7 +146,7 @@ class CpuSource:
         return {"others_share": round(others, 4), "own_share": round(ours / total, 4)}, marks
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds of the usable processors in all, those not idle, and those of this process."""
+        """Seconds of the usable processors in all, those not idle, and those of this process and its own."""
         total = busy = 0.0
         usable = _usable_cpus()
         for number, times in enumerate(self._psutil.cpu_times(percpu=True)):
@@ -156,7 +156,9 @@ class CpuSource:
                 working = sum(getattr(times, name, 0.0) for name in names)
                 total, busy = total + idle + working, busy + working
         own = self._process.cpu_times()
-        return total, busy, own.user + own.system
+        # processes that this one started and that have ended, such as decode workers; not every system tells
+        ended = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+        return total, busy, own.user + own.system + ended
 
     def _cores(self) -> int:
         usable = _usable_cpus()

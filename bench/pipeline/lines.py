@@ -18,10 +18,10 @@ from opal_deploy.pipeline.stages import STAGES, Stage, StageTime
 TIMED = (
     "bare: one call of the session after the other on decoded batches; infer and infer_explain: from the first file to "
     "the last record on disk, with the start of decode processes where there are any; files in the system's cache, "
-    "model loaded and warm"
+    "model loaded and warm; plain: a loop of Pillow, torchvision's transforms and PyTorch eager in one process"
 )
 GROWING = "growing memory"
-_RATES = ("bare", "infer", "infer_explain")
+_RATES = ("bare", "infer", "infer_explain", "plain")
 _TITLES = {INFER: "infer", "infer_explain": "infer --explain"}
 
 
@@ -60,9 +60,13 @@ def tell(result: CaseResult) -> Iterator[str]:
     figures = _figures(result)
     if result.bare:
         yield f"  {_rate('session alone', figures['bare'])}"
+    if result.plain:
+        yield f"  {_rate('plain PyTorch and Pillow, one process', figures['plain'])}"
     for variant in result.variants:
         share = figures.get(f"{variant.name}_share")
         compared = f": {share.value:.1%} of the session alone" if share else ""
+        if over := figures.get(f"{variant.name}_over_plain"):
+            compared += f", {over.value:.2f} x plain PyTorch and Pillow"
         yield f"  {_rate(_TITLES[variant.name], figures[variant.name])}{compared}"
         yield f"    {variant.bound.line()}"
         yield f"    {variant.memory.line()}"
@@ -94,6 +98,11 @@ def _figures(result: CaseResult) -> dict[str, Figure]:
             # of neighbours in time, so that what slows both cancels
             shares = (one.rate / bare.rate for one, bare in zip(variant.passes, result.bare, strict=True))
             figures[f"{variant.name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
+    if result.plain:
+        figures["plain"] = _of(result.plain, lambda one: one.rate, "images/s", "higher")
+        for variant in result.variants:
+            times = (one.rate / plain.rate for one, plain in zip(variant.passes, result.plain, strict=True))
+            figures[f"{variant.name}_over_plain"] = Figure.of_repeats(times, "ratio", "higher")
     figures["peak_memory"] = Figure(result.peak_megabytes, "MB", "lower")
     if result.bare:
         figures["bare.cpu"] = _of(result.bare, _cpu_ms, "ms/image", "lower")

@@ -6,12 +6,14 @@ machine that slows down slows all three alike.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opal_deploy.bench.harness.machine import peak_megabytes, reset_peak
 from opal_deploy.bench.pipeline.bound import Bound, Pass, find_bound
@@ -26,6 +28,9 @@ from opal_deploy.pipeline.stages import StageClock, Station
 from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.onnx_session import available_cpus
 from opal_deploy.runtime.session import ImageBatch, Session
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.pipeline.plain import PlainLoop
 
 INFER, EXPLAIN = "infer", "infer_explain"
 
@@ -53,6 +58,7 @@ class CaseResult:
         images: usable pictures. given: pictures, with those that cannot be used.
         bare: passes of the session alone; empty where there was no network.
         variants: `infer`, and `infer --explain` where the model can explain.
+        plain: passes of the same model as a research script runs it, where that was asked for.
         peak_megabytes: largest resident memory while the case was measured, decoded batches and all.
     """
 
@@ -63,6 +69,7 @@ class CaseResult:
     bare: tuple[Pass, ...]
     variants: tuple[Variant, ...]
     peak_megabytes: float
+    plain: tuple[Pass, ...] = ()
 
 
 def measure(
@@ -74,6 +81,7 @@ def measure(
     say: Callable[[str], None],
     network: bool = True,
     gpus: Sequence[GpuDecoder] = (),
+    plain: PlainLoop | None = None,
     interval: float = 0.1,
 ) -> CaseResult:
     """Measure one case.
@@ -85,6 +93,7 @@ def measure(
         say: hears of every repeat.
         network: False: answers cost nothing, so that the pipeline itself is measured; there is no bare session then.
         gpus: decode plain JPEG files, where the case says so.
+        plain: the same model as a research script runs it, measured in turn.
         interval: between samples of the memory, seconds.
 
     Raises:
@@ -97,6 +106,7 @@ def measure(
         session, batches = ReplaySession.of(session, batches), []
     names = (INFER,) if session.metadata.evidence == "none" else (INFER, EXPLAIN)
     bare: list[Pass] = []
+    scripted: list[Pass] = []
     passes: dict[str, list[Pass]] = {name: [] for name in names}
     curves: dict[str, MemoryCurve] = {}
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as scratch:
@@ -105,13 +115,17 @@ def measure(
             _infer(session, items[: case.batch], case, gpus, name, images, Path(scratch), interval)
         if batches:
             session.run(batches[0])
+        if plain is not None:
+            plain.measure(items[: case.batch], case.batch)
         for repeat in range(repeats):
             if batches:
                 bare.append(_bare(session, batches, images))
             for name in names:
                 done, curves[name] = _infer(session, items, case, gpus, name, images, Path(scratch), interval)
                 passes[name].append(done)
-            told = {"session alone": bare, **passes}
+            if plain is not None:
+                scripted.append(plain.measure(items, case.batch))
+            told = {"session alone": bare, **passes, "plain PyTorch and Pillow": scripted}
             rates = ", ".join(f"{name} {made[-1].rate:.1f}" for name, made in told.items() if made)
             say(f"repeat {repeat + 1} of {repeats}: {rates} images/s")
     threads: dict[Station, int] = {"decoders": case.workers, "drawers": case.workers, "session": 1, "loop": 1}
@@ -126,18 +140,14 @@ def measure(
             for name, made in passes.items()
         ),
         peak_megabytes(),
+        tuple(scripted),
     )
 
 
 def _processor_seconds() -> float:
     """Of this process and of those that it started and that have ended, as decode workers have at a run's end."""
-    try:
-        import resource
-    except ImportError:
-        # Windows: the workers' time is missing
-        return time.process_time()
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
 
 
 def _bare(session: Session, batches: list[ImageBatch], images: int) -> Pass:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import opal_deploy
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench import record
 from opal_deploy.bench.pipeline.cases import Case
 from opal_deploy.bench.pipeline.measure import CaseResult, measure
+from opal_deploy.bench.pipeline.plain import PlainLoop
 from opal_deploy.bench.pipeline.replay import ReplaySession
 from opal_deploy.errors import UsageError
 from opal_deploy.pipeline.discover import Item
@@ -236,6 +238,34 @@ def test_the_command_tells_people_and_machines(bench: Callable, exact_model: Pat
     assert 2 <= len(found.details["memory"]["infer"]["megabytes"]) <= 60
     assert f"infer: {found.figures['infer'].value:.1f} images/s" in done.stderr
     assert found.details["bound"]["infer"]["line"] in done.stderr
+
+
+def test_the_same_model_as_a_script_runs_it_is_measured_in_turn(bench: Callable, exact_model: Path) -> None:
+    done = bench("--batch", "4", "--workers", "1", "--json", "--plain", exact_model.with_suffix(".pt"))
+
+    assert done.returncode == 0, done.stderr
+    (found,) = lines(done.stdout)
+    assert (found.figures["plain"].unit, len(found.figures["plain"].repeats)) == ("images/s", 2)
+    ratios = [a / b for a, b in zip(found.figures["infer"].repeats, found.figures["plain"].repeats, strict=True)]
+    assert found.figures["infer_over_plain"].repeats == pytest.approx(ratios)
+    assert " x plain PyTorch and Pillow" in done.stderr
+
+
+def test_the_script_answers_as_the_session_does(items: list[Item], exact_model: Path) -> None:
+    loop = PlainLoop(exact_model.with_suffix(".pt"), "cpu", 1)
+    seen: list[int] = []
+    answer = loop._answer
+    loop._answer = lambda images: seen.extend(found := answer(images)) or found  # type: ignore[method-assign]
+    done = loop.measure([*items, Item(items[0].path.with_name("nothing.jpg"), "nothing.jpg")], 5)
+    assert done.images == len(seen) == len(items)
+    model = opal_deploy.load(exact_model, threads=1)
+    assert seen == [record["prediction"]["class_id"] for record in model.explain([item.path for item in items])]
+
+
+def test_another_models_checkpoint_is_refused(bench: Callable, map_model: Path) -> None:
+    done = bench("--plain", map_model.with_suffix(".pt"))
+    assert done.returncode == 2
+    assert "the model was exported from another file, exact.pt of sha256" in done.stderr
 
 
 def test_growth_has_a_line_a_case(bench: Callable) -> None:

@@ -35,6 +35,13 @@ def pipeline(
     isolate: Annotated[
         bool, typer.Option("--isolate/--no-isolate", help="Decode in processes, as infer does, or in threads.")
     ] = True,
+    plain: Annotated[
+        Path | None,
+        typer.Option(
+            help="The model's checkpoint, to run as a research script would, too: Pillow, PyTorch, one process.",
+            show_default=False,
+        ),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
@@ -65,12 +72,23 @@ def pipeline(
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
     gpus = open_gpus(gpu_names(device)) if path is Decoding.gpu else ()
+    loop = None
+    if plain is not None:
+        require("torchvision", "train", "bench pipeline --plain")
+        from opal_deploy.bench.pipeline.plain import PlainLoop
+        from opal_deploy.runtime.torch_session import torch_device
+
+        loop = PlainLoop(plain, str(torch_device(device)), threads)
     results = []
     for case in cases(default, batches=batches, workers=counts, sizes=sizes):
         # a session of its own: one keeps the memory of its largest batch
         opened = open_as_infer_does(model, device=device, threads=threads)
+        if loop is not None:
+            loop.check_same(opened.metadata)
         with resized(items, case.image_size) as pictures, watch(opened.subject.device) as monitor:
-            result = measure(opened.session, pictures, case, repeats=repeats, say=say, network=network, gpus=gpus)
+            result = measure(
+                opened.session, pictures, case, repeats=repeats, say=say, network=network, gpus=gpus, plain=loop
+            )
         found = measurement(result, opened, monitor, repeats=repeats, network=network)
         for line in (*tell(result), *(f"  marked {mark}" for mark in found.marks)):
             say(line)

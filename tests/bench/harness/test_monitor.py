@@ -149,20 +149,21 @@ def test_a_missing_package_is_said_and_stops_nothing(monkeypatch: pytest.MonkeyP
 
 
 class StandInPsutil:
-    """One processor that counts up: `ours` and `others` seconds out of each second."""
+    """One processor that counts up: `ours`, `others` and our ended processes' seconds out of each second."""
 
-    def __init__(self, ours: float, others: float) -> None:
-        self.ours, self.others, self.seconds = ours, others, 0
+    def __init__(self, ours: float, others: float, children: float = 0.0) -> None:
+        self.ours, self.others, self.children, self.seconds = ours, others, children, 0
 
     def Process(self) -> Any:
         def cpu_times() -> Any:
-            return SimpleNamespace(user=self.ours * self.seconds, system=0.0)
+            children = self.children * self.seconds
+            return SimpleNamespace(user=self.ours * self.seconds, system=0.0, children_user=children)
 
         return SimpleNamespace(cpu_times=cpu_times, memory_info=lambda: SimpleNamespace(rss=10**8))
 
     def cpu_times(self, percpu: bool) -> list[Any]:
         self.seconds += 1
-        busy = (self.ours + self.others) * self.seconds
+        busy = (self.ours + self.others + self.children) * self.seconds
         return [SimpleNamespace(user=busy, system=0.0, idle=self.seconds - busy)] * 64
 
     def cpu_freq(self) -> Any:
@@ -178,6 +179,15 @@ def test_a_busy_machine_is_marked(monkeypatch: pytest.MonkeyPatch, others: float
     assert monitor.conditions["cpu"]["others_share"] == others
     assert monitor.conditions["cpu"]["own_share"] == 0.5
     assert any(mark.startswith("busy: other processes took 30%") for mark in monitor.marks) is marked
+
+
+def test_processes_of_our_own_are_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opal_deploy.bench.harness.monitor._usable_cpus", lambda: {0})
+    with Monitor([CpuSource(StandInPsutil(0.25, 0.0, children=0.5))]) as monitor:
+        pass
+
+    assert (monitor.conditions["cpu"]["others_share"], monitor.conditions["cpu"]["own_share"]) == (0.0, 0.75)
+    assert not monitor.marks
 
 
 def test_the_real_processor_is_sampled() -> None:
