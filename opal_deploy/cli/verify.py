@@ -177,13 +177,17 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     """Pictures prepared as the run did; what it does not say is as by default."""
     from opal_deploy.pipeline.engine import EngineOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
-    from opal_deploy.preprocess.gpu import open_gpus
+    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names
 
     decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
     if options.min_margin is None and isinstance(margin, int | float):
         options.min_margin = float(margin)
+    gpus: tuple[GpuDecoder, ...] = ()
+    if decode == Decoding.gpu:
+        otherwise = "those records were made with --decode gpu, and are checked where there is a GPU"
+        gpus = open_gpus(gpu_names(device), min(8, available_cpus()), otherwise)
     return EngineOptions(
         batch=options.batch or usual_batch(session),
         fixed_batch=True,
@@ -191,7 +195,7 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
         min_margin=options.min_margin,
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
-        gpus=open_gpus(gpu_names(device)) if decode == Decoding.gpu else (),
+        gpus=gpus,
         isolate=True,
     )
 

@@ -147,7 +147,7 @@ class Model:
             min_margin=min_margin,
             decode=decode,
             decode_timeout=decode_timeout,
-            gpus=open_gpus(self._gpus) if decode is Decoding.gpu else (),
+            gpus=open_gpus(self._gpus, workers, "leave decode out") if decode is Decoding.gpu else (),
             isolate=isolate,
             model_sha256=self.sha256,
         )

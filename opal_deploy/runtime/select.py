@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +72,18 @@ def _devices(text: str) -> list[str]:
 
 
 def gpu_names(device: str) -> list[str]:
-    """The GPUs that `open_sessions` uses for `device`, as `cuda:N`; none for `cpu`; for `auto` the one it would use."""
-    names = _devices(device)
-    return [] if names == ["cpu"] else ["cuda:0" if name in ("auto", "cuda") else name for name in names]
+    """The GPUs that `open_sessions` uses for `device`, as `cuda:N`; none for `cpu`; for `auto` the one it would use.
+
+    Raises:
+        UsageError: a text that names no device.
+    """
+    names = ["cuda:0" if name in ("auto", "cuda") else name for name in _devices(device)]
+    if names == ["cpu"]:
+        return []
+    for name in names:
+        if re.fullmatch(r"cuda:\d{1,4}", name) is None:
+            raise UsageError(f"device {device!r}: expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1")
+    return names
 
 
 def find_model(folder: Path, *, gpu: bool, engine_misfit: Callable[[Sidecar], str]) -> Choice:

@@ -22,7 +22,7 @@ MAIN = """
 import sys
 sys.argv[0] = 'opal-deploy'
 from opal_deploy.preprocess import gpu
-gpu.open_gpus = lambda devices, cpu_threads=2: (gpu.GpuDecoder('cpu', cpu_threads),)
+gpu.open_gpus = lambda devices, cpu_threads, otherwise: (gpu.GpuDecoder('cpu', cpu_threads),)
 from opal_deploy.cli import main
 main()
 """
@@ -61,7 +61,7 @@ def test_a_model_on_the_cpu_is_told_in_one_line(opal: Opal, exact_model: Path, j
     done = opal("infer", jpegs, "--model", exact_model, "--decode", "gpu", "--device", "cpu", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "opal-deploy: --decode gpu: the model runs on the CPU; expected a GPU, or no --decode"
+        "opal-deploy: there is no GPU to decode on: the model runs on the CPU; leave --decode out to decode on the CPU"
     ]
     assert not (tmp_path / "explanations").exists()
 
@@ -73,7 +73,7 @@ def test_a_machine_without_a_gpu_is_told_in_one_line(
     done = opal("infer", "in", "--model", exact_model, "--decode", "gpu", cwd=tmp_path)
     assert done.returncode == 2
     (line,) = (text for text in done.stderr.splitlines() if text.startswith("opal-deploy: "))
-    assert "PyTorch finds no GPU cuda:0" in line
+    assert "there is no decoding on cuda:0" in line
     assert "leave --decode out" in line
 
 
@@ -99,6 +99,12 @@ def test_records_overlays_and_a_resume(
     assert json.loads((tmp_path / "gpu" / "run.json").read_text())["run"]["decode"] == "gpu"
     again = with_codec("infer", "in", *options, "--out", "gpu", "--decode", "gpu")
     assert again.returncode == 3
+    checked = with_codec("verify", "gpu", "--model", exact_model, "--threads", "1")
+    assert checked.returncode == 0, checked.stderr
+    # where there is no GPU the records cannot be made again, and verify has no --decode to leave out
+    refused = opal("verify", "gpu", "--model", exact_model, "--device", "cpu", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "those records were made with --decode gpu, and are checked where there is a GPU" in refused.stderr
     other = opal("infer", "in", *options, "--out", "gpu", cwd=tmp_path)
     assert other.returncode == 2
     assert "decode" in other.stderr
@@ -121,3 +127,10 @@ def test_bench_decoding_compares_the_codec_too(with_codec: Opal, jpegs: Path) ->
     assert list(paths) == ["default", "exact", "fast", "gpu (cpu)"]
     assert paths["gpu (cpu)"]["largest"] <= 1
     assert paths["gpu (cpu)"]["images"] == 6
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "cuda:-1", "cpu:0", "gpu"])
+def test_a_device_that_is_none_is_a_line(opal: Opal, jpegs: Path, tmp_path: Path, device: str) -> None:
+    done = opal("bench", "decoding", jpegs, "--device", device, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"device {device!r}: expected auto, cpu, cuda" in done.stderr

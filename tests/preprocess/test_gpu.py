@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from PIL import ExifTags, Image, ImageOps
 from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode_for
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, open_gpus, orient, read_header, squash
+from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_well_formed, open_gpus, orient, read_header, squash
 from opal_deploy.preprocess.resize import to_input
 
 pytest.importorskip("nvidia.nvimgcodec")
@@ -176,15 +177,76 @@ def test_a_picture_of_another_size_than_its_header_said_is_refused(codec: GpuDec
     assert codec.decode([Jpeg(data, (61, 40), 1, Geometry.whole(61, 40))]) == [None]
 
 
+@pytest.mark.parametrize("damage", ["a marker in the scan", "a shorter segment", "two frames", "no scan"])
+def test_damage_that_the_codec_might_not_notice_is_the_cpus(damage: str) -> None:
+    data = jpeg(picture(200, 150), quality=90)
+    scan = data.index(b"\xff\xda")
+    frame = data.index(b"\xff\xc0")
+    length = int.from_bytes(data[frame + 2 : frame + 4])
+    assert read_header(data, None, MAX_PIXELS) is not None
+    broken = {
+        "a marker in the scan": data[: scan + 400] + b"\xff\xc8" + data[scan + 402 :],
+        "a shorter segment": data[: frame + 3] + bytes([length - 3]) + data[frame + 4 :],
+        "two frames": data[:frame] + data[frame : frame + 2 + length] + data[frame:],
+        "no scan": data[:scan] + b"\xff\xd9",
+    }[damage]
+    assert read_header(broken, None, MAX_PIXELS) is None
+
+
+@pytest.mark.data
+def test_every_photograph_is_well_formed(photographs: list[Path]) -> None:
+    # a check that is too strict would leave the GPU idle, and nobody would notice
+    assert all(is_well_formed(path.read_bytes()) for path in photographs)
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_blocks": 2}, {"optimize": True}])
+def test_kinds_of_jpeg_that_are_well_formed(options: dict[str, object]) -> None:
+    for mode in ("RGB", "L"):
+        data = jpeg(picture(120, 90, mode), **options)
+        assert is_well_formed(data)
+        assert is_well_formed(data.replace(b"\xff\xda", b"\xff\xfe\0\x05abc\xff\xda", 1)), "a comment"
+
+
+def test_components_that_are_called_rgb_are_the_cpus() -> None:
+    data = jpeg(picture(), keep_rgb=True)
+    assert data[data.index(b"\xff\xc0") + 10 :][:7:3] == b"RGB"
+    assert read_header(data, None, MAX_PIXELS) is None
+
+
+def test_a_picture_hundreds_of_inputs_long_is_the_cpus() -> None:
+    file = header(jpeg(picture(4000, 8)))
+    assert file.can_be_squashed_to((32, 32))
+    assert not file.can_be_squashed_to((32, 31))
+    cropped = read_header(jpeg(picture(4000, 8)), (0.0, 0.0, 1000.0, 8.0), MAX_PIXELS)
+    assert cropped is not None
+    assert cropped.can_be_squashed_to((32, 31))
+
+
+def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (90, 70, 3), np.uint8))
+    whole = squash(noise, (32, 48))
+    monkeypatch.setattr("opal_deploy.preprocess.gpu._MOST_FLOATS", 70 * 3 * 7)
+    assert torch.equal(squash(noise, (32, 48)), whole)
+
+
+INSTEAD = "leave --decode out"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said() -> None:
-    with pytest.raises(UsageError, match=r"PyTorch finds no GPU cuda:0, of 0 on this machine; leave --decode out"):
-        open_gpus(["cuda:0"])
+    with pytest.raises(UsageError, match=r"^there is no decoding on cuda:0: .*PyTorch.*; leave --decode out$"):
+        open_gpus(["cuda:0"], 2, INSTEAD)
+
+
+def test_pytorch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UsageError, match=r"this PyTorch was built without CUDA; leave --decode out"):
+        open_gpus(["cuda:0"], 2, INSTEAD)
 
 
 def test_a_model_on_the_cpu_has_no_gpu_to_decode_on() -> None:
-    with pytest.raises(UsageError, match=r"the model runs on the CPU; expected a GPU"):
-        open_gpus([])
+    with pytest.raises(UsageError, match=r"no GPU to decode on: the model runs on the CPU; leave --decode out"):
+        open_gpus([], 2, INSTEAD)
 
 
 @pytest.mark.parametrize("package", ["torch", "nvidia.nvimgcodec"])
@@ -196,25 +258,42 @@ def test_a_missing_package_names_its_extra(package: str, monkeypatch: pytest.Mon
 
 def test_a_codec_that_decodes_nothing_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [None] * len(files))
-    with pytest.raises(UsageError, match=r"nvImageCodec decodes nothing on cpu; expected a GPU, its driver and nvJPEG"):
+    with pytest.raises(UsageError, match=r"nvImageCodec decodes nothing there; expected a GPU, its driver and nvJPEG"):
         GpuDecoder("cpu")
 
 
-def test_a_codec_that_decodes_wrongly_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = GpuDecoder.decode
-    monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [255 - t for t in right(self, files)])  # type: ignore[operator]
-    with pytest.raises(UsageError, match=r"decodes a test picture wrongly on cpu: 2\d\d counts from Pillow"):
+@pytest.mark.parametrize("wrong", ["inverted", "BGR", "not turned", "not cropped"])
+def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, to_inputs = GpuDecoder.decode, GpuDecoder.to_inputs
+    change = {
+        "inverted": lambda t: 255 - t,
+        "BGR": lambda t: t.flip(2),
+        "not turned": lambda t: t.rot90().contiguous(),
+        "not cropped": lambda t: t,
+    }[wrong]
+    monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [change(t) for t in decode(self, files)])
+    if wrong == "not cropped":
+        whole = [Geometry.whole(48, 64)]
+        monkeypatch.setattr(GpuDecoder, "to_inputs", lambda self, p, g, s: to_inputs(self, p, whole, s))
+    with pytest.raises(UsageError, match=r"no decoding on cpu: a test picture is \d+ counts from Pillow's"):
         GpuDecoder("cpu")
 
 
-def test_a_driver_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: GpuDecoder, files: object) -> None:
+@pytest.mark.parametrize("where", ["decode", "to_inputs"])
+def test_a_driver_that_fails_is_one_line(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available\nlong story")
 
-    monkeypatch.setattr(GpuDecoder, "decode", fail)
+    monkeypatch.setattr(GpuDecoder, where, fail)
     with pytest.raises(UsageError) as caught:
         GpuDecoder("cpu")
-    assert str(caught.value) == "--decode gpu: decoding on cpu fails: CUDA error: no kernel image is available"
+    assert str(caught.value) == "there is no decoding on cpu: CUDA error: no kernel image is available"
+
+
+def test_nothing_is_printed_by_libraries_that_are_not_there() -> None:
+    program = "from opal_deploy.preprocess.gpu import GpuDecoder; GpuDecoder('cpu')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 @pytest.mark.gpu

@@ -23,9 +23,10 @@ def decoding(
     from opal_deploy.bench.decoding import compare, compare_gpu
     from opal_deploy.bench.harness.machine import provenance
     from opal_deploy.preprocess.gpu import open_gpus
+    from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names
 
-    gpus = open_gpus(gpu_names(device)) if device else ()
+    gpus = open_gpus(gpu_names(device), available_cpus(), "leave --device out") if device else ()
     paths = [item.path for item in find_items(images, limit)]
     results = compare(paths, (size, size))
     results += [compare_gpu(paths, (size, size), gpu) for gpu in gpus]

@@ -61,7 +61,7 @@ def pipeline(
     from opal_deploy.bench.pipeline.pictures import resized
     from opal_deploy.bench.pipeline.subject import open_as_infer_does
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
-    from opal_deploy.preprocess.gpu import open_gpus
+    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names
 
@@ -71,7 +71,9 @@ def pipeline(
     default = Case(_BATCH, min(8, available_cpus()), decode=path, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
-    gpus = open_gpus(gpu_names(device)) if path is Decoding.gpu else ()
+    gpus: tuple[GpuDecoder, ...] = ()
+    if path is Decoding.gpu:
+        gpus = open_gpus(gpu_names(device), default.workers, "give another --decode, or --device cuda:N")
     loop = None
     if plain is not None:
         require("torchvision", "train", "bench pipeline --plain")

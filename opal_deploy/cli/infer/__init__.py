@@ -153,7 +153,7 @@ def infer(
     from opal_deploy.pipeline.run.summary import ErrorLimit
     from opal_deploy.pipeline.run.tables import check_formats
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
-    from opal_deploy.preprocess.gpu import open_gpus
+    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names, open_sessions
 
@@ -173,7 +173,10 @@ def infer(
         if expect_sha256 is not None:
             check_pinned(path, expect_sha256)
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
-        gpus = open_gpus(gpu_names(device)) if path_of_pixels is Decoding.gpu else ()
+        readers = workers or min(8, available_cpus())
+        gpus: tuple[GpuDecoder, ...] = ()
+        if path_of_pixels is Decoding.gpu:
+            gpus = open_gpus(gpu_names(device), readers, "leave --decode out to decode on the CPU")
         metadata = sessions[0].metadata
         preparation.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
         least = None if min_margin is None else preparation.least_margin(min_margin, path, metadata)
@@ -204,7 +207,7 @@ def infer(
         options = EngineOptions(
             batch=batch or usual_batch(sessions[0]),
             fixed_batch=True,
-            workers=workers or min(8, available_cpus()),
+            workers=readers,
             max_pixels=max_pixels,
             top=top,
             min_margin=least,

@@ -2,13 +2,12 @@
 
 Files are read, hashed and looked at by threads of their own; one thread a GPU takes what waits, decodes and resizes it.
 What the GPU is not given, or refuses, is prepared as without one, so that an image's errors are the same on every path.
-A GPU whose decoding fails, or is out of memory with a single picture, costs its speed and no image: the run goes on on
-the CPU, and says so.
+A picture on which a GPU fails is decoded on the CPU; a GPU that decodes nothing any more costs its speed and no image.
 """
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -21,25 +20,16 @@ from PIL import Image
 
 from opal_deploy.pipeline.decoding.prepare import KEEP_PIXELS, Prepared, Request, read_whole
 from opal_deploy.pipeline.decoding.reading import opener
+from opal_deploy.pipeline.decoding.waiting import Job, WaitingFiles
 from opal_deploy.pipeline.decoding.workers import DecoderOptions, DecoderPool, Decoders
 from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
-from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_out_of_memory, read_header
+from opal_deploy.preprocess.gpu import GpuDecoder, is_out_of_memory, read_header
 
 if TYPE_CHECKING:
     import torch
 
-# one call of the codec: as many files, and as many of their pixels (300 MB once decoded), at most
-_MOST_FILES, _MOST_PIXELS = 64, 100_000_000
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A file that waits for a GPU."""
-
-    request: Request
-    file: Jpeg
-    sha256: str | None
-    future: Future[Prepared]
+# one call of the codec: as many files, and as many of their pixels (150 MB once decoded), at most
+_MOST_FILES, _MOST_PIXELS = 64, 50_000_000
 
 
 class GpuOptions(DecoderOptions, Protocol):
@@ -51,6 +41,14 @@ class GpuOptions(DecoderOptions, Protocol):
 
     @property
     def gpus(self) -> Sequence[GpuDecoder]: ...
+
+
+@dataclass
+class _Lane:
+    """One GPU, and how many pixels its memory takes at a time."""
+
+    gpu: GpuDecoder
+    most_pixels: int = _MOST_PIXELS
 
 
 class GpuDecoders:
@@ -77,9 +75,10 @@ class GpuDecoders:
         self._options, self._input_size, self._clock, self._say = options, input_size, clock, say
         self._cpu = Decoders(options, input_size, clock)
         self._readers = ThreadPoolExecutor(options.workers, "read", initializer=clock.join, initargs=("decoders",))
-        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = WaitingFiles()
+        self._usable, self._lock = len(gpus), threading.Lock()
         self._threads = [
-            threading.Thread(target=self._work, args=(gpu,), name=f"gpu-decode-{index}", daemon=True)
+            threading.Thread(target=self._work, args=(_Lane(gpu),), name=f"gpu-decode-{index}", daemon=True)
             for index, gpu in enumerate(gpus)
         ]
         for thread in self._threads:
@@ -102,27 +101,28 @@ class GpuDecoders:
         return future
 
     def close(self) -> None:
-        """Drop what waits to be read, finish what is in work, and end the threads and the decoders on the CPU."""
+        """Drop what waits, finish what is in work, and end the threads and the decoders on the CPU."""
+        self._waiting.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
-        self._waiting.put(None)
         for thread in self._threads:
             thread.join()
         self._cpu.close()
 
     def _read(self, request: Request, future: Future[Prepared]) -> None:
-        if not future.set_running_or_notify_cancel():
+        if future.cancelled():
             return
         try:
             job = self._job(request, future)
         except BaseException as error:  # a bug, and somebody waits
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
             raise
-        if job is None:
-            self._on_the_cpu(request, future)
-        else:
+        if job is not None:
             self._waiting.put(job)
+        elif future.set_running_or_notify_cancel():
+            self._on_the_cpu(request, future)
 
-    def _job(self, request: Request, future: Future[Prepared]) -> _Job | None:
+    def _job(self, request: Request, future: Future[Prepared]) -> Job | None:
         source, box = request.source, request.box
         if isinstance(source, Image.Image | np.ndarray) or isinstance(box, Exception):
             return None
@@ -132,7 +132,13 @@ class GpuDecoders:
             return None
         with self._clock.stage("decode"):
             file = read_header(data, box, self._options.max_pixels)
-        return None if file is None else _Job(request, file, digest, future)
+        if file is None or not file.can_be_squashed_to(self._input_size):
+            return None
+        return Job(request, file, digest, future)
+
+    def _all_on_the_cpu(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._on_the_cpu(job.request, job.future)
 
     def _on_the_cpu(self, request: Request, future: Future[Prepared]) -> None:
         try:
@@ -141,45 +147,41 @@ class GpuDecoders:
             # it is being closed
             future.set_exception(error)
 
-    def _work(self, gpu: GpuDecoder) -> None:
+    def _work(self, lane: _Lane) -> None:
         self._clock.join("decoders")
-        most, usable = _MOST_PIXELS, True
-        while jobs := self._gathered(most if usable else 1):
-            try:
-                if usable:
-                    self._answer(gpu, jobs)
-                    continue
-            except Exception as error:  # the codec, CUDA, the driver: none of it is an image's fault
-                pixels = sum(job.file.pixels for job in jobs)
-                if is_out_of_memory(error) and len(jobs) > 1:
-                    most = max(1, pixels // 2)
-                    self._say(f"{gpu.device}: out of memory decoding {len(jobs)} pictures at a time; fewer from here")
-                else:
-                    usable = False
-                    why = (str(error).strip() or type(error).__name__).splitlines()[0]
-                    self._say(f"decoding on {gpu.device} failed ({why}); pictures are decoded on the CPU from here on")
-            for job in jobs:
-                if not job.future.done():
-                    self._on_the_cpu(job.request, job.future)
+        while jobs := self._waiting.take(_MOST_FILES, lane.most_pixels):
+            why = self._answer(lane, [job for job in jobs if job.future.set_running_or_notify_cancel()])
+            self._waiting.done(jobs)
+            # or a quiet service would keep its last pictures
+            del jobs
+            if why:
+                self._give_up(lane.gpu, why)
+                return
 
-    def _gathered(self, most_pixels: int) -> list[_Job]:
-        """What waits, up to the limits; waits for the first; empty once everything is done."""
-        jobs: list[_Job] = []
-        pixels = 0
-        while len(jobs) < _MOST_FILES and pixels < most_pixels:
-            try:
-                job = self._waiting.get(block=not jobs)
-            except queue.Empty:
-                break
-            if job is None:
-                # for the other threads, and for this one's next round
-                self._waiting.put(None)
-                break
-            jobs.append(job)
-            pixels += job.file.pixels
-        return jobs
+    def _answer(self, lane: _Lane, jobs: list[Job]) -> str:
+        """Answer every one of them; why the GPU is of no more use, empty if it is."""
+        try:
+            refused = self._decoded(lane.gpu, jobs)
+            # of a device that is gone the codec tells as of a bad picture
+            doubtful = bool(jobs) and len(refused) == len(jobs)
+        except Exception as error:  # the codec, CUDA, the driver
+            refused, doubtful = [job for job in jobs if not job.future.done()], True
+            if is_out_of_memory(error):
+                lane.most_pixels = max(1, sum(job.file.pixels for job in refused) // 2)
+                lane.gpu.free_memory()
+            if len(refused) > 1:
+                # one picture may be at fault, or all of them together take too much memory
+                half = len(refused) // 2
+                why = self._answer(lane, refused[:half])
+                if not why:
+                    return self._answer(lane, refused[half:])
+                self._all_on_the_cpu(refused[half:])
+                return why
+        self._all_on_the_cpu(refused)
+        return lane.gpu.why_not() if doubtful else ""
 
-    def _answer(self, gpu: GpuDecoder, jobs: list[_Job]) -> None:
+    def _decoded(self, gpu: GpuDecoder, jobs: list[Job]) -> list[Job]:
+        """Answer what the codec decodes; those that it refuses."""
         with self._clock.stage("decode"):
             found = gpu.decode([job.file for job in jobs])
         answered = [(job, picture) for job, picture in zip(jobs, found, strict=True) if picture is not None]
@@ -188,16 +190,30 @@ class GpuDecoders:
                 geometries = [job.file.geometry for job, _ in answered]
                 inputs = gpu.to_inputs([picture for _, picture in answered], geometries, self._input_size)
             for (job, picture), pixels in zip(answered, inputs, strict=True):
-                geometry, kept = job.file.geometry, self._kept(job.file, picture)
-                job.future.set_result(Prepared(job.request, geometry, pixels, kept, file_sha256=job.sha256))
-        for job in (job for job, picture in zip(jobs, found, strict=True) if picture is None):
-            self._on_the_cpu(job.request, job.future)
+                kept = self._kept(job, picture)
+                # of its own: one that is kept must not keep the batch
+                mine = Prepared(job.request, job.file.geometry, pixels.copy(), kept, file_sha256=job.sha256)
+                job.future.set_result(mine)
+        return [job for job, picture in zip(jobs, found, strict=True) if picture is None]
 
-    def _kept(self, file: Jpeg, picture: torch.Tensor) -> Image.Image | None:
+    def _kept(self, job: Job, picture: torch.Tensor) -> Image.Image | None:
         """The whole picture, where an overlay will be drawn of it."""
-        if not self._options.keep_pictures or file.pixels > KEEP_PIXELS:
+        if not self._options.keep_pictures or job.file.pixels > KEEP_PIXELS:
             return None
         return Image.fromarray(picture.cpu().numpy())
+
+    def _give_up(self, gpu: GpuDecoder, why: str) -> None:
+        with self._lock:
+            self._usable -= 1
+            last = not self._usable
+        others = "the other GPUs go on" if not last else "pictures are decoded on the CPU from here on"
+        # a listener that fails costs nobody a picture
+        with contextlib.suppress(Exception):
+            self._say(f"decoding on {gpu.device} failed ({why}); {others}")
+        while last and (jobs := self._waiting.take(1, 1)):
+            if jobs[0].future.set_running_or_notify_cancel():
+                self._on_the_cpu(jobs[0].request, jobs[0].future)
+            self._waiting.done(jobs)
 
 
 def _hand_on(done: Future[Prepared], future: Future[Prepared]) -> None:
