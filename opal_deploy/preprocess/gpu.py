@@ -45,7 +45,10 @@ _MOST_FLOATS = 12_000_000
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 _FRAMES, _SCAN = (0xC0, 0xC1, 0xC2), 0xDA
 _BETWEEN = frozenset({0xC4, 0xDA, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)})
-_NEXT_MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])")
+_MARKER_HERE = re.compile(rb"\xff++([^\x00\xd0-\xd7])")  # possessive: fill bytes may be many
+_MARKER_AFTER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])")
+# cameras and encoders write a dozen; each scan is another pass over the picture, and there is no time limit on a GPU
+_MOST_SEGMENTS, _MOST_SCANS = 1000, 100
 # component ids of a file that holds RGB, not YCbCr, without saying so
 _RGB_IDS = b"RGB"
 
@@ -111,8 +114,8 @@ def is_well_formed(data: bytes) -> bool:
     progressive = False
     scans = 0
     position = len(_START)
-    while True:
-        found = _NEXT_MARKER.match(data, position)
+    for _ in range(_MOST_SEGMENTS):
+        found = _MARKER_HERE.match(data, position)
         if found is None:
             return False
         marker, position = found[1][0], found.end()
@@ -127,14 +130,15 @@ def is_well_formed(data: bytes) -> bool:
             return False
         position += 2 + len(segment)
         if marker == _SCAN:
-            if frame is None or not segment:
-                return False
             scans += 1
-            coded = _NEXT_MARKER.search(data, position)
+            if frame is None or not segment or scans > _MOST_SCANS:
+                return False
+            coded = _MARKER_AFTER.search(data, position)
             # one scan of all components is the whole picture, unless it comes in stages
             if coded is None or (coded[1] != _END[1:] and segment[0] == frame[5] and not progressive):
                 return False
             position = coded.start()
+    return False
 
 
 def _is_for_the_gpu(frame: bytes) -> bool:

@@ -193,6 +193,21 @@ def test_damage_that_the_codec_might_not_notice_is_the_cpus(damage: str) -> None
     assert read_header(broken, None, MAX_PIXELS) is None
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("filling", [b"\xff", b"\xff\xe0\0\x02", b"\xff\xe0\0\0", b"\xff\0", b"\xff\xff\0"])
+def test_no_file_takes_long_to_look_at(filling: bytes) -> None:
+    data = jpeg(picture(), progressive=True)
+    for place in (2, data.index(b"\xff\xda"), len(data) - 2):
+        is_well_formed(data[:place] + filling * (20_000_000 // len(filling)) + data[place:])
+
+
+def test_hundreds_of_scans_are_the_cpus_which_has_a_time_limit() -> None:
+    data = jpeg(picture(), progressive=True)
+    last = data.rindex(b"\xff\xda")
+    assert is_well_formed(data[:-2] + data[last:-2] * 50 + data[-2:])
+    assert not is_well_formed(data[:-2] + data[last:-2] * 100 + data[-2:])
+
+
 @pytest.mark.data
 def test_every_photograph_is_well_formed(photographs: list[Path]) -> None:
     # a check that is too strict would leave the GPU idle, and nobody would notice
