@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +53,15 @@ class StandIn:
 
 
 MakeOpened = Callable[..., Opened]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_are_quick() -> Iterator[None]:
+    """Measurements collect garbage before each turn, which takes long in a process that holds a thousand tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
