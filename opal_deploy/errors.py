@@ -92,3 +92,9 @@ def require(package: str, extra: str, purpose: str, *, pip_name: str | None = No
         found = False
     if not found:
         raise MissingExtra(pip_name or package, extra, purpose)
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, for a line of ours: its first line, at most 200 characters, or its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]

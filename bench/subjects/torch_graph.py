@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.export.graph import ExportGraph
 from opal_deploy.model.checkpoint import Checkpoint, describe
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
@@ -141,7 +141,7 @@ class TorchGraphSession:
             if not self._compiled:
                 raise
             # a compiler or Triton that is missing, or an operation that it refuses: many classes, all RuntimeErrors
-            raise UsageError(f"torch.compile cannot work here: {_first_line(error)}") from None
+            raise UsageError(f"torch.compile cannot work here: {first_line(error)}") from None
 
 
 class _Served(nn.Module):
@@ -180,8 +180,3 @@ def _graph(checkpoint: Checkpoint, metadata: Metadata, precision: str, *, channe
     network.head.projection.to(body.returned).to(memory_format=body.layout)
     network.backbone = body  # type: ignore[assignment]  # only `forward` is called from here on
     return _Served(ExportGraph(network, "uint8", metadata.mean, metadata.std)).eval()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]

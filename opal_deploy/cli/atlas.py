@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from opal_deploy.cli.console import emit_json, one_line, progress, say
-from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch
+from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch, usual_workers
 from opal_deploy.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def atlas(
     from opal_deploy.pipeline.atlas import collect, write_patches
     from opal_deploy.pipeline.engine import EngineOptions
     from opal_deploy.pipeline.sheets import check_exact
-    from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import open_sessions
 
     if not data.exists():
@@ -103,7 +102,7 @@ def atlas(
         say("This model was trained on pictures cropped to boxes, and these are not cropped: expect lower cosines")
     options = EngineOptions(
         batch=batch or usual_batch(sessions[0]),
-        workers=workers or min(8, available_cpus()),
+        workers=workers or usual_workers(),
         max_pixels=max_pixels,
     )
     say(one_line(f"Building an atlas of {found.description} with {path} in {sessions[0].description}"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.console import emit_json, one_line, progress, say
-from opal_deploy.cli.options import usual_batch
+from opal_deploy.cli.options import usual_batch, usual_workers
 from opal_deploy.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ def _answer(
     from opal_deploy.pipeline.run.boxes import read_boxes
     from opal_deploy.pipeline.run.infer import requests
     from opal_deploy.pipeline.run.output import RecordWriter
-    from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import open_sessions
 
     if "-" in images:
@@ -116,7 +115,7 @@ def _answer(
     options = EngineOptions(
         batch=usual_batch(sessions[0]),
         fixed_batch=True,
-        workers=min(8, available_cpus()),
+        workers=usual_workers(),
         max_pixels=max_pixels,
         isolate=True,
         model_sha256=sha256_of_file(model),

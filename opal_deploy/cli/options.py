@@ -18,6 +18,13 @@ def usual_batch(session: Session) -> int:
     return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
 
 
+def usual_workers() -> int:
+    """Pictures prepared at a time, where nobody says: as many as this process has cores, at most 8."""
+    from opal_deploy.runtime.onnx_session import available_cpus
+
+    return min(8, available_cpus())
+
+
 def parse_rate(option: str, text: str) -> float:
     """`5%`, `5 %`, `0.5%` to 0.05, 0.05, 0.005.
 

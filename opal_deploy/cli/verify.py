@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opal_deploy.cli.console import emit_json, one_line, progress, say
-from opal_deploy.cli.options import usual_batch
+from opal_deploy.cli.options import usual_batch, usual_workers
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -178,7 +178,6 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     from opal_deploy.pipeline.engine import EngineOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
-    from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names
 
     decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
@@ -187,11 +186,11 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     gpus: tuple[GpuDecoder, ...] = ()
     if decode == Decoding.gpu:
         otherwise = "those records were made with --decode gpu, and are checked where there is a GPU"
-        gpus = open_gpus(gpu_names(device), min(8, available_cpus()), otherwise)
+        gpus = open_gpus(gpu_names(device), usual_workers(), otherwise)
     return EngineOptions(
         batch=options.batch or usual_batch(session),
         fixed_batch=True,
-        workers=min(8, available_cpus()),
+        workers=usual_workers(),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
         min_margin=options.min_margin,
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,

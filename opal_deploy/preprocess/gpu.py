@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps
 
-from opal_deploy.errors import UsageError, require
+from opal_deploy.errors import UsageError, first_line, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, is_plain_jpeg
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import Box, lay_out_size
@@ -196,7 +196,7 @@ class GpuDecoder:
                     options=":fancy_upsampling=1",
                 )
             except Exception as error:  # whatever its library raises
-                why = _first_line(error)
+                why = first_line(error)
                 raise UsageError(f"there is no decoding on {device}: nvImageCodec cannot be used ({why})") from None
             self._codec = nvimgcodec
             self._params = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB)
@@ -242,7 +242,7 @@ class GpuDecoder:
                 )
             found = self.to_inputs([picture], [file.geometry], expected.shape[:2])[0]
         except Exception as error:  # as above
-            return _first_line(error)
+            return first_line(error)
         furthest = int(np.abs(found.astype(np.int16) - expected).max())
         if furthest > _CANARY_COUNTS:
             return f"a test picture is {furthest} counts from Pillow's, expected at most {_CANARY_COUNTS}"
@@ -341,10 +341,6 @@ def is_out_of_memory(error: Exception) -> bool:
     import torch
 
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def open_gpus(devices: Sequence[str], cpu_threads: int, otherwise: str) -> tuple[GpuDecoder, ...]:

@@ -9,6 +9,7 @@ import typer
 
 from opal_deploy.cli.bench.options import Images, JsonLines, Out, deliver, find_items
 from opal_deploy.cli.console import say
+from opal_deploy.cli.options import usual_workers
 from opal_deploy.errors import require
 
 _BATCH = 8
@@ -62,13 +63,12 @@ def pipeline(
     from opal_deploy.bench.pipeline.subject import open_as_infer_does
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
-    from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names
 
     path = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
     sizes = parse_sizes("--image-size", image_size)
-    default = Case(_BATCH, min(8, available_cpus()), decode=path, isolate=isolate)
+    default = Case(_BATCH, usual_workers(), decode=path, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
     gpus: tuple[GpuDecoder, ...] = ()

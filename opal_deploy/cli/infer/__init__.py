@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.console import emit_json, progress, say
-from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch
+from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch, usual_workers
 from opal_deploy.errors import StoppedEarly, UsageError
 
 if TYPE_CHECKING:
@@ -154,7 +154,6 @@ def infer(
     from opal_deploy.pipeline.run.tables import check_formats
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
-    from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names, open_sessions
 
     with signals(say) as interrupt:
@@ -173,7 +172,7 @@ def infer(
         if expect_sha256 is not None:
             check_pinned(path, expect_sha256)
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
-        readers = workers or min(8, available_cpus())
+        readers = workers or usual_workers()
         gpus: tuple[GpuDecoder, ...] = ()
         if path_of_pixels is Decoding.gpu:
             gpus = open_gpus(gpu_names(device), readers, "leave --decode out to decode on the CPU")
