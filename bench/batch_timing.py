@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from opal_deploy.bench.harness.buffers import random_batches
-from opal_deploy.bench.harness.machine import peak_megabytes, provenance, reset_peak
-from opal_deploy.bench.harness.monitor import watch
-from opal_deploy.bench.harness.timing import Timing, measure
+from opal_deploy.bench.machine import peak_megabytes, provenance, reset_peak
+from opal_deploy.bench.monitor import watch
 from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure, Kind, Measurement, Scalar
-from opal_deploy.bench.subjects.opening import Opened
+from opal_deploy.bench.targets.loading import LoadedTarget
+from opal_deploy.bench.timing import Timing, measure, random_batches
 from opal_deploy.runtime.session import StagedSession
-from opal_deploy.statistics.samples import mean, percentile
+from opal_deploy.statistics.intervals import mean, percentile
 
 FAILED = "failed"
 PERCENTILES = (50, 90, 95, 99)
@@ -23,7 +22,7 @@ _STAGED_CALLS = 20
 
 @dataclass(frozen=True)
 class TimingOptions:
-    """How a batch size is timed; see `harness.timing.measure`.
+    """How a batch size is timed; see `timing.measure`.
 
     Attributes:
         seconds, iterations: each repeat lasts at least so long and has at least so many.
@@ -76,7 +75,7 @@ class BatchTiming:
         return Figure(1e3 * mean(self.timing.latencies), "ms", "lower", repeats)
 
 
-def time_batch(opened: Opened, batch: int, options: TimingOptions) -> BatchTiming:
+def time_batch(opened: LoadedTarget, batch: int, options: TimingOptions) -> BatchTiming:
     """Time one model at one batch size.
 
     Raises:
@@ -102,13 +101,13 @@ def time_batch(opened: Opened, batch: int, options: TimingOptions) -> BatchTimin
     )
 
 
-def failed(kind: Kind, opened: Opened, case: dict[str, Scalar], error: BaseException) -> Measurement:
+def failed(kind: Kind, opened: LoadedTarget, case: dict[str, Scalar], error: BaseException) -> Measurement:
     """The line of a batch size that could not be timed, for want of memory as a rule: no figures, and why."""
     marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
     return Measurement(kind, opened.subject, case, {}, timed=opened.timed, marks=marks, **provenance())
 
 
-def time_stages(opened: Opened, batch: int, options: TimingOptions) -> dict[str, Figure]:
+def time_stages(opened: LoadedTarget, batch: int, options: TimingOptions) -> dict[str, Figure]:
     """Median milliseconds of a batch's stages, from calls of their own that wait for each stage; {} where unknown.
 
     Only for a session that was just timed at this batch size, and so is warm.
@@ -126,7 +125,7 @@ def time_stages(opened: Opened, batch: int, options: TimingOptions) -> dict[str,
     return figures
 
 
-def rotating(opened: Opened, batch: int, buffers: int, seed: int) -> Callable[[int], object]:
+def rotating(opened: LoadedTarget, batch: int, buffers: int, seed: int) -> Callable[[int], object]:
     """A call that answers another batch of noise each time, for as many as there are."""
     batches = random_batches(buffers, batch, opened.metadata.input_size, seed=seed)
     return lambda number: opened.session.run(batches[number % len(batches)])

@@ -13,13 +13,12 @@ import torch
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Precision
 from opal_deploy.errors import OpalError
-from opal_deploy.export.candidate import Candidate, ExportOptions, in_precision
+from opal_deploy.export.candidate import ExportCandidate, ExportOptions, in_precision
 from opal_deploy.export.checkpoint_export import build_candidate
-from opal_deploy.export.gate import examine
-from opal_deploy.export.pictures import Pixels
-from opal_deploy.export.tensorrt.build import Network
-from opal_deploy.export.tensorrt.choice import Choice
-from opal_deploy.export.tensorrt.options import BuildOptions
+from opal_deploy.export.images import Pixels
+from opal_deploy.export.tensorrt.builder import Network
+from opal_deploy.export.tensorrt.options import BuildOptions, Choice
+from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
@@ -144,10 +143,10 @@ def measure(
         )
 
 
-def _gate(candidate: Candidate, threads: int | None, say: Say) -> Gated:
+def _gate(candidate: ExportCandidate, threads: int | None, say: Say) -> Gated:
     described = replace(candidate.metadata, test_vectors=test_vectors.pack(candidate.vectors))
     with tempfile.TemporaryDirectory(prefix="opal-gate-") as folder:
-        found = examine(replace(candidate, metadata=described), Path(folder), say, threads).comparison
+        found = verify_candidate(replace(candidate, metadata=described), Path(folder), say, threads).comparison
     return Gated(
         bool(found),
         candidate.pictures.description,

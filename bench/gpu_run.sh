@@ -97,7 +97,7 @@ if [ -f "$model" ]; then
   step jpegs 15 python3 -c "
 import pathlib, sys
 from PIL import Image
-from opal_deploy.demo import example_pictures
+from opal_deploy.synthetic import example_pictures
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
 for number, pixels in enumerate(example_pictures(256, 375, 500)):

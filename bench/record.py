@@ -67,7 +67,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Target:
     """What was measured.
 
     Attributes:
@@ -110,13 +110,13 @@ class Measurement:
         timed: what is inside the timed region, in words; empty for what was counted.
         marks: `noisy`, `throttled`, and other doubts, each one word or `word: reason`.
         conditions: what was sampled during the run: clocks, power, temperature, throttle reasons.
-        machine: processor, GPU, driver, versions; see `harness.machine`.
+        machine: processor, GPU, driver, versions; see `bench.machine`.
         details: what belongs to this kind alone.
         command: that gives it again. when: ISO 8601, UTC.
     """
 
     kind: Kind
-    subject: Subject | None
+    subject: Target | None
     case: dict[str, Scalar]
     figures: dict[str, Figure]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -229,8 +229,8 @@ def _measurement(raw: dict[str, Any]) -> Measurement:
     return Measurement(**values)
 
 
-def _subject(raw: dict[str, Any]) -> Subject:
-    values = _known(Subject, raw, "subject.")
+def _subject(raw: dict[str, Any]) -> Target:
+    values = _known(Target, raw, "subject.")
     for name in ("name", "backbone", "head", "runtime", "runtime_version", "device", "precision", "layout"):
         _expect(isinstance(values.get(name, ""), str), f"subject.{name}", "a text")
     for name in ("num_classes", "prototypes_per_class"):
@@ -240,7 +240,7 @@ def _subject(raw: dict[str, Any]) -> Subject:
         fits = isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))
         _expect(fits, "subject.input_size", "[H0, W0] or null")
         values["input_size"] = (size[0], size[1])
-    return Subject(**values)
+    return Target(**values)
 
 
 def _figure(name: str, raw: Any) -> Figure:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.bench.batch_timing import BatchTiming, TimingOptions, failed, time_batch
-from opal_deploy.bench.harness.machine import provenance
+from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.record import Figure, Measurement, Scalar, read
 from opal_deploy.bench.roofline.ceiling import Ceiling, Share, share
 from opal_deploy.bench.roofline.measure import ceiling_from
 from opal_deploy.bench.roofline.work import Work, work_of_model
-from opal_deploy.bench.subjects.opening import Opened
+from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.errors import StoppedEarly, UsageError
 
 OFFLINE = "offline"
@@ -31,7 +31,7 @@ class MeasuredCeiling:
     device: str
     threads: Scalar
 
-    def fits(self, opened: Opened) -> bool:
+    def fits(self, opened: LoadedTarget) -> bool:
         """Whether a model runs on just that."""
         return self.device == opened.subject.device and self.threads in (None, opened.threads)
 
@@ -55,7 +55,7 @@ def read_ceilings(path: Path) -> list[MeasuredCeiling]:
 
 
 def sweep(
-    opened: Opened, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[MeasuredCeiling] = ()
+    opened: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[MeasuredCeiling] = ()
 ) -> Iterator[Measurement]:
     """A line a batch size as soon as it is measured, then one for the best: offline.
 
@@ -94,7 +94,7 @@ def sweep(
         )
 
 
-def _row(opened: Opened, found: BatchTiming, work: Work | None, ceiling: Ceiling | None) -> Measurement:
+def _row(opened: LoadedTarget, found: BatchTiming, work: Work | None, ceiling: Ceiling | None) -> Measurement:
     subject = opened.subject
     figures = {
         "images_per_second": found.throughput,

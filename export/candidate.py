@@ -13,11 +13,11 @@ import onnx
 from opal_deploy.artifact.metadata import InputKind, Metadata, Precision
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.graph_edit import producers, with_outputs
-from opal_deploy.export.pictures import BATCHES, Pictures, Pixels, verification_pictures
+from opal_deploy.export.images import BATCHES, Pixels, VerificationImages, choose_verification_images
 from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.quantise import calibration_pictures, to_int8
-from opal_deploy.runtime.compare import Rounding
+from opal_deploy.export.quantization import calibration_images, to_int8
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import Rounding
 
 Say = Callable[[str], None]
 
@@ -49,7 +49,7 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ExportCandidate:
     """A graph on its way to becoming a file, with the reference that it must reproduce.
 
     Attributes:
@@ -61,7 +61,7 @@ class Candidate:
     model: onnx.ModelProto
     metadata: Metadata
     reference: Reference
-    pictures: Pictures
+    pictures: VerificationImages
     compared_with: str
     vectors: Reference = field(repr=False)
     rounding: Callable[[], Rounding] | None = None
@@ -70,8 +70,11 @@ class Candidate:
 
 
 def in_precision(
-    candidate: Candidate, precision: Precision, calibration: Pictures | None = None, say: Say = lambda _: None
-) -> Candidate:
+    candidate: ExportCandidate,
+    precision: Precision,
+    calibration: VerificationImages | None = None,
+    say: Say = lambda _: None,
+) -> ExportCandidate:
     """The same candidate with its body in a lower precision; it must reproduce the same reference.
 
     Args:
@@ -94,13 +97,13 @@ def in_precision(
     return replace(candidate, model=model, metadata=metadata, rounding=None, baseline=candidate.model)
 
 
-def choose_pictures(options: ExportOptions, metadata: Metadata) -> tuple[Pictures, Pictures | None]:
+def choose_images(options: ExportOptions, metadata: Metadata) -> tuple[VerificationImages, VerificationImages | None]:
     """What judges an export, and what int8 is calibrated with: never the same pictures."""
     calibration = _calibration(options, metadata)
     return _judges(options, metadata, calibration), calibration
 
 
-def _calibration(options: ExportOptions, metadata: Metadata) -> Pictures | None:
+def _calibration(options: ExportOptions, metadata: Metadata) -> VerificationImages | None:
     if options.precision != "int8":
         return None
     # where the same folder has to judge too, a third of it is kept for that
@@ -108,15 +111,15 @@ def _calibration(options: ExportOptions, metadata: Metadata) -> Pictures | None:
         options.calibrate.resolve()
     )
     apart = not options.verify or not shared
-    return calibration_pictures(options.calibrate, metadata, share=1.0 if apart else 2 / 3)
+    return calibration_images(options.calibrate, metadata, share=1.0 if apart else 2 / 3)
 
 
-def _judges(options: ExportOptions, metadata: Metadata, calibration: Pictures | None) -> Pictures:
+def _judges(options: ExportOptions, metadata: Metadata, calibration: VerificationImages | None) -> VerificationImages:
     used = [Path(name) for name in calibration.names] if calibration is not None else []
-    return verification_pictures(metadata, options.pictures or (options.calibrate if used else None), used)
+    return choose_verification_images(metadata, options.pictures or (options.calibrate if used else None), used)
 
 
-def gaps(model: onnx.ModelProto, session: OnnxSession, pixels: Pixels) -> Any:
+def top2_margin(model: onnx.ModelProto, session: OnnxSession, pixels: Pixels) -> Any:
     """How far each channel's best cell leads, which a file's own outputs do not tell: float32 [N, K], or None."""
     if "argmax" not in session.metadata.outputs:
         return None

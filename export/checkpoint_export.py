@@ -10,19 +10,18 @@ import torch
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.export.candidate import Candidate, ExportOptions, Say, choose_pictures, in_precision
-from opal_deploy.export.graph import ExportGraph
-from opal_deploy.export.onnx_export import Export, file_name, write_verified
-from opal_deploy.export.onnx_graph import trace
-from opal_deploy.export.pictures import Pictures, in_batches, vector_pictures
+from opal_deploy.export.candidate import ExportCandidate, ExportOptions, Say, choose_images, in_precision
+from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.images import VerificationImages, in_batches, test_vector_images
+from opal_deploy.export.onnx_export import ExportedModel, file_name, write_verified
 from opal_deploy.model.checkpoint import Checkpoint, describe
-from opal_deploy.runtime.compare import Rounding
 from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.runtime.verification import Rounding
 
 
 def export_checkpoint(
     checkpoint: Checkpoint, source: Path, options: ExportOptions, say: Say = lambda _: None
-) -> Export:
+) -> ExportedModel:
     """Trace, verify against PyTorch, write.
 
     Args:
@@ -41,7 +40,7 @@ def export_checkpoint(
 
 def build_candidate(
     checkpoint: Checkpoint, options: ExportOptions, say: Say = lambda _: None
-) -> tuple[Candidate, Pictures | None]:
+) -> tuple[ExportCandidate, VerificationImages | None]:
     """The traced float32 graph together with what PyTorch answers for the verification pictures and the test vectors.
 
     Also what `options.precision` is to be calibrated with.
@@ -59,16 +58,16 @@ def build_candidate(
         exporter={"torch": torch.__version__},
     )
     session = TorchSession(checkpoint, device="cpu")
-    pictures, calibration = choose_pictures(options, metadata)
+    pictures, calibration = choose_images(options, metadata)
     reference = in_batches(session.reference, pictures.pixels, join_references)
-    vectors = _storable(session.reference(vector_pictures(metadata)))
+    vectors = _storable(session.reference(test_vector_images(metadata)))
 
     def rounding() -> Rounding:
         say("Measuring how far PyTorch's own answers move when its convolutions sum in another order")
         other = in_batches(session.run_channels_last, pictures.pixels, Outputs.concatenate)
         return Rounding.between(reference.outputs, other, metadata)
 
-    return Candidate(model, metadata, reference, pictures, session.description, vectors, rounding), calibration
+    return ExportCandidate(model, metadata, reference, pictures, session.description, vectors, rounding), calibration
 
 
 def join_references(parts: list[Reference]) -> Reference:

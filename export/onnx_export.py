@@ -17,19 +17,18 @@ from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
-from opal_deploy.export.candidate import Candidate, ExportOptions, Say, choose_pictures, gaps, in_precision
-from opal_deploy.export.gate import examine, refusal, write_model
-from opal_deploy.export.pictures import in_batches
-from opal_deploy.runtime.compare import Comparison
+from opal_deploy.export.candidate import ExportCandidate, ExportOptions, Say, choose_images, in_precision, top2_margin
+from opal_deploy.export.images import in_batches
+from opal_deploy.export.verification import verification_error, verify_candidate, write_model
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verify import verify_vectors
+from opal_deploy.runtime.verification import Comparison, verify_vectors
 
 _PRECISION_ENDINGS = (".fp16", ".bf16", ".int8")
 NOT_VERIFIED = "exported with --no-verify"
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportedModel:
     """What was written: where, with which metadata, and what the comparison measured (None with --no-verify)."""
 
     path: Path
@@ -41,7 +40,7 @@ class Export:
 class Staged:
     """An export that has passed its gate and still lies under a temporary name."""
 
-    export: Export
+    export: ExportedModel
     temporary: Path
 
 
@@ -53,7 +52,7 @@ def file_name(source: Path, precision: Precision) -> Path:
     return source.with_name(source.stem + suffix)
 
 
-def export_onnx(source: Path, options: ExportOptions, say: Say = lambda _: None) -> Export:
+def export_onnx(source: Path, options: ExportOptions, say: Say = lambda _: None) -> ExportedModel:
     """Another precision of one of our own float32 ONNX files; no torch.
 
     The source must first reproduce its own test vectors; the result is compared with the source on pictures, and with
@@ -72,7 +71,7 @@ def export_onnx(source: Path, options: ExportOptions, say: Say = lambda _: None)
     return write_verified(candidate, out, say, options.threads, verify=options.verify)
 
 
-def onnx_candidate(source: Path, options: ExportOptions, say: Say = lambda _: None) -> Candidate:
+def onnx_candidate(source: Path, options: ExportOptions, say: Say = lambda _: None) -> ExportCandidate:
     """The graph of one of our float32 files in another precision, with the source's own answers as reference.
 
     Raises:
@@ -87,11 +86,11 @@ def onnx_candidate(source: Path, options: ExportOptions, say: Say = lambda _: No
     say(f"Checking {source.name} against its own test vectors")
     session = OnnxSession(source, device="cpu", threads=options.threads)
     verify_vectors(session, str(source))
-    pictures, calibration = choose_pictures(options, metadata)
+    pictures, calibration = choose_images(options, metadata)
     model = onnx.load(source)
     outputs = in_batches(session.run, pictures.pixels, Outputs.concatenate)
-    reference = Reference(pictures.pixels, outputs, gaps(model, session, pictures.pixels))
-    candidate = Candidate(
+    reference = Reference(pictures.pixels, outputs, top2_margin(model, session, pictures.pixels))
+    candidate = ExportCandidate(
         model,
         metadata,
         reference,
@@ -104,8 +103,8 @@ def onnx_candidate(source: Path, options: ExportOptions, say: Say = lambda _: No
 
 
 def write_verified(
-    candidate: Candidate, out: Path, say: Say, threads: int | None = None, *, verify: bool = True
-) -> Export:
+    candidate: ExportCandidate, out: Path, say: Say, threads: int | None = None, *, verify: bool = True
+) -> ExportedModel:
     """Write a graph under its final name if, and only if, it reproduces its reference.
 
     Raises:
@@ -117,7 +116,7 @@ def write_verified(
 
 @contextmanager
 def staged(
-    candidate: Candidate, out: Path, say: Say, threads: int | None = None, *, verify: bool = True
+    candidate: ExportCandidate, out: Path, say: Say, threads: int | None = None, *, verify: bool = True
 ) -> Iterator[Staged]:
     """A verified file under a temporary name beside `out`; it gets its name when the block ends without an error.
 
@@ -136,10 +135,10 @@ def staged(
     with written_atomically(out) as temporary:
         comparison = None
         if verify:
-            examination = examine(replace(candidate, metadata=metadata), out.parent, say, threads)
+            examination = verify_candidate(replace(candidate, metadata=metadata), out.parent, say, threads)
             comparison = examination.comparison
             if not comparison:
-                raise refusal(candidate, examination, out.name)
+                raise verification_error(candidate, examination, out.name)
             doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
             metadata = replace(metadata, verification={**examination.report, **doubt})
         write_model(candidate.model, metadata, temporary)
@@ -147,10 +146,10 @@ def staged(
         if verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and vectors
             verify_vectors(OnnxSession(temporary, device="cpu", threads=threads), out.name)
-        yield Staged(Export(out, replace(metadata, file_sha256=digest), comparison), temporary)
+        yield Staged(ExportedModel(out, replace(metadata, file_sha256=digest), comparison), temporary)
 
 
-def _exporter(candidate: Candidate) -> dict[str, Any]:
+def _exporter(candidate: ExportCandidate) -> dict[str, Any]:
     import onnxruntime
 
     return {

@@ -22,11 +22,11 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
-    from opal_deploy.explain.records import Record
-    from opal_deploy.explain.schema import json_schema
-    from opal_deploy.pipeline.convert import to_coco, to_label_studio, to_pandas
-    from opal_deploy.pipeline.model import Model, load
-    from opal_deploy.pipeline.service import Service
+    from opal_deploy.inference.model import Model, load
+    from opal_deploy.inference.service import Service
+    from opal_deploy.records import to_coco, to_label_studio, to_pandas
+    from opal_deploy.records.record import Record
+    from opal_deploy.records.schema import json_schema
 
 __all__ = [
     "ArtifactError",
@@ -49,14 +49,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Model": "opal_deploy.pipeline.model",
-    "load": "opal_deploy.pipeline.model",
-    "Service": "opal_deploy.pipeline.service",
-    "Record": "opal_deploy.explain.records",
-    "json_schema": "opal_deploy.explain.schema",
-    "to_coco": "opal_deploy.pipeline.convert",
-    "to_label_studio": "opal_deploy.pipeline.convert",
-    "to_pandas": "opal_deploy.pipeline.convert",
+    "Model": "opal_deploy.inference.model",
+    "load": "opal_deploy.inference.model",
+    "Service": "opal_deploy.inference.service",
+    "Record": "opal_deploy.records.record",
+    "json_schema": "opal_deploy.records.schema",
+    "to_coco": "opal_deploy.records",
+    "to_label_studio": "opal_deploy.records",
+    "to_pandas": "opal_deploy.records",
 }
 
 

@@ -54,12 +54,12 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
     from opal_deploy.bench.engines import settle
-    from opal_deploy.demo import example_pictures
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
     from opal_deploy.model.checkpoint import Checkpoint, load, save
     from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
+    from opal_deploy.synthetic import example_images
 
     heads = {
         "exact": HeadConfig(prototypes_per_class=3),
@@ -69,7 +69,7 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(CLASSES), INPUT_SIZE, heads[evidence]))
-        settle(network, example_pictures(32, *INPUT_SIZE))
+        settle(network, example_images(32, *INPUT_SIZE))
     path = folders.mktemp(evidence) / f"{evidence}.pt"
     save(path, Checkpoint(network, CLASSES))
     return export_checkpoint(load(path), path, ExportOptions(threads=1)).path
@@ -108,12 +108,12 @@ PictureFolder = Callable[[Path, int], list[Path]]
 @pytest.fixture(scope="session")
 def make_pictures() -> PictureFolder:
     """Writes so many different PNG pictures of 96 x 96 into a folder: 000.png, 001.png, ..."""
-    from opal_deploy.demo import example_pictures
+    from opal_deploy.synthetic import example_images
 
     def make(folder: Path, count: int) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{number:03}.png" for number in range(count)]
-        for path, picture in zip(paths, example_pictures(count, *INPUT_SIZE), strict=True):
+        for path, picture in zip(paths, example_images(count, *INPUT_SIZE), strict=True):
             Image.fromarray(picture).save(path)
         return paths
 

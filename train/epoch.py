@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.train.distributed import Group
-from opal_deploy.train.pictures import Batches, normalised
+from opal_deploy.train.images import Batches, normalised
 from opal_deploy.train.setup import Amp
 
 # a GPU is asked for its losses only so often: each question waits until it has caught up
@@ -38,7 +38,7 @@ class LossNotFinite(Exception):
 
 
 @dataclass
-class Sums:
+class EpochMetrics:
     """Of the epoch under way, over all processes: loss, correct answers and pictures; seconds of this process."""
 
     loss: float = 0.0
@@ -49,7 +49,7 @@ class Sums:
 
 
 @dataclass
-class Learner:
+class TrainStep:
     """What a step changes, and how it is computed.
 
     Attributes:
@@ -96,11 +96,11 @@ class Learner:
 
 
 def train_epoch(
-    learner: Learner,
+    learner: TrainStep,
     batches: Batches,
-    sums: Sums,
+    sums: EpochMetrics,
     *,
-    after_step: Callable[[int, Sums], None],
+    after_step: Callable[[int, EpochMetrics], None],
 ) -> None:
     """All batches of `batches.epoch`, from `batches.first` on.
 
@@ -131,7 +131,7 @@ def train_epoch(
             after_step(step + 1, sums)
 
 
-def _read(unread: list[tuple[int, Tensor, Tensor, int]], sums: Sums, group: Group, batches: Batches) -> None:
+def _read(unread: list[tuple[int, Tensor, Tensor, int]], sums: EpochMetrics, group: Group, batches: Batches) -> None:
     losses = torch.stack([loss for _, loss, _, _ in unread]).double().tolist()
     losses = group.total(*losses)
     for (step, _, _, pictures), loss in zip(unread, losses, strict=True):

@@ -18,22 +18,21 @@ from typing import Any
 import torch
 
 from opal_deploy.artifact.files import exclusive
+from opal_deploy.datasets.samples import DataSet, Report
 from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError, require
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import resume as resuming
 from opal_deploy.train import setup
-from opal_deploy.train.data.samples import DataSet, Report
+from opal_deploy.train.checkpoint_manager import CheckpointManager, all_finite, kept
 from opal_deploy.train.distributed import Group, joined, spread, with_common_batch_norm
-from opal_deploy.train.epoch import Learner, LossNotFinite, Sums, compiled, summary_writer, train_epoch
-from opal_deploy.train.evaluation.network import Evaluation, evaluate_batches
-from opal_deploy.train.keeper import Keeper, all_finite, kept
-from opal_deploy.train.options import Options
-from opal_deploy.train.pictures import Batches, Pictures
-from opal_deploy.train.recipe import Recipe
+from opal_deploy.train.epoch import EpochMetrics, LossNotFinite, TrainStep, compiled, summary_writer, train_epoch
+from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.recipe import Options, Recipe
 from opal_deploy.train.resume import Progress
-from opal_deploy.train.run_folder import EpochRecord, RunFolder
+from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.transforms import PaperAugmentation
+from opal_deploy.train.validation import Evaluation, evaluate_batches
 
 _MEGABYTE = 1 << 20
 
@@ -114,7 +113,7 @@ def fit(
         if not group.is_writer:
             report, log = _no_report, _no_log
         how = Recipe(options) if recipe is None else replace(recipe, options=options)
-        run = _Run(data, options, RunFolder(out), group, report, log)
+        run = _Run(data, options, TrainRunDirectory(out), group, report, log)
         try:
             return run.whole(overwrite, resume, how)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -132,7 +131,7 @@ class _Run:
         self,
         data: DataSet,
         options: Options,
-        folder: RunFolder,
+        folder: TrainRunDirectory,
         group: Group,
         report: Report,
         log: Callable[[str], None],
@@ -177,8 +176,8 @@ class _Run:
             network = with_common_batch_norm(network)
         self.network = network
         optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
-        learner = Learner(compiled(spread(network, group), options.compile), optimizer, amp, group)
-        self.keeper = Keeper(folder, self.data, group, network, resolved)
+        learner = TrainStep(compiled(spread(network, group), options.compile), optimizer, amp, group)
+        self.keeper = CheckpointManager(folder, self.data, group, network, resolved)
 
         # the loop, with the folder for itself -------------------------------------------------------------------------
         with exclusive(folder.root) if group.is_writer else nullcontext():
@@ -206,8 +205,8 @@ class _Run:
         """Of training and validation; and what was chosen for them."""
         options, group = self.options, self.group
         augmentation = PaperAugmentation(options.input_size) if options.augment == "paper" else None
-        train = Pictures(self.data.train, options.input_size, augmentation=augmentation, seed=options.seed)
-        val = Pictures(self.data.val, options.input_size)
+        train = TrainImages(self.data.train, options.input_size, augmentation=augmentation, seed=options.seed)
+        val = TrainImages(self.data.val, options.input_size)
         # every process keeps all pictures: which of them it needs changes with each epoch
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", group.size)) if group.size > 1 else 1
         cached = processes * (train.cache_bytes + val.cache_bytes) <= options.cache_megabytes * _MEGABYTE
@@ -220,7 +219,7 @@ class _Run:
         val_batches = Batches(val, options.batch_size, workers=0 if cached else workers, **share)
         return train_batches, val_batches, {"workers": workers, "cached": cached}
 
-    def _restore(self, last: dict[str, Any], learner: Learner) -> Progress:
+    def _restore(self, last: dict[str, Any], learner: TrainStep) -> Progress:
         folder = self.folder
         if resuming.KEY not in last:
             raise UsageError(
@@ -254,14 +253,14 @@ class _Run:
         return progress
 
     def _epoch(
-        self, epoch: int, progress: Progress, learner: Learner, train_batches: Batches, val_batches: Batches
+        self, epoch: int, progress: Progress, learner: TrainStep, train_batches: Batches, val_batches: Batches
     ) -> EpochRecord:
         options, group = self.options, self.group
         per_epoch = len(self.data.train) + len(self.data.val)
         train_batches.epoch, train_batches.first = epoch, progress.step
         last_saved = progress.step
 
-        def after_step(step: int, sums: Sums) -> None:
+        def after_step(step: int, sums: EpochMetrics) -> None:
             nonlocal last_saved
             self.report(
                 (epoch - 1) * per_epoch + int(sums.seen),
@@ -299,7 +298,7 @@ class _Run:
             sums.waited / sums.seconds,
         )
         progress.records.append(record)
-        progress.epoch, progress.step, progress.sums = epoch, 0, Sums()
+        progress.epoch, progress.step, progress.sums = epoch, 0, EpochMetrics()
         progress.figures = {"epoch": epoch, **val.to_dict("val")}
         if progress.best is None or val.loss < progress.best[1].loss:
             # before last.pt: should the process end between the two, this epoch is done again
@@ -320,7 +319,7 @@ class _Run:
         self.network.load_state_dict(resuming.load_file(folder.best)["state_dict"])
         test = None
         if self.data.test:
-            pictures = Pictures(self.data.test, self.options.input_size)
+            pictures = TrainImages(self.data.test, self.options.input_size)
             workers = setup.default_workers(group.device, False) if group.device.type == "cuda" else 0
             batches = Batches(pictures, self.options.batch_size, workers=workers, rank=group.rank, size=group.size)
             gather = group.everyone if group.size > 1 else None
@@ -342,7 +341,7 @@ class _Run:
         )
 
 
-def _stored_result(folder: RunFolder, wanted: dict[str, Any]) -> Result:
+def _stored_result(folder: TrainRunDirectory, wanted: dict[str, Any]) -> Result:
     """Of a run that is finished."""
     best, last = resuming.load_file(folder.best), resuming.load_file(folder.last)
     # where and in what precision matters to steps that are still to be done

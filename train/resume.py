@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.data.samples import DataSet
 from opal_deploy.train.distributed import Group
-from opal_deploy.train.epoch import Learner, Sums
-from opal_deploy.train.evaluation.network import Evaluation
-from opal_deploy.train.options import FREE_TO_CHANGE
-from opal_deploy.train.run_folder import EpochRecord, RunFolder
+from opal_deploy.train.epoch import EpochMetrics, TrainStep
+from opal_deploy.train.recipe import FREE_TO_CHANGE
+from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
+from opal_deploy.train.validation import Evaluation
 
 # the key beside the checkpoint's own
 KEY = "resume"
@@ -45,7 +45,7 @@ class Progress:
 
     epoch: int = 0
     step: int = 0
-    sums: Sums = field(default_factory=Sums)
+    sums: EpochMetrics = field(default_factory=EpochMetrics)
     records: list[EpochRecord] = field(default_factory=list)
     best: tuple[int, Evaluation] | None = None
     figures: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Progress:
         return Progress(
             raw["epoch"],
             raw["step"],
-            Sums(**raw["sums"]),
+            EpochMetrics(**raw["sums"]),
             [EpochRecord(**record) for record in raw["records"]],
             None if best is None else (best[0], Evaluation(**best[1])),
             raw["figures"],
@@ -81,7 +81,7 @@ def evaluation_of(figures: dict[str, Any], split: str) -> Evaluation:
     return Evaluation(**{field.name: own[field.name] for field in fields(Evaluation) if field.name in own})
 
 
-def restore(last: dict[str, Any], network: OpalNetwork, learner: Learner, group: Group) -> Progress:
+def restore(last: dict[str, Any], network: OpalNetwork, learner: TrainStep, group: Group) -> Progress:
     """Put everything but the random state back as `last` has it; any exception means that it is damaged."""
     stored = last[KEY]
     progress = Progress.from_dict(stored["progress"])
@@ -124,7 +124,7 @@ def load_file(path: Path) -> dict[str, Any]:
     return raw
 
 
-def check_same(folder: RunFolder, last: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
+def check_same(folder: TrainRunDirectory, last: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
     """Compare what a run was started with with what it is to be continued with.
 
     Args:
@@ -159,7 +159,7 @@ def differing(stored: Any, wanted: dict[str, Any], free: tuple[str, ...] = FREE_
     return words
 
 
-def read_config(folder: RunFolder) -> dict[str, Any] | None:
+def read_config(folder: TrainRunDirectory) -> dict[str, Any] | None:
     """config.json; None where there is none.
 
     Raises:

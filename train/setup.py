@@ -18,7 +18,7 @@ from opal_deploy.artifact.files import sha256_of_file
 from opal_deploy.errors import UsageError
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.onnx_session import available_cpus
-from opal_deploy.train.options import TrainingPrecision
+from opal_deploy.train.recipe import TrainingPrecision
 
 # more processes than this only wait for one GPU
 _MOST_WORKERS = 8

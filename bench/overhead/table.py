@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from opal_deploy.bench.overhead.counter import Backbone, count_backbone
+from opal_deploy.bench.overhead.counting import Backbone, count_backbone
 from opal_deploy.bench.overhead.operations import HeadCounts, Operation, Shape, operations_of, totals
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 

@@ -2,7 +2,10 @@
 
 The bare session answers the same pictures, already decoded, in the same batches. Repeats are interleaved, so that a
 machine that slows down slows all three alike.
-"""
+
+The model of a measurement, opened as `infer` opens it.
+
+A session that costs nothing: what remains of a run is the pipeline itself."""
 
 from __future__ import annotations
 
@@ -10,27 +13,32 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.bench.harness.machine import peak_megabytes, reset_peak
-from opal_deploy.bench.pipeline.bound import Bound, Pass, find_bound
-from opal_deploy.bench.pipeline.cases import Case
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.bench.machine import peak_megabytes, reset_peak
+from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
+from opal_deploy.bench.pipeline.cases import Case, decoded
 from opal_deploy.bench.pipeline.memory import MemoryCurve, MemoryWatch
-from opal_deploy.bench.pipeline.pictures import decoded
-from opal_deploy.bench.pipeline.replay import ReplaySession
-from opal_deploy.pipeline.discover import Item
-from opal_deploy.pipeline.engine import EngineOptions
-from opal_deploy.pipeline.run.infer import Job, run
-from opal_deploy.pipeline.stages import StageClock, Station
+from opal_deploy.bench.record import Target
+from opal_deploy.bench.targets.loading import LoadedTarget, Setup, load_file
+from opal_deploy.bench.targets.names import head_name
+from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.timing import StageTimer, ThreadRole
 from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.onnx_session import available_cpus
-from opal_deploy.runtime.session import ImageBatch, Session
+from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES
+from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.pipeline.plain import PlainLoop
+    from opal_deploy.bench.pipeline.eager_baseline import PlainLoop
+
 
 INFER, EXPLAIN = "infer", "infer_explain"
 
@@ -47,7 +55,7 @@ class Variant:
     name: str
     passes: tuple[Pass, ...]
     memory: MemoryCurve
-    bound: Bound
+    bound: Bottleneck
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ def measure(
             told = {"session alone": bare, **passes, "plain PyTorch and Pillow": scripted}
             rates = ", ".join(f"{name} {made[-1].rate:.1f}" for name, made in told.items() if made)
             say(f"repeat {repeat + 1} of {repeats}: {rates} images/s")
-    threads: dict[Station, int] = {"decoders": case.workers, "drawers": case.workers, "session": 1, "loop": 1}
+    threads: dict[ThreadRole, int] = {"decoders": case.workers, "drawers": case.workers, "session": 1, "loop": 1}
     return CaseResult(
         case,
         images,
@@ -136,7 +144,7 @@ def measure(
         session.description,
         tuple(bare),
         tuple(
-            Variant(name, tuple(made), curves[name], find_bound(made, threads, available_cpus()))
+            Variant(name, tuple(made), curves[name], find_bottleneck(made, threads, available_cpus()))
             for name, made in passes.items()
         ),
         peak_megabytes(),
@@ -170,13 +178,84 @@ def _infer(
     out = scratch / name
     out.mkdir()
     explain = name == EXPLAIN
-    engine = EngineOptions(
+    engine = InferenceOptions(
         batch=case.batch, fixed_batch=True, workers=case.workers, keep_pictures=explain, time_transfers=True,
         decode=case.decode, gpus=tuple(gpus), isolate=case.isolate,
     )  # fmt: skip
     with MemoryWatch(interval) as watch:
         cpu = _processor_seconds()
-        summary = run(iter(items), [session], Job(out, explain, engine=engine), clock=StageClock())
+        summary = run(iter(items), [session], RunOptions(out, explain, engine=engine), clock=StageTimer())
         cpu = _processor_seconds() - cpu
     shutil.rmtree(out)
     return Pass(images, summary.seconds, cpu, summary.times), watch.curve
+
+
+def open_as_infer_does(path: Path, *, device: str, threads: int | None) -> LoadedTarget:
+    """An ONNX file or an engine in its runtime; a checkpoint in the reference session, normalised on the host.
+
+    Raises:
+        ArtifactError, CheckpointError: no such model, or not ours. MissingExtra: its runtime is not installed.
+        UsageError: a device that is not there.
+    """
+    if path.suffix in CHECKPOINT_SUFFIXES and path.is_file():
+        return _checkpoint(path, device, threads)
+    return load_file(path, Setup(device=device, threads=threads))
+
+
+def _checkpoint(path: Path, device: str, threads: int | None) -> LoadedTarget:
+    from opal_deploy.runtime.select import open_sessions
+
+    (session,) = open_sessions(path, device=device, threads=threads)
+    import torch
+
+    from opal_deploy.artifact.files import sha256_of_file
+    from opal_deploy.runtime.torch_session import torch_device
+
+    metadata = session.metadata
+    subject = Target(
+        name=path.name,
+        backbone=metadata.backbone,
+        head=head_name(metadata.head),
+        runtime="torch eager",
+        runtime_version=torch.__version__,
+        device=str(torch_device(device)),
+        precision=metadata.precision,
+        layout="uint8 NHWC, normalised on the host; convolutions NCHW",
+        input_size=metadata.input_size,
+        num_classes=metadata.num_classes,
+        prototypes_per_class=metadata.prototypes_per_class,
+        sha256=sha256_of_file(path),
+    )
+    return LoadedTarget(session, subject, torch.get_num_threads() if subject.device == "cpu" else None)
+
+
+class ReplaySession:
+    """Answers with outputs that a network computed beforehand, in turn and again from the first, as views.
+
+    Attributes:
+        metadata: the model's, so that records and overlays are as much work as its own.
+        description: says so.
+    """
+
+    def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
+        self.metadata = metadata
+        self.description = f"no network: answers computed beforehand by {origin}"
+        self._count = len(outputs)
+        self._next = 0
+        # twice, so that answers that wrap around are a view too
+        self._outputs = Outputs.concatenate([outputs, outputs])
+
+    @staticmethod
+    def of(session: Session, batches: Iterable[ImageBatch]) -> ReplaySession:
+        """What `session` answers to `batches`."""
+        answers = Outputs.concatenate([session.run(batch) for batch in batches])
+        return ReplaySession(session.metadata, answers, session.description)
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`; raises ValueError for a batch larger than what was computed."""
+        check_batch(images, self.metadata)
+        if len(images) > self._count:
+            raise ValueError(f"a batch of {len(images)}; only {self._count} answers were computed")
+        start = self._next
+        self._next = (start + len(images)) % self._count
+        return self._outputs.rows(start, start + len(images))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
-from opal_deploy.explain.palette import BASE, BLACK, RGB, WHITE, contrast, css
+from opal_deploy.visualization.palette import BASE, BLACK, RGB, WHITE, contrast, css
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

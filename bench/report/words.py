@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-from opal_deploy.explain.text import visible
+from opal_deploy.visualization.text import visible
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # counted things: written with a prefix from 10,000 on; everything else is written out

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from opal_deploy.bench.harness.machine import provenance
-from opal_deploy.bench.record import NOISY, Figure, Measurement, Subject
+from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.record import NOISY, Figure, Measurement, Target
 from opal_deploy.bench.roofline.ceiling import Ceiling
 from opal_deploy.errors import UsageError
 
@@ -73,7 +73,7 @@ def measure(plan: Plan) -> Measurement:
     noisy = [key for key, figure in figures.items() if figure.is_noisy]
     return Measurement(
         kind="ceiling",
-        subject=Subject(name=name, runtime="torch", runtime_version=torch.__version__, device=name),
+        subject=Target(name=name, runtime="torch", runtime_version=torch.__version__, device=name),
         case={"threads": threads if kind == "cpu" else None},
         figures=figures,
         settings={
@@ -89,7 +89,7 @@ def measure(plan: Plan) -> Measurement:
     )  # fmt: skip
 
 
-def usual_precisions(device: str) -> tuple[str, ...]:
+def default_precisions(device: str) -> tuple[str, ...]:
     """What is measured where nothing was asked for: on a GPU all that networks run in, on a CPU fp32 alone.
 
     Many CPUs have no instructions for half precision, and take minutes for one product.

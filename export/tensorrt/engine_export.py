@@ -31,12 +31,11 @@ from opal_deploy.artifact.engine_file import (
 from opal_deploy.artifact.files import sha256_of_file, written_atomically
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import ArtifactError
-from opal_deploy.export.tensorrt.build import Advance, Listen, Network
-from opal_deploy.export.tensorrt.choice import Choice
-from opal_deploy.export.tensorrt.options import BuildOptions
-from opal_deploy.runtime.probe import Driver
+from opal_deploy.export.tensorrt.builder import Advance, Listen, Network
+from opal_deploy.export.tensorrt.options import BuildOptions, Choice
+from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.tensorrt.bindings import SHORT_NAMES, Bindings, load
-from opal_deploy.runtime.tensorrt.fitness import here
+from opal_deploy.runtime.tensorrt.compatibility import here
 from opal_deploy.runtime.tensorrt.session import EngineSession
 
 Say = Callable[[str], None]

@@ -9,18 +9,18 @@ from pathlib import Path
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportOptions, Say
-from opal_deploy.export.onnx_export import Export, file_name, onnx_candidate, staged
+from opal_deploy.export.onnx_export import ExportedModel, file_name, onnx_candidate, staged
 from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob, staged_engines
+from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.probe import Driver
-from opal_deploy.runtime.verify import verify_vectors
+from opal_deploy.runtime.verification import verify_vectors
 
 
 @dataclass(frozen=True)
 class Deployment:
     """What one call wrote: ONNX files, each verified, and the engines built from the last of them."""
 
-    files: list[Export]
+    files: list[ExportedModel]
     engines: list[EngineExport]
 
 

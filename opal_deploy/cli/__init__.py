@@ -13,7 +13,7 @@ import typer
 from opal_deploy._version import __version__
 from opal_deploy.cli.atlas import atlas
 from opal_deploy.cli.bench import bench
-from opal_deploy.cli.console import one_line, say
+from opal_deploy.cli.console import one_line, print_message
 from opal_deploy.cli.convert import convert
 from opal_deploy.cli.demo import demo
 from opal_deploy.cli.diff import diff
@@ -77,17 +77,17 @@ def main() -> None:
     except SystemExit as stop:
         # typer has turned the interrupt into this
         if stop.code == INTERRUPTED:
-            say("opal-deploy: interrupted")
+            print_message("opal-deploy: interrupted")
         raise
     except OpalError as error:
         if debug:
             traceback.print_exc()
-        say(f"opal-deploy{_process()}: {one_line(str(error))}")
+        print_message(f"opal-deploy{_process()}: {one_line(str(error))}")
         raise SystemExit(error.exit_code) from None
     except Exception as error:
         if debug:
             traceback.print_exc()
-        say(
+        print_message(
             f"opal-deploy: this is a bug of ours: {type(error).__name__}: {one_line(str(error))}; "
             "please report it with the output of the same command with --debug"
         )

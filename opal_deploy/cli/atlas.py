@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from opal_deploy.cli.console import emit_json, one_line, progress, say
-from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch, usual_workers
+from opal_deploy.cli.console import one_line, print_json, print_message, progress
+from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
 from opal_deploy.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.explain.atlas.folder import Atlas
-    from opal_deploy.pipeline.atlas import Counts, Labelled
+    from opal_deploy.inference.atlas import Counts, Labelled
+    from opal_deploy.visualization.atlas.storage import Atlas
 
 SOME_IMAGES_FAILED = 3
 # lines of the to-do list on a terminal; all are in atlas.json
@@ -78,34 +78,38 @@ def atlas(
     `explain --atlas` shows them beside a picture's own. Slots that do not do what a slot is for are listed.
     """
     from opal_deploy.artifact.files import exclusive
-    from opal_deploy.cli.infer import preparation
-    from opal_deploy.explain.atlas.folder import check_place, write_atlas
-    from opal_deploy.explain.atlas.page import write_page
-    from opal_deploy.pipeline.atlas import collect, write_patches
-    from opal_deploy.pipeline.engine import EngineOptions
-    from opal_deploy.pipeline.sheets import check_exact
+    from opal_deploy.cli.infer import setup
+    from opal_deploy.inference.atlas import collect, write_patches
+    from opal_deploy.inference.executor import InferenceOptions
+    from opal_deploy.inference.sheets import check_exact
     from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.visualization.atlas.page import write_page
+    from opal_deploy.visualization.atlas.storage import check_place, write_atlas
 
     if not data.exists():
         raise UsageError(f"{data}: no such file or folder")
     check_place(out, overwrite=overwrite)
-    path = model or preparation.found_model(device)
-    preparation.raise_pillows_limit(max_pixels)
+    path = model or setup.found_model(device)
+    setup.raise_pillows_limit(max_pixels)
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
     check_exact(metadata, str(path))
     found = _pictures(data, _Reading(dataset, partition, skip_missing, split, boxes, plain=plain))
     _check_labels(found, metadata, data, only_correct=only_correct)
     if metadata.unverified:
-        say(f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's")
+        print_message(
+            f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's"
+        )
     if metadata.crop == "boxes" and not found.cropped:
-        say("This model was trained on pictures cropped to boxes, and these are not cropped: expect lower cosines")
-    options = EngineOptions(
-        batch=batch or usual_batch(sessions[0]),
-        workers=workers or usual_workers(),
+        print_message(
+            "This model was trained on pictures cropped to boxes, and these are not cropped: expect lower cosines"
+        )
+    options = InferenceOptions(
+        batch=batch or default_batch(sessions[0]),
+        workers=workers or default_workers(),
         max_pixels=max_pixels,
     )
-    say(one_line(f"Building an atlas of {found.description} with {path} in {sessions[0].description}"))
+    print_message(one_line(f"Building an atlas of {found.description} with {path} in {sessions[0].description}"))
     with exclusive(out):
         started = time.perf_counter()
         with progress("pictures") as advance:
@@ -123,13 +127,13 @@ def atlas(
             "images": counts.images, "answered": counts.counted, "failed": counts.failed,
             "wrong": counts.wrong, "unlabelled": counts.unlabelled,
         }  # fmt: skip
-        built = write_patches(collector, out, preparation.model_identity(path), about)
+        built = write_patches(collector, out, setup.model_identity(path), about)
         write_atlas(built)
         write_page(built)
         seconds = time.perf_counter() - started
     _tell(built, counts, seconds)
     if as_json:
-        emit_json(_document(built, seconds))
+        print_json(_document(built, seconds))
     if counts.failed:
         raise typer.Exit(SOME_IMAGES_FAILED)
 
@@ -163,7 +167,7 @@ def _pictures(data: Path, how: _Reading) -> _Found:
     Raises:
         UsageError: the data set cannot be used as it is.
     """
-    from opal_deploy.train.data.catalogue import read
+    from opal_deploy.datasets.registry import read
 
     if how.plain or (how.dataset is None and not data.is_dir()):
         return _plain(data)
@@ -173,19 +177,19 @@ def _pictures(data: Path, how: _Reading) -> _Found:
     except MissingExtra as error:
         if how.dataset is not None:
             raise
-        say(f"{error}; until then every picture below {data} counts, labelled by its folder")
+        print_message(f"{error}; until then every picture below {data} counts, labelled by its folder")
         return _plain(data)
     for line in found.warnings:
-        say(one_line(f"warning: {line}"))
+        print_message(one_line(f"warning: {line}"))
     samples = {"train": found.train, "val": found.val, "test": found.test}[how.split]
     if not samples:
         raise UsageError(f"{data}: it has no {how.split} split; choose another --split")
 
     def pictures() -> Iterator[Labelled]:
-        from opal_deploy.pipeline.atlas import Labelled
-        from opal_deploy.pipeline.decoding.prepare import Request
-        from opal_deploy.pipeline.names import escape_name
-        from opal_deploy.train.data.samples import shown
+        from opal_deploy.datasets.samples import shown
+        from opal_deploy.inference.atlas import Labelled
+        from opal_deploy.inference.decoding.prepare import Request
+        from opal_deploy.records.names import escape_name
 
         for sample in samples:
             request = Request(
@@ -199,11 +203,12 @@ def _pictures(data: Path, how: _Reading) -> _Found:
 
 
 def _plain(data: Path) -> _Found:
-    from opal_deploy.pipeline.atlas import Labelled
-    from opal_deploy.pipeline.decoding.prepare import Request
-    from opal_deploy.pipeline.discover import Skipped, discover
-    from opal_deploy.pipeline.names import escape_name
-    from opal_deploy.pipeline.run.labels import FolderLabels
+    from opal_deploy.inference.atlas import Labelled
+    from opal_deploy.inference.decoding.prepare import Request
+    from opal_deploy.inference.sources.annotations import FolderLabels
+    from opal_deploy.inference.sources.discovery import discover
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.records.names import escape_name
 
     labels = FolderLabels()
 
@@ -224,7 +229,9 @@ def _check_labels(found: _Found, metadata: Metadata, data: Path, *, only_correct
             f"{data}: none of its classes is one of the model's ({unknown[0]!r}); leave --only-correct out"
         )
     if unknown:
-        say(one_line(f"warning: {len(unknown)} of its classes are none of the model's ({', '.join(unknown[:3])})"))
+        print_message(
+            one_line(f"warning: {len(unknown)} of its classes are none of the model's ({', '.join(unknown[:3])})")
+        )
 
 
 def _limited(pictures: Iterator[Labelled], limit: int | None) -> Iterator[Labelled]:
@@ -243,26 +250,28 @@ def _lost(counts: Counts) -> str:
 def _tell(built: Atlas, counts: Counts, seconds: float) -> None:
     patches = sum(len(entry.patches) for entry in built.entries.values())
     lost = "" if counts.counted == counts.images else f" ({_lost(counts)})"
-    say(f"{counts.images:,} pictures in {seconds:.1f} s{lost}: {patches:,} patches of {len(built.entries):,} slots")
+    print_message(
+        f"{counts.images:,} pictures in {seconds:.1f} s{lost}: {patches:,} patches of {len(built.entries):,} slots"
+    )
     for line in counts.first_failures:
-        say(one_line(f"  {line}"))
+        print_message(one_line(f"  {line}"))
     total = sum(built.cells)
     most = max(range(len(built.cells)), key=lambda cell: (built.cells[cell], -cell))
     row, col = divmod(most, built.model["grid"][1])
-    say(
+    print_message(
         f"The cell chosen most often: {row}, {col}, {built.cells[most] / total:.1%} of all "
         f"(even: {1 / len(built.cells):.1%})"
     )
     kinds = Counter(finding.kind for finding in built.findings)
     if not kinds:
-        say("To do: nothing found")
+        print_message("To do: nothing found")
     for kind, count in kinds.most_common():
-        say(f"To do: {count:,} {_KINDS[kind]}")
+        print_message(f"To do: {count:,} {_KINDS[kind]}")
     for finding in built.findings[:_LISTED]:
-        say(one_line(f"  {finding.message}"))
+        print_message(one_line(f"  {finding.message}"))
     if len(built.findings) > _LISTED:
-        say(f"  and {len(built.findings) - _LISTED:,} more in atlas.json")
-    say(f"Atlas: {built.root}")
+        print_message(f"  and {len(built.findings) - _LISTED:,} more in atlas.json")
+    print_message(f"Atlas: {built.root}")
 
 
 def _document(built: Atlas, seconds: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 
-def say(text: str = "") -> None:
+def print_message(text: str = "") -> None:
     """A line for a person; a person who is gone stops nothing."""
     try:
         print(text, file=sys.stderr, flush=True)
@@ -18,7 +18,7 @@ def say(text: str = "") -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
-def silence(line: str) -> None:
+def set_quiet(line: str) -> None:
     """Instead of `say`, where another process says it."""
 
 
@@ -27,12 +27,12 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def emit_json(document: Any) -> None:
+def print_json(document: Any) -> None:
     """A document for a machine, on stdout."""
-    emit_line(json.dumps(document, indent=2, ensure_ascii=True))
+    print_json_line(json.dumps(document, indent=2, ensure_ascii=True))
 
 
-def emit_line(text: str) -> None:
+def print_json_line(text: str) -> None:
     """Text on stdout; its reader may have gone away, as `head` does."""
     try:
         print(text, flush=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from opal_deploy.cli.console import emit_line, say
+from opal_deploy.cli.console import print_json_line, print_message
 from opal_deploy.errors import UsageError
 
 COCO, LABEL_STUDIO = "coco", "label-studio"
@@ -34,8 +34,8 @@ def convert(
     Tables come from `infer --format csv` or `--format parquet`.
     """
     from opal_deploy.artifact.files import written_atomically
-    from opal_deploy.pipeline.checking.recorded import all_records, results_file
-    from opal_deploy.pipeline.convert import label_config, to_coco, to_label_studio
+    from opal_deploy.auditing.results_reader import all_records, results_file
+    from opal_deploy.records import label_config, to_coco, to_label_studio
 
     if to not in (COCO, LABEL_STUDIO):
         raise UsageError(f"--to {to!r}: expected {COCO} or {LABEL_STUDIO}")
@@ -52,11 +52,11 @@ def convert(
     if config is not None:
         with written_atomically(config) as temporary:
             temporary.write_text(label_config(all_records(path)), encoding="utf-8")
-        say(f"{config}: the labelling interface")
+        print_message(f"{config}: the labelling interface")
     text = json.dumps(document, ensure_ascii=True)
     if out is None:
-        emit_line(text)
+        print_json_line(text)
         return
     with written_atomically(out) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
-    say(f"{out}: {len(document['images'] if to == COCO else document)} images")
+    print_message(f"{out}: {len(document['images'] if to == COCO else document)} images")

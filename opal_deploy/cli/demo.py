@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.console import progress, say
+from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.demo import EvidenceSummary
-    from opal_deploy.pipeline.run.summary import Summary
+    from opal_deploy.evaluation.pointing import EvidenceSummary
+    from opal_deploy.inference.run.summary import Summary
 
 MARKER = "demo.json"
 
@@ -81,7 +81,7 @@ def _make_room(out: Path, *, overwrite: bool) -> None:
 
 
 def _draw(folder: Path, train_per_class: int, seed: int) -> None:
-    from opal_deploy.demo import generate
+    from opal_deploy.synthetic import generate
 
     r = RECIPE
     with progress("drawing") as advance:
@@ -95,14 +95,14 @@ def _draw(folder: Path, train_per_class: int, seed: int) -> None:
             seed=seed,
             progress=advance,
         )
-    say(f"Drew {sum(drawn.images.values())} pictures of {len(drawn.classes)} species in {folder}")
+    print_message(f"Drew {sum(drawn.images.values())} pictures of {len(drawn.classes)} species in {folder}")
 
 
 def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
+    from opal_deploy.datasets.registry import read
     from opal_deploy.model.config import HeadConfig
-    from opal_deploy.train.data.catalogue import read
     from opal_deploy.train.loop import fit
-    from opal_deploy.train.options import Options
+    from opal_deploy.train.recipe import Options
 
     r = RECIPE
     options = Options(
@@ -118,7 +118,7 @@ def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
         device="cpu",
     )
     with progress("training") as advance:
-        result = fit(read(out / "data"), options, out / "run", report=advance, log=say)
+        result = fit(read(out / "data"), options, out / "run", report=advance, log=print_message)
     if result.test is None:
         raise RuntimeError("the demo's data set has test pictures, but none were evaluated")
     return result.test.accuracy
@@ -129,13 +129,14 @@ def _export(checkpoint: Path) -> Path:
     from opal_deploy.export.checkpoint_export import export_checkpoint
     from opal_deploy.model.checkpoint import load
 
-    return export_checkpoint(load(checkpoint), checkpoint, ExportOptions(), say).path
+    return export_checkpoint(load(checkpoint), checkpoint, ExportOptions(), print_message).path
 
 
 def _explain(out: Path, model: Path) -> Summary:
-    from opal_deploy.pipeline.discover import Skipped, discover
-    from opal_deploy.pipeline.engine import EngineOptions
-    from opal_deploy.pipeline.run.infer import Job, run
+    from opal_deploy.inference.executor import InferenceOptions
+    from opal_deploy.inference.run.run import RunOptions, run
+    from opal_deploy.inference.sources.discovery import discover
+    from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.runtime.select import open_sessions
 
     sessions = open_sessions(model, device="cpu")
@@ -146,7 +147,7 @@ def _explain(out: Path, model: Path) -> Summary:
         ("Runtime", sessions[0].description),
         ("Pictures", "generated creatures; the classes differ in two of five parts each"),
     )
-    job = Job(folder, explain=True, engine=EngineOptions(batch=16, keep_pictures=True), facts=facts)
+    job = RunOptions(folder, explain=True, engine=InferenceOptions(batch=16, keep_pictures=True), facts=facts)
     items = discover([str(out / "data" / "test")], Skipped())
     with progress("explaining") as advance:
         return run(items, sessions, job, lambda done: advance(done.total))
@@ -161,7 +162,8 @@ def judge(data: Path, results: Path) -> EvidenceSummary:
     Raises:
         UsageError: no picture was classified correctly, so there is nothing to judge.
     """
-    from opal_deploy.demo import box_hits, read_annotations, summarise
+    from opal_deploy.evaluation.pointing import box_hits, summarise
+    from opal_deploy.synthetic import read_annotations
 
     annotations = {str(data / a.image): a for a in read_annotations(data)}
     grid = (RECIPE.size // 32, RECIPE.size // 32)
@@ -191,17 +193,19 @@ def _tell(out: Path, model: Path, accuracy: float, summary: Summary, evidence: E
             "seconds": seconds,
         }, indent=2) + "\n"
     )  # fmt: skip
-    say()
-    say(f"Test accuracy {accuracy:.1%} on {summary.total} pictures (chance {chance:.1%})")
-    say(
+    print_message()
+    print_message(f"Test accuracy {accuracy:.1%} on {summary.total} pictures (chance {chance:.1%})")
+    print_message(
         f"Boxes on a part that distinguishes the species: {evidence.distinguishing:.1%} "
         f"(random cells of the creature: {evidence.control_distinguishing:.1%})"
     )
-    say(f"Boxes on any part: {evidence.any_part:.1%} (random cells: {evidence.control_any:.1%})")
+    print_message(f"Boxes on any part: {evidence.any_part:.1%} (random cells: {evidence.control_any:.1%})")
     if evidence.distinguishing <= evidence.control_distinguishing:
-        say("These boxes find the parts no better than random cells: a network of minutes, begun at random weights,")
-        say("answers from cells anywhere. Accuracy does not show that; this is why the demo measures it.")
-    say(f"Model:   {model}")
-    say(f"Records: {out / 'explanations' / 'results.jsonl'}")
-    say(f"Report:  {out / 'explanations' / 'report.html'}")
-    say(f"All in {seconds:.0f} s")
+        print_message(
+            "These boxes find the parts no better than random cells: a network of minutes, begun at random weights,"
+        )
+        print_message("answers from cells anywhere. Accuracy does not show that; this is why the demo measures it.")
+    print_message(f"Model:   {model}")
+    print_message(f"Records: {out / 'explanations' / 'results.jsonl'}")
+    print_message(f"Report:  {out / 'explanations' / 'report.html'}")
+    print_message(f"All in {seconds:.0f} s")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.console import emit_json, one_line, progress, say
-from opal_deploy.cli.options import usual_batch, usual_workers
+from opal_deploy.cli.console import one_line, print_json, print_message, progress
+from opal_deploy.cli.options import default_batch, default_workers
 from opal_deploy.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from opal_deploy.explain.records import Record
-    from opal_deploy.pipeline.checking.changes import Changes
+    from opal_deploy.auditing.model_diff import Changes
+    from opal_deploy.records.record import Record
 
 _LISTED = 10
 
@@ -60,14 +60,14 @@ def diff(
     Predictions, cells and contributions are compared, image by image: what one reads before replacing a model.
     """
     from opal_deploy.artifact.files import written_atomically
-    from opal_deploy.cli.infer import preparation
-    from opal_deploy.pipeline.checking.changes import KINDS, compare_records
-    from opal_deploy.pipeline.checking.changes_page import page
-    from opal_deploy.pipeline.checking.recorded import RecordIndex, all_records, is_results, results_file
+    from opal_deploy.auditing.model_diff import KINDS, compare_records
+    from opal_deploy.auditing.model_diff_page import page
+    from opal_deploy.auditing.results_reader import RecordIndex, all_records, is_results, results_file
+    from opal_deploy.cli.infer import setup
 
     if fail_on is not None and fail_on not in (*KINDS[:-1], "any"):
         raise UsageError(f"--fail-on {fail_on!r}: expected {', '.join(KINDS[:-1])} or any")
-    preparation.raise_pillows_limit(max_pixels)
+    setup.raise_pillows_limit(max_pixels)
     sides: list[Path] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))
@@ -90,7 +90,7 @@ def diff(
                 temporary.write_text(text, encoding="utf-8")
     _tell(changes, out)
     if as_json:
-        emit_json({"before": str(before), "after": str(after), "tolerance": tolerance, **changes.to_dict()})
+        print_json({"before": str(before), "after": str(after), "tolerance": tolerance, **changes.to_dict()})
     if fail_on is not None and changes.has(fail_on):
         raise VerificationError(f"{after}: {changes.changed} images changed, some by {fail_on} or worse")
 
@@ -100,59 +100,61 @@ def _answer(
 ) -> None:
     """Write a model's records to a file."""
     from opal_deploy.artifact.files import sha256_of_file
-    from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.engine import EngineOptions, explain_all
-    from opal_deploy.pipeline.run.boxes import read_boxes
-    from opal_deploy.pipeline.run.infer import requests
-    from opal_deploy.pipeline.run.output import RecordWriter
+    from opal_deploy.inference.executor import InferenceOptions, predict_stream
+    from opal_deploy.inference.run.results import RecordWriter
+    from opal_deploy.inference.run.run import requests
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.annotations import read_boxes
+    from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.runtime.select import open_sessions
 
     if "-" in images:
         raise UsageError("-: standard input can be read only once; give a list as @FILE")
-    finding.check_inputs(images)
+    discovery.check_inputs(images)
     crops = read_boxes(boxes) if boxes else None
     sessions = open_sessions(model, device=device, threads=threads)
-    options = EngineOptions(
-        batch=usual_batch(sessions[0]),
+    options = InferenceOptions(
+        batch=default_batch(sessions[0]),
         fixed_batch=True,
-        workers=usual_workers(),
+        workers=default_workers(),
         max_pixels=max_pixels,
         isolate=True,
         model_sha256=sha256_of_file(model),
     )
-    asked = requests(finding.discover(images, finding.Skipped(), sys.stdin), crops)
+    asked = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     with RecordWriter(out) as writer, progress(model.name) as advance:
-        for result in explain_all(asked, sessions, options, say=say):
+        for result in predict_stream(asked, sessions, options, say=print_message):
             writer.write(result.record)
             advance(writer.count)
 
 
 def _pictures(images: list[str], changes: Changes, root: Path, max_pixels: int) -> Callable[[Record], Image | None]:
     """Finds the photographs of the worst changes: among `images`, else by their records' names."""
-    from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.checking.recheck import wanted_items
-    from opal_deploy.pipeline.explanation import picture_of
-    from opal_deploy.pipeline.names import unescape_name
+    from opal_deploy.auditing.verify_records import wanted_items
+    from opal_deploy.inference.explanation import load_record_image
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.records.names import unescape_name
 
     names = frozenset(change.image for change, _, _ in changes.worst)
-    items = wanted_items(finding.discover(images, finding.Skipped(), sys.stdin), names) if images and names else {}
+    items = wanted_items(discovery.discover(images, Skipped(), sys.stdin), names) if images and names else {}
 
     def find(record: Record) -> Image | None:
         name = record["image"] or ""
         source = items[name].source if name in items else root / unescape_name(name)
-        return picture_of(record, source, max_pixels)
+        return load_record_image(record, source, max_pixels)
 
     return find
 
 
 def _tell(changes: Changes, out: Path | None) -> None:
-    say(f"{changes.changed} of {changes.paired} images changed")
+    print_message(f"{changes.changed} of {changes.paired} images changed")
     for kind, count in changes.kinds.items():
         if count and kind != "same":
-            say(f"  {kind}: {count}")
+            print_message(f"  {kind}: {count}")
     if changes.slots:
-        say(f"  {changes.moved} of {changes.slots} slots compared moved")
-        say(f"  largest change of a contribution: {changes.largest_contribution:.2g}")
+        print_message(f"  {changes.moved} of {changes.slots} slots compared moved")
+        print_message(f"  largest change of a contribution: {changes.largest_contribution:.2g}")
     for count, what in (
         (changes.only_before, "images are only in A"),
         (changes.only_after, "images are only in B"),
@@ -160,8 +162,8 @@ def _tell(changes: Changes, out: Path | None) -> None:
         (changes.file_changed, "image files are others in B, so their changes say nothing of the models"),
     ):
         if count:
-            say(f"{count} {what}")
+            print_message(f"{count} {what}")
     for change, _, _ in changes.worst[:_LISTED]:
-        say(one_line(f"{change.kind}: {change.image}: {change}"))
+        print_message(one_line(f"{change.kind}: {change.image}: {change}"))
     if out is not None:
-        say(f"Report: {out}")
+        print_message(f"Report: {out}")

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from opal_deploy import __version__
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime import probe
-from opal_deploy.runtime.probe import Device, Driver, RuntimeFact
+from opal_deploy.runtime import devices
+from opal_deploy.runtime.devices import Device, Driver, RuntimeFact
 
 
 def doctor(
@@ -25,11 +25,11 @@ def doctor(
     """Show the GPUs, the driver and the runtimes: what is usable here, and what to install."""
     from opal_deploy.preprocess import native
 
-    driver = probe.read_driver()
-    facts = probe.runtimes(driver)
-    warnings = [*probe.conflicts(), *native.missing()]
+    driver = devices.read_driver()
+    facts = devices.runtimes(driver)
+    warnings = [*devices.conflicts(), *native.missing()]
     if as_json:
-        emit_json(_document(driver, facts, warnings))
+        print_json(_document(driver, facts, warnings))
     else:
         _tell(driver, facts, warnings)
     if require is not None and not _usable(facts, require):
@@ -60,32 +60,34 @@ def _document(driver: Driver, facts: list[RuntimeFact], warnings: list[str]) -> 
         "runtimes": [asdict(fact) for fact in facts],
         "warnings": warnings,
         "usable": {device.value: _usable(facts, device) for device in Device},
-        "never_run": list(probe.NEVER_RUN),
+        "never_run": list(devices.NEVER_RUN),
     }
 
 
 def _tell(driver: Driver, facts: list[RuntimeFact], warnings: list[str]) -> None:
-    say(f"opal-deploy {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}")
-    say("\nGPU")
+    print_message(
+        f"opal-deploy {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+    print_message("\nGPU")
     if driver.version:
         newest = ".".join(map(str, driver.cuda)) if driver.cuda else "unknown"
-        say(f"  NVIDIA driver {driver.version}, runs CUDA up to {newest}")
+        print_message(f"  NVIDIA driver {driver.version}, runs CUDA up to {newest}")
     for gpu in driver.gpus:
         memory = f"{gpu.memory / 2**30:.1f} GiB" if gpu.memory is not None else "memory not told"
         major, minor = gpu.compute_capability
-        say(f"  {gpu.index}: {gpu.name}, {memory}, compute capability {major}.{minor}")
+        print_message(f"  {gpu.index}: {gpu.name}, {memory}, compute capability {major}.{minor}")
     if driver.problem:
-        say(f"  {driver.problem}")
-    say("\nRuntimes")
+        print_message(f"  {driver.problem}")
+    print_message("\nRuntimes")
     for fact in facts:
-        say(f"  {fact.name:<16} {fact.version or '-':<12} {_state(fact)}")
+        print_message(f"  {fact.name:<16} {fact.version or '-':<12} {_state(fact)}")
     for warning in warnings:
-        say(f"\nwarning: {warning}")
-    say("\nNot proven")
-    for line in probe.NEVER_RUN:
-        say(f"  {line}")
+        print_message(f"\nwarning: {warning}")
+    print_message("\nNot proven")
+    for line in devices.NEVER_RUN:
+        print_message(f"  {line}")
     answers = ", ".join(f"{name} {'yes' if _usable(facts, Device(name.lower())) else 'no'}" for name in ("CPU", "GPU"))
-    say(f"\nInference here: {answers}")
+    print_message(f"\nInference here: {answers}")
 
 
 def _state(fact: RuntimeFact) -> str:

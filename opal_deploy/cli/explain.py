@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.errors import ImageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opal_deploy.explain.atlas.folder import Atlas
-    from opal_deploy.pipeline.decoding.prepare import Request
-    from opal_deploy.pipeline.sheets import SheetMaker
+    from opal_deploy.inference.decoding.prepare import Request
+    from opal_deploy.inference.sheets import SheetBuilder
+    from opal_deploy.visualization.atlas.storage import Atlas
 
 SOME_IMAGES_FAILED = 3
 FORMATS = ("png", "svg")
@@ -70,31 +70,32 @@ def explain(
     The sheet has the places that decided, each enlarged, what each added to the answer, and the same for the runner-up.
     """
     from opal_deploy.artifact.files import check_pinned
-    from opal_deploy.cli.infer import preparation
-    from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.run.boxes import read_boxes
-    from opal_deploy.pipeline.run.infer import requests
-    from opal_deploy.pipeline.sheets import SheetMaker
+    from opal_deploy.cli.infer import setup
+    from opal_deploy.inference.run.run import requests
+    from opal_deploy.inference.sheets import SheetBuilder
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.annotations import read_boxes
+    from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.runtime.select import open_sessions
 
-    finding.check_inputs(images)
+    discovery.check_inputs(images)
     place = _Place.of(images, out, file_format, overwrite=overwrite)
     crops = read_boxes(boxes) if boxes else None
-    path = model or preparation.found_model(device)
-    preparation.raise_pillows_limit(max_pixels)
+    path = model or setup.found_model(device)
+    setup.raise_pillows_limit(max_pixels)
     if expect_sha256 is not None:
         check_pinned(path, expect_sha256)
     session = open_sessions(path, device=device, threads=threads)[0]
     metadata = session.metadata
     neighbours = None
     if atlas is not None:
-        neighbours = preparation.atlas_of(path, metadata, preparation.model_identity(path), atlas)
-    names = preparation.names_of(metadata, preparation.names_file(slot_names, atlas))
-    maker = SheetMaker(
+        neighbours = setup.atlas_of(path, metadata, setup.model_identity(path), atlas)
+    names = setup.names_of(metadata, setup.names_file(slot_names, atlas))
+    maker = SheetBuilder(
         session, heatmap=heatmap, min_margin=min_margin, names=names, max_pixels=max_pixels, model=str(path)
     )
-    preparation.say_cautions(metadata, boxed=crops is not None)
-    asked = requests(finding.discover(images, finding.Skipped(), sys.stdin), crops)
+    setup.say_cautions(metadata, boxed=crops is not None)
+    asked = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     _explain_all(asked, maker, place, neighbours, rows, as_json=as_json)
 
 
@@ -111,7 +112,7 @@ class _Place:
         Raises:
             UsageError: another format; a file for several pictures; a sheet that is there already.
         """
-        from opal_deploy.pipeline.sources.archives import is_archive_name
+        from opal_deploy.inference.sources.archives import is_archive_name
 
         if kind is not None and kind not in FORMATS:
             raise UsageError(f"--format {kind!r}: expected {' or '.join(FORMATS)}")
@@ -143,7 +144,7 @@ class _Place:
 
     def of_image(self, index: int, name: str | None) -> Path:
         """The file of one picture's sheet."""
-        from opal_deploy.pipeline.run.drawings import overlay_name
+        from opal_deploy.inference.run.image_files import overlay_name
 
         if self.one:
             return self.path
@@ -151,7 +152,7 @@ class _Place:
 
 
 def _explain_all(
-    asked: Iterator[Request], maker: SheetMaker, place: _Place, atlas: Atlas | None, rows: int, *, as_json: bool
+    asked: Iterator[Request], maker: SheetBuilder, place: _Place, atlas: Atlas | None, rows: int, *, as_json: bool
 ) -> None:
     """Draw and write every sheet.
 
@@ -171,36 +172,35 @@ def _explain_all(
                 if place.one:
                     raise
                 failed += 1
-                say(one_line(f"{request.name}: {error.code}: {error}"))
+                print_message(one_line(f"{request.name}: {error.code}: {error}"))
             advance(index + 1)
     if not place.one:
-        say(f"{len(documents)} sheets in {place.path}{f', {failed} pictures failed' if failed else ''}")
+        print_message(f"{len(documents)} sheets in {place.path}{f', {failed} pictures failed' if failed else ''}")
     if as_json:
-        emit_json(documents[0] if place.one else documents)
+        print_json(documents[0] if place.one else documents)
     if failed:
         raise typer.Exit(SOME_IMAGES_FAILED)
 
 
-def _one(request: Request, maker: SheetMaker, path: Path, atlas: Atlas | None, rows: int) -> dict[str, Any]:
+def _one(request: Request, maker: SheetBuilder, path: Path, atlas: Atlas | None, rows: int) -> dict[str, Any]:
     from opal_deploy.artifact.files import written_atomically
-    from opal_deploy.explain.atlas.looks import looks_of
-    from opal_deploy.explain.bars import number
-    from opal_deploy.explain.sheet.layout import lay_out
-    from opal_deploy.explain.sheet.png import encode_png
-    from opal_deploy.explain.sheet.svg import encode_svg
-    from opal_deploy.pipeline.atlas import content_sha256
+    from opal_deploy.inference.decoding.prepare import content_sha256
+    from opal_deploy.visualization.atlas.selection import find_exemplars
+    from opal_deploy.visualization.legend import format_number
+    from opal_deploy.visualization.sheet.layout import layout_sheet
+    from opal_deploy.visualization.sheet.rendering import encode_png, encode_svg
 
     seen = maker.see(request)
     content = seen.content
     looks = None
     if atlas is not None:
-        looks = looks_of(atlas, content, exclude={content_sha256(request.source)}, rows=rows)
-    drawing = lay_out(content, seen.photograph, looks)
+        looks = find_exemplars(atlas, content, exclude={content_sha256(request.source)}, rows=rows)
+    drawing = layout_sheet(content, seen.photograph, looks)
     encoded = encode_svg(drawing) if path.suffix.lower() == ".svg" else encode_png(drawing)
     with written_atomically(path) as temporary:
         temporary.write_bytes(encoded)
-    margin = "" if content.margin is None else f", margin {number(content.margin)}"
+    margin = "" if content.margin is None else f", margin {format_number(content.margin)}"
     mark = " (abstained)" if content.abstained else ""
-    name = f"{request.name}: {content.predicted.label}, cosine {number(content.predicted.cosine)}"
-    say(one_line(f"{name}{margin}{mark}: {path}"))
+    name = f"{request.name}: {content.predicted.label}, cosine {format_number(content.predicted.cosine)}"
+    print_message(one_line(f"{name}{margin}{mark}: {path}"))
     return content.to_dict()

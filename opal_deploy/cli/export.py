@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import emit_json, one_line, progress, say
+from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.onnx_export import Export
+    from opal_deploy.export.onnx_export import ExportedModel
     from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob
     from opal_deploy.export.tensorrt.from_onnx import Deployment
     from opal_deploy.export.tensorrt.options import BuildOptions
     from opal_deploy.model.checkpoint import Checkpoint
-    from opal_deploy.runtime.probe import Driver
+    from opal_deploy.runtime.devices import Driver
 
 _ENGINES = "Engines (--trt)"
 _AUTHORS = "The authors' checkpoints, which do not record it"
@@ -220,8 +220,8 @@ def _folder(source: Path, out: Path | None) -> Path:
 def _engine_job(
     build: BuildOptions, builder: str | None, targets: list[str], rebuild: bool, verbose: bool, driver: Driver
 ) -> EngineJob:
-    from opal_deploy.export.tensorrt.choice import choose
     from opal_deploy.export.tensorrt.engine_export import EngineJob
+    from opal_deploy.export.tensorrt.options import choose
 
     choices = choose(builder, targets, driver)
     for choice in choices:
@@ -229,19 +229,19 @@ def _engine_job(
         build.check_for(choice.builder, gpu=bool(driver.gpus))
 
     def listen(level: str, message: str) -> None:
-        say(f"  {level.lower()}: {one_line(message)}")
+        print_message(f"  {level.lower()}: {one_line(message)}")
 
     return EngineJob(choices, build, rebuild, listen if verbose else None)
 
 
-def _export(source: Path, checkpoint: Checkpoint | None, options: ExportOptions) -> Export:
+def _export(source: Path, checkpoint: Checkpoint | None, options: ExportOptions) -> ExportedModel:
     if checkpoint is None:
         from opal_deploy.export.onnx_export import export_onnx
 
-        return export_onnx(source, options, say)
+        return export_onnx(source, options, print_message)
     from opal_deploy.export.checkpoint_export import export_checkpoint
 
-    return export_checkpoint(checkpoint, source, options, say)
+    return export_checkpoint(checkpoint, source, options, print_message)
 
 
 def _deploy(
@@ -250,10 +250,10 @@ def _deploy(
     if checkpoint is None:
         from opal_deploy.export.tensorrt.from_onnx import deploy_onnx
 
-        return deploy_onnx(source, options, folder, job, driver, say)
+        return deploy_onnx(source, options, folder, job, driver, print_message)
     from opal_deploy.export.tensorrt.from_checkpoint import deploy_checkpoint
 
-    return deploy_checkpoint(checkpoint, source, options, folder, job, driver, say)
+    return deploy_checkpoint(checkpoint, source, options, folder, job, driver, print_message)
 
 
 def _load(
@@ -281,18 +281,18 @@ def _load(
             "those options are for the authors' files"
         )
     if assumed is not None:
-        say(
+        print_message(
             "Assumed, since the authors' format does not record it: "
             + ", ".join(f"{k} {v}" for k, v in assumed.items())
         )
     return checkpoint
 
 
-def _tell(done: Export, as_json: bool) -> None:
+def _tell(done: ExportedModel, as_json: bool) -> None:
     _say_written(done)
-    say(f"Next: opal-deploy infer images/ --explain --model {done.path}")
+    print_message(f"Next: opal-deploy infer images/ --explain --model {done.path}")
     if as_json:
-        emit_json(_document(done))
+        print_json(_document(done))
 
 
 def _tell_engines(done: Deployment, as_json: bool) -> None:
@@ -300,23 +300,25 @@ def _tell_engines(done: Deployment, as_json: bool) -> None:
         _say_written(file)
     for engine in done.engines:
         _say_engine(engine)
-    say("Next: opal-deploy infer images/ --explain")
+    print_message("Next: opal-deploy infer images/ --explain")
     if as_json:
         engines = [_engine_document(engine) for engine in done.engines]
-        emit_json({"files": [_document(file) for file in done.files], "engines": engines})
+        print_json({"files": [_document(file) for file in done.files], "engines": engines})
 
 
-def _say_written(done: Export) -> None:
+def _say_written(done: ExportedModel) -> None:
     report, megabytes = done.comparison, done.path.stat().st_size / 1e6
     if done.metadata.unverified:
-        say(f"NOT VERIFIED: {done.metadata.unverified}: nobody compared its answers with PyTorch's")
+        print_message(f"NOT VERIFIED: {done.metadata.unverified}: nobody compared its answers with PyTorch's")
     if report is None:
         pass
     else:
-        say(
+        print_message(
             f"Verified on {report.images} pictures: largest differences: logit {report.max_logit:.2g}" + _evidence(done)
         )
-    say(f"Wrote {done.path} ({megabytes:.1f} MB, {done.metadata.precision}, evidence {done.metadata.evidence})")
+    print_message(
+        f"Wrote {done.path} ({megabytes:.1f} MB, {done.metadata.precision}, evidence {done.metadata.evidence})"
+    )
 
 
 def _say_engine(engine: EngineExport) -> None:
@@ -324,15 +326,17 @@ def _say_engine(engine: EngineExport) -> None:
 
     sidecar = engine.sidecar
     seconds = "" if engine.reused else f", built in {sidecar.built['seconds']:.1f} s"
-    say(f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})")
+    print_message(
+        f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})"
+    )
     if sidecar.state["state"] == "verified":
-        say(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
+        print_message(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
     else:
         passed = [check for check in read_checks(engine.path) if check.passed]
         if engine.reused and passed:
-            say(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
+            print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
             return
-        say(
+        print_message(
             f"  unverified: it was never run on hardware; the first {sidecar.target['sm']} machine that loads it runs "
             "its test vectors before it answers anything"
         )
@@ -353,11 +357,11 @@ def _engine_document(engine: EngineExport) -> dict[str, object]:
     }
 
 
-def _document(done: Export) -> dict[str, object]:
+def _document(done: ExportedModel) -> dict[str, object]:
     return {"path": str(done.path), "sha256": done.metadata.file_sha256, "verification": done.metadata.verification}
 
 
-def _evidence(done: Export) -> str:
+def _evidence(done: ExportedModel) -> str:
     report = done.comparison
     if report is None or report.max_cosine is None:
         return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.cli.console import emit_json, one_line, say
+from opal_deploy.cli.console import one_line, print_json, print_message
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ def inspect(
     else:
         raise UsageError(f"{model}: expected .onnx, .engine, .pt or .pth")
     if as_json:
-        emit_json(document)
+        print_json(document)
         return
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        say(f"{name:<{width}}  {one_line(value)}")
+        print_message(f"{name:<{width}}  {one_line(value)}")
 
 
 def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 CPU_BATCH, GPU_BATCH = 8, 64
 
 
-def usual_batch(session: Session) -> int:
+def default_batch(session: Session) -> int:
     """Pictures a forward pass that suit where a session runs."""
     return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
 
 
-def usual_workers() -> int:
+def default_workers() -> int:
     """Pictures prepared at a time, where nobody says: as many as this process has cores, at most 8."""
     from opal_deploy.runtime.onnx_session import available_cpus
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import emit_json, progress, say, silence
+from opal_deploy.cli.console import print_json, print_message, progress, set_quiet
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.train.reproduce.plan import Plan
-    from opal_deploy.train.reproduce.runs import Source
+    from opal_deploy.train.reproduce.results import Source
 
 
 def reproduce(
@@ -68,7 +68,7 @@ def reproduce(
         require(package, "train", "opal-deploy reproduce")
     from opal_deploy.train import recipe as recipes
     from opal_deploy.train.distributed import is_first_process
-    from opal_deploy.train.reproduce import paper, plan, render, runs
+    from opal_deploy.train.reproduce import paper, plan, render, results
 
     wanted = paper.table(table)
     sources = _sources(data or [])
@@ -98,11 +98,11 @@ def reproduce(
     first = is_first_process()
     if not show:
         with progress("reproducing") as advance:
-            failures = runs.carry_out(made, sources, report=advance, log=say if first else silence)
+            failures = results.carry_out(made, sources, report=advance, log=print_message if first else set_quiet)
     if not first:
         return
     if output == "json":
-        emit_json(render.to_json(made))
+        print_json(render.to_json(made))
     else:
         print(render.to_text(made) if output == "text" else render.to_markdown(made), end="", flush=True)
     if failures:
@@ -112,8 +112,8 @@ def reproduce(
 
 
 def _sources(given: list[str]) -> dict[str, Source]:
-    from opal_deploy.train.data.catalogue import NAMES
-    from opal_deploy.train.reproduce.runs import Source
+    from opal_deploy.datasets.registry import NAMES
+    from opal_deploy.train.reproduce.results import Source
 
     found: dict[str, Source] = {}
     for text in given:
@@ -154,12 +154,12 @@ def _say_runs(made: Plan, out: Path, tflops: float) -> None:
             hours += 0.0 if run.is_finished else found.hours
         print(f"{run.dataset}  {run.row.name}  seed {run.seed}  {state}  {time}  {run.folder}")
     todo = sum(not run.is_finished for run in made.runs)
-    say(
+    print_message(
         f"{len(made.runs)} runs, {todo} to do, about {hours:.1f} GPU hours"
         + (f", {unknown} unknown" if unknown else "")
     )
     if measured < len(made.runs) - unknown:
-        say(
+        print_message(
             f"estimated from the backbones' counted operations at an assumed {tflops:g} TFLOP/s (--tflops); "
             "a finished run in the same folder replaces the assumption"
         )

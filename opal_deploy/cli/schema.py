@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.cli.console import emit_line
+from opal_deploy.cli.console import print_json_line
 from opal_deploy.errors import UsageError
 
 
@@ -16,10 +16,10 @@ def schema(
     ),
 ) -> None:
     """Write the JSON schema (draft 2020-12) of what opal-deploy writes to stdout."""
-    from opal_deploy.explain.schema import KINDS, schema_text
+    from opal_deploy.records.schema import KINDS, schema_text
 
     for known in KINDS:
         if kind == known:
-            emit_line(schema_text(known).rstrip("\n"))
+            print_json_line(schema_text(known).rstrip("\n"))
             return
     raise UsageError(f"--kind {kind!r}: expected {' or '.join(KINDS)}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import one_line, progress, say, silence
+from opal_deploy.cli.console import one_line, print_message, progress, set_quiet
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import require
 
@@ -126,8 +126,8 @@ def train(
     """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy train")
+    from opal_deploy.datasets.registry import read
     from opal_deploy.train import recipe as recipes
-    from opal_deploy.train.data.catalogue import read
     from opal_deploy.train.distributed import is_first_process
     from opal_deploy.train.loop import fit
 
@@ -173,7 +173,7 @@ def train(
             data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing, report=advance
         )
     # under torchrun every process runs this, and one speaks
-    speak = say if is_first_process() else silence
+    speak = print_message if is_first_process() else set_quiet
     for line in pictures.warnings:
         speak(f"warning: {one_line(line)}")
     speak(f"read as {one_line(pictures.describe())}")
@@ -182,19 +182,21 @@ def train(
             pictures, chosen.options, out,
             overwrite=overwrite, resume=resume, recipe=chosen, report=advance, log=speak,
         )  # fmt: skip
-    if speak is say:
+    if speak is print_message:
         _say_result(result)
 
 
 def _say_result(result: Result) -> None:
-    say(f"best: epoch {result.best_epoch}, validation accuracy {result.val.accuracy:.1%}, loss {result.val.loss:.4f}")
+    print_message(
+        f"best: epoch {result.best_epoch}, validation accuracy {result.val.accuracy:.1%}, loss {result.val.loss:.4f}"
+    )
     if result.test is None:
-        say("test: the data set has no test pictures")
+        print_message("test: the data set has no test pictures")
     else:
         collapse = result.test.spatial_prototype_collapse
-        say(
+        print_message(
             f"test: accuracy {result.test.accuracy:.1%} of {result.test.images} pictures"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
-    say(str(result.best))
-    say(f"next: opal-deploy export {result.best}")
+    print_message(str(result.best))
+    print_message(f"next: opal-deploy export {result.best}")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.cli.console import emit_json, one_line, progress, say
-from opal_deploy.cli.options import usual_batch, usual_workers
+from opal_deploy.cli.console import one_line, print_json, print_message, progress
+from opal_deploy.cli.options import default_batch, default_workers
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.pipeline.checking.recheck import Check, Report
-    from opal_deploy.pipeline.engine import EngineOptions
+    from opal_deploy.auditing.verify_records import Check, Report
+    from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.runtime.session import Session
 
 _SAMPLE = 100
@@ -68,7 +68,7 @@ def verify(
     Explanations: a sample of the records is computed again from model and images; a record that is not what this model
     computes for this file ends in exit code 4.
     """
-    from opal_deploy.pipeline.checking.recorded import is_results
+    from opal_deploy.auditing.results_reader import is_results
 
     if is_results(target):
         if model is None:
@@ -85,7 +85,7 @@ def _verify_model(path: Path, device: str, threads: int | None, expected: str | 
     from opal_deploy.artifact.engine_file import ENGINE_SUFFIX
     from opal_deploy.artifact.files import check_pinned, sha256_of_file
     from opal_deploy.runtime.select import ONNX_SUFFIX, open_sessions
-    from opal_deploy.runtime.verify import verify_vectors
+    from opal_deploy.runtime.verification import verify_vectors
 
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected a file of `opal-deploy export`, or results.jsonl")
@@ -94,18 +94,18 @@ def _verify_model(path: Path, device: str, threads: int | None, expected: str | 
     found = check_pinned(path, expected) if expected is not None else sha256_of_file(path)
     session = open_sessions(path, device=device, threads=threads)[0]
     comparison = verify_vectors(session, str(path))
-    say(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
+    print_message(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
     if comparison.max_cosine is not None:
-        say(
+        print_message(
             f"largest differences: logit {comparison.max_logit:.2g}, cosine {comparison.max_cosine:.2g}, "
             f"score {comparison.max_score:.2g}; {comparison.cells_different} of {comparison.cells} cells differ"
         )
         if not comparison.cells:
-            say("no cell of these pictures leads clearly enough to be compared: cells are not proven here")
+            print_message("no cell of these pictures leads clearly enough to be compared: cells are not proven here")
     if session.metadata.unverified:
-        say(f"NOT VERIFIED on pictures: this model was {session.metadata.unverified}")
+        print_message(f"NOT VERIFIED on pictures: this model was {session.metadata.unverified}")
     if as_json:
-        emit_json({"path": str(path), "sha256": found, "session": session.description, **comparison.to_dict()})
+        print_json({"path": str(path), "sha256": found, "session": session.description, **comparison.to_dict()})
 
 
 class _Options:
@@ -138,9 +138,9 @@ def _verify_results(
         VerificationError: some are not what the model computes.
     """
     from opal_deploy.artifact.files import check_pinned, sha256_of_file
-    from opal_deploy.cli.infer import preparation
-    from opal_deploy.pipeline.checking.recheck import recheck, sample_lines
-    from opal_deploy.pipeline.checking.recorded import options_of_run, results_file
+    from opal_deploy.auditing.results_reader import options_of_run, results_file
+    from opal_deploy.auditing.verify_records import sample_lines, verify_records
+    from opal_deploy.cli.infer import setup
     from opal_deploy.runtime.select import open_sessions
 
     path = results_file(target)
@@ -153,19 +153,19 @@ def _verify_results(
     session = open_sessions(options.model, device=device, threads=threads)[0]
     found = check_pinned(options.model, expected) if expected is not None else sha256_of_file(options.model)
     engine = _engine(run, options, session, device)
-    preparation.raise_pillows_limit(engine.max_pixels)
+    setup.raise_pillows_limit(engine.max_pixels)
     which = "all records" if chosen is None else f"{len(chosen)} of {total} records (--seed {options.seed})"
-    say(f"{path}: computing {which} again with {options.model} in {session.description}")
+    print_message(f"{path}: computing {which} again with {options.model} in {session.description}")
     check = _check(found, path, run, options, session.metadata, engine, chosen)
     with progress("records") as advance:
-        report = recheck(path, session, check, chosen, lambda done: advance(done, len(chosen or ()) or total))
+        report = verify_records(path, session, check, chosen, lambda done: advance(done, len(chosen or ()) or total))
     _tell(report)
     if as_json:
         head: dict[str, Any] = {
             "path": str(path), "model": str(options.model), "model_sha256": found, "session": session.description,
             "seed": None if chosen is None else options.seed,
         }  # fmt: skip
-        emit_json({**head, **report.to_dict()})
+        print_json({**head, **report.to_dict()})
     if report.different:
         raise VerificationError(
             f"{path}: {report.different} of {report.checked} checked records are not what this model computes for "
@@ -173,9 +173,9 @@ def _verify_results(
         )
 
 
-def _engine(run: dict[str, Any], options: _Options, session: Session, device: str) -> EngineOptions:
+def _engine(run: dict[str, Any], options: _Options, session: Session, device: str) -> InferenceOptions:
     """Pictures prepared as the run did; what it does not say is as by default."""
-    from opal_deploy.pipeline.engine import EngineOptions
+    from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.runtime.select import gpu_names
@@ -186,11 +186,11 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     gpus: tuple[GpuDecoder, ...] = ()
     if decode == Decoding.gpu:
         otherwise = "those records were made with --decode gpu, and are checked where there is a GPU"
-        gpus = open_gpus(gpu_names(device), usual_workers(), otherwise)
-    return EngineOptions(
-        batch=options.batch or usual_batch(session),
+        gpus = open_gpus(gpu_names(device), default_workers(), otherwise)
+    return InferenceOptions(
+        batch=options.batch or default_batch(session),
         fixed_batch=True,
-        workers=usual_workers(),
+        workers=default_workers(),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
         min_margin=options.min_margin,
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
@@ -205,23 +205,23 @@ def _check(
     run: dict[str, Any],
     options: _Options,
     metadata: Metadata,
-    engine: EngineOptions,
+    engine: InferenceOptions,
     chosen: frozenset[int] | None,
 ) -> Check:
-    from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.checking.recheck import Check, wanted_items
-    from opal_deploy.pipeline.checking.recorded import numbered_records
-    from opal_deploy.pipeline.run.boxes import read_boxes
-    from opal_deploy.pipeline.run.labels import read_labels
+    from opal_deploy.auditing.results_reader import numbered_records
+    from opal_deploy.auditing.verify_records import Check, wanted_items
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+    from opal_deploy.inference.sources.items import Skipped
 
     items = {}
     if options.images:
-        finding.check_inputs(options.images)
+        discovery.check_inputs(options.images)
         names = None
         if chosen is not None:
             records = (record for number, record in numbered_records(path) if number in chosen and record is not None)
             names = frozenset(record["image"] or "" for record in records)
-        items = wanted_items(finding.discover(options.images, finding.Skipped(), sys.stdin), names)
+        items = wanted_items(discovery.discover(options.images, Skipped(), sys.stdin), names)
     top = run.get("top")
     return Check(
         model_sha256,
@@ -236,12 +236,14 @@ def _check(
 
 def _tell(report: Report) -> None:
     good = report.checked - report.different
-    say(f"{max(good, 0)} of {report.checked} are what the model computes, {report.identical} of them to the last bit")
+    print_message(
+        f"{max(good, 0)} of {report.checked} are what the model computes, {report.identical} of them to the last bit"
+    )
     for found in report.findings[:10]:
-        say(one_line(f"DIFFERENT: {found}"))
+        print_message(one_line(f"DIFFERENT: {found}"))
     if report.different > 10:
-        say(f"and {report.different - 10} more; --json lists them")
+        print_message(f"and {report.different - 10} more; --json lists them")
     if report.not_repeatable:
-        say(f"{report.not_repeatable} errors of a decoder that crashed or took too long did not happen again")
+        print_message(f"{report.not_repeatable} errors of a decoder that crashed or took too long did not happen again")
     if report.truths_unchecked:
-        say(f"the `truth` of {report.truths_unchecked} records is what somebody said; check it with --labels")
+        print_message(f"the `truth` of {report.truths_unchecked} records is what somebody said; check it with --labels")

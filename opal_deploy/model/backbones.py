@@ -4,7 +4,8 @@ The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are 
 the last convolutional stage, before pooling, with no norm behind it. The cut is found in the traced graph, not in a
 list of names: the network is traced, the last global pooling is looked up, and what feeds it is the output. Parameter
 names stay torchvision's (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`).
-"""
+
+Multiply-accumulates of convolutions and matrix products, counted on real modules and tensors without memory."""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.model import backbones
 
 # the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
 _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
@@ -275,3 +278,29 @@ def _torchvision_weights(name: str, weights: str) -> dict[str, Tensor]:
 def _counters(state: dict[str, Any]) -> set[str]:
     """BatchNorm's step counters, which exporters of weights often drop and inference never reads."""
     return {key for key in state if key.endswith("num_batches_tracked")}
+
+
+def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Of one input through a module whose parameters live on `meta`.
+
+    Bias, normalisation, activation and pooling are not multiply-accumulates and count nothing. PyTorch's own counter
+    counts floating-point operations, two for each.
+
+    Args:
+        module: in evaluation mode.
+        input_shape: without the batch.
+    """
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        module(torch.empty(1, *input_shape, device="meta"))
+    return int(counter.get_total_flops()) // 2
+
+
+@cache
+def backbone_macs(name: str, input_size: tuple[int, int]) -> int:
+    """Of one picture through a backbone, cut before its pooling.
+
+    Raises:
+        UsageError: no such backbone.
+    """
+    return count_macs(backbones.build(name, device="meta").eval(), (3, *input_size))

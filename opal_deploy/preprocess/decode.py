@@ -40,7 +40,7 @@ from opal_deploy.preprocess.geometry import Geometry
 
 
 @runtime_checkable
-class Openable(Protocol):
+class FileSource(Protocol):
     """Bytes that know where they lie, such as a member of an archive; can be pickled, so that a worker opens them.
 
     Attributes:
@@ -76,9 +76,9 @@ def parse_decoding(text: str) -> Decoding:
     return Decoding(text)
 
 
-Source: TypeAlias = str | Path | bytes | Openable | Image.Image | NDArray[np.uint8]
+Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
 # what has to be opened
-Place: TypeAlias = Path | Openable
+PathOrSource: TypeAlias = Path | FileSource
 
 # above this a picture is refused before its pixels are decoded: 100 megapixels are 300 MB of RGB
 MAX_PIXELS = 100_000_000
@@ -93,7 +93,7 @@ _RUNS_A_PROGRAM = ("EPS",)
 _QUICK_PIXELS, _QUICK_BYTES = 25_000_000, 32_000_000
 
 
-def open_file(place: Place) -> BinaryIO:
+def open_file(place: PathOrSource) -> BinaryIO:
     """A regular file, or what a container holds, opened. Not read as a whole: any length may be called .jpg.
 
     Raises:
@@ -118,7 +118,7 @@ def decode(
     source: Source,
     *,
     max_pixels: int = MAX_PIXELS,
-    open_file: Callable[[Place], BinaryIO] = open_file,
+    open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
 ) -> Image.Image:
     """Read one picture, whole.
@@ -143,7 +143,7 @@ def decode_for(
     input_size: tuple[int, int],
     *,
     max_pixels: int = MAX_PIXELS,
-    open_file: Callable[[Place], BinaryIO] = open_file,
+    open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
 ) -> tuple[Image.Image, Geometry]:
     """Read one picture that will be squashed as a whole to `input_size` = (H0, W0).
@@ -160,7 +160,7 @@ class _Wanted:
     """What a caller asks for: the arguments of `decode`, and the (height, width) that is large enough."""
 
     max_pixels: int
-    open_file: Callable[[Place], BinaryIO]
+    open_file: Callable[[PathOrSource], BinaryIO]
     decoding: Decoding
     enough: tuple[int, int] | None = None
 

@@ -27,7 +27,7 @@ from PIL import ExifTags, Image, ImageOps
 from opal_deploy.errors import UsageError, first_line, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, is_plain_jpeg
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import Box, lay_out_size
+from opal_deploy.preprocess.resize import Box, compute_geometry_from_size
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ def read_header(data: bytes, box: Box | None, max_pixels: int) -> Jpeg | None:
                 return None
             width, height = stored = image.size
             orientation = _orientation(image)
-        geometry = lay_out_size((height, width) if orientation >= 5 else stored, box)
+        geometry = compute_geometry_from_size((height, width) if orientation >= 5 else stored, box)
     except Exception:  # the CPU meets it again, and has words for it
         return None
     return Jpeg(data, stored, orientation, geometry)
@@ -221,7 +221,7 @@ class GpuDecoder:
         import torch
 
         squashed = [
-            squash(picture[crop.crop[1] : crop.crop[3], crop.crop[0] : crop.crop[2]], input_size)
+            resize(picture[crop.crop[1] : crop.crop[3], crop.crop[0] : crop.crop[2]], input_size)
             for picture, crop in zip(pictures, crops, strict=True)
         ]
         found: NDArray[np.uint8] = torch.stack(squashed).cpu().numpy()
@@ -318,7 +318,7 @@ def orient(stored: torch.Tensor, orientation: int) -> torch.Tensor:
     return turned.flip(flips) if flips else turned
 
 
-def squash(picture: torch.Tensor, input_size: tuple[int, int]) -> torch.Tensor:
+def resize(picture: torch.Tensor, input_size: tuple[int, int]) -> torch.Tensor:
     """uint8 [height, width, 3] to uint8 [H0, W0, 3], antialiased bilinear, rounded after each direction as Pillow."""
     import torch
 

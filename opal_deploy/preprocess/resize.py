@@ -21,7 +21,7 @@ from opal_deploy.preprocess.geometry import Geometry
 Box = tuple[float, float, float, float]
 
 
-def lay_out(image: Image.Image, box: Box | None = None) -> Geometry:
+def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
     """Where the model will look on this picture.
 
     Args:
@@ -32,10 +32,10 @@ def lay_out(image: Image.Image, box: Box | None = None) -> Geometry:
     Raises:
         ImageError: bad_box, if no pixel is left.
     """
-    return lay_out_size(image.size, box)
+    return compute_geometry_from_size(image.size, box)
 
 
-def lay_out_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
+def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
     """`lay_out` of an oriented picture of which only its (width, height) is known."""
     width, height = size
     if box is None:

@@ -22,7 +22,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, require
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime import probe
+from opal_deploy.runtime import devices
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 
 CUDA = "CUDAExecutionProvider"
@@ -203,7 +203,7 @@ def cuda_is_usable() -> bool:
         import onnxruntime
     except ImportError:
         return False
-    return CUDA in onnxruntime.get_available_providers() and bool(probe.read_driver().gpus)
+    return CUDA in onnxruntime.get_available_providers() and bool(devices.read_driver().gpus)
 
 
 def _cuda_device(onnxruntime: Any, device: str) -> int | None:

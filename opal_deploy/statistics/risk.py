@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from opal_deploy.statistics.proportion import trials_needed, upper_bound
+from opal_deploy.statistics.intervals import trials_needed, upper_bound
 
 LEVELS = 10
 """Thresholds kept of a curve: those that answer at least 1/10, 2/10, ... of the pictures."""

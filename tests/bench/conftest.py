@@ -13,8 +13,8 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.record import Subject
-from opal_deploy.bench.subjects.opening import Opened
+from opal_deploy.bench.record import Target
+from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.runtime.session import ImageBatch
 
 METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", "none", (1, 1), (8, 8))
@@ -52,7 +52,7 @@ class StandIn:
         return Outputs(np.zeros((len(images), 2), np.float32))
 
 
-MakeOpened = Callable[..., Opened]
+MakeOpened = Callable[..., LoadedTarget]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,8 +75,8 @@ def opened() -> MakeOpened:
 
     def make(
         takes: float | Callable[[int], float], spend: Callable[[float], None] = time.sleep, name: str = "stand-in"
-    ) -> Opened:
+    ) -> LoadedTarget:
         session = StandIn(takes if callable(takes) else lambda _: takes, spend)
-        return Opened(session, Subject(name, runtime="onnxruntime", device="cpu", precision="fp32"), 1)
+        return LoadedTarget(session, Target(name, runtime="onnxruntime", device="cpu", precision="fp32"), 1)
 
     return make

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.bench.compare import Contest, Plan, measurements, take_turns
-from opal_deploy.statistics.samples import median, paired_ratios
+from opal_deploy.statistics.intervals import median, paired_ratios
 
 PLAN = Plan(batch=2, rounds=30, turn_seconds=0.1, warm_up_seconds=0)
 

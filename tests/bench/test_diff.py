@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from opal_deploy.bench.diff import Change, Difference, compare
-from opal_deploy.bench.record import Figure, Measurement, Subject, append
+from opal_deploy.bench.record import Figure, Measurement, Target, append
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
-MODEL = Subject("m.onnx", runtime="onnxruntime", runtime_version="1.30.0", device="cpu")
+MODEL = Target("m.onnx", runtime="onnxruntime", runtime_version="1.30.0", device="cpu")
 MACHINE = {"processor": "Example CPU 9000", "usable_cores": 2, "versions": {"onnxruntime": "1.30.0"}}
 
 

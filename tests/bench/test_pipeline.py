@@ -16,11 +16,10 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench import record
 from opal_deploy.bench.pipeline.cases import Case
-from opal_deploy.bench.pipeline.measure import CaseResult, measure
-from opal_deploy.bench.pipeline.plain import PlainLoop
-from opal_deploy.bench.pipeline.replay import ReplaySession
+from opal_deploy.bench.pipeline.eager_baseline import PlainLoop
+from opal_deploy.bench.pipeline.measure import CaseResult, ReplaySession, measure
 from opal_deploy.errors import UsageError
-from opal_deploy.pipeline.discover import Item
+from opal_deploy.inference.sources.items import Item
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import ImageBatch
 
@@ -89,7 +88,7 @@ def test_a_slow_session_is_the_bound(items: list[Item]) -> None:
 
 
 def test_a_slow_decoder_is_the_bound(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline.decoding import prepare
+    from opal_deploy.inference.decoding import prepare
 
     monkeypatch.setattr(prepare, "decode_for", slowed(prepare.decode_for, 0.05))
 
@@ -102,7 +101,7 @@ def test_a_slow_decoder_is_the_bound(items: list[Item], monkeypatch: pytest.Monk
 
 
 def test_slow_reading_is_told_apart_from_slow_decoding(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline.decoding import reading
+    from opal_deploy.inference.decoding import prepare as reading
 
     monkeypatch.setattr(reading, "open_file", slowed(reading.open_file, 0.05))
 
@@ -112,7 +111,7 @@ def test_slow_reading_is_told_apart_from_slow_decoding(items: list[Item], monkey
 
 
 def test_slow_drawing_bounds_only_where_there_are_overlays(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline.run import infer
+    from opal_deploy.inference.run import run as infer
 
     monkeypatch.setattr(infer, "draw_overlay", slowed(infer.draw_overlay, 0.05))
 
@@ -124,7 +123,7 @@ def test_slow_drawing_bounds_only_where_there_are_overlays(items: list[Item], mo
 
 
 def test_a_slow_disk_is_the_bound(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.pipeline.run.output import RecordWriter
+    from opal_deploy.inference.run.results import RecordWriter
 
     monkeypatch.setattr(RecordWriter, "write", slowed(RecordWriter.write, 0.05))
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from opal_deploy.bench.pipeline.cases import Case, cases, parse_counts, parse_sizes
-from opal_deploy.bench.pipeline.pictures import decoded, resized
+from opal_deploy.bench.pipeline.cases import Case, cases, decoded, parse_counts, parse_sizes, resized
 from opal_deploy.errors import UsageError
-from opal_deploy.pipeline.discover import Item
+from opal_deploy.inference.sources.items import Item
 
 DEFAULT = Case(8, 2)
 

@@ -8,14 +8,14 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.harness.monitor import Monitor
-from opal_deploy.bench.pipeline.bound import Pass, find_bound
+from opal_deploy.bench.monitor import Monitor
+from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
 from opal_deploy.bench.pipeline.cases import Case
-from opal_deploy.bench.pipeline.lines import measurement, tell, tell_growth
+from opal_deploy.bench.pipeline.formatting import measurement, tell, tell_growth
 from opal_deploy.bench.pipeline.measure import CaseResult, Variant
 from opal_deploy.bench.pipeline.memory import MemoryCurve
-from opal_deploy.bench.record import Measurement, Subject
-from opal_deploy.bench.subjects.opening import Opened
+from opal_deploy.bench.record import Measurement, Target
+from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.runtime.session import ImageBatch
 
 
@@ -28,7 +28,7 @@ class NoSession:
 
 
 MONITOR = Monitor([], {"cpu": "not here"})
-OPENED = Opened(NoSession(), Subject("a.onnx"), 2)
+OPENED = LoadedTarget(NoSession(), Target("a.onnx"), 2)
 FLAT = MemoryCurve(tuple(map(float, range(20))), (100.0,) * 20)
 LEAK = MemoryCurve(tuple(map(float, range(20))), tuple(100.0 + 5 * second for second in range(20)))
 
@@ -39,7 +39,7 @@ def passes(*rates: float) -> tuple[Pass, ...]:
 
 def result(bare: tuple[Pass, ...] = (), infer: tuple[Pass, ...] = (), memory: MemoryCurve = FLAT) -> CaseResult:
     made = infer or passes(80, 90, 91)
-    bound = find_bound(made, {}, 2)
+    bound = find_bottleneck(made, {}, 2)
     return CaseResult(Case(8, 2), 100, 101, "a session", bare, (Variant("infer", made, memory, bound),), 345.0)
 
 

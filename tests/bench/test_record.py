@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import pytest
 
-from opal_deploy.bench.record import Figure, Kind, Measurement, Subject, append, read
+from opal_deploy.bench.record import Figure, Kind, Measurement, Target, append, read
 from opal_deploy.errors import UsageError
 
 FULL = Measurement(
     kind="throughput",
-    subject=Subject(
+    subject=Target(
         "Übersee \udcff.onnx", "resnet50", "opal", "onnxruntime", "1.31.0", "cpu", "fp32", "uint8 NHWC", (160, 192),
         200, 5, "ab" * 32,
     ),

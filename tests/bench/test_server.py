@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.bench.scenarios import ServerOptions, server
-from opal_deploy.bench.server import Served, arrivals, confirmed_rate, largest_rate, serve
-from opal_deploy.statistics.samples import percentile
+from opal_deploy.bench.latency import ServerOptions, server
+from opal_deploy.bench.server_scenario import Served, arrivals, confirmed_rate, largest_rate, serve
+from opal_deploy.statistics.intervals import percentile
 
 SERVICE = 0.010
 

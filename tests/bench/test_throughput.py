@@ -10,7 +10,7 @@ import pytest
 
 from opal_deploy.bench.batch_timing import TimingOptions
 from opal_deploy.bench.latency import over_batches, single_stream
-from opal_deploy.bench.record import Figure, Measurement, Subject, append
+from opal_deploy.bench.record import Figure, Measurement, Target, append
 from opal_deploy.bench.throughput import read_ceilings, sweep
 from opal_deploy.errors import StoppedEarly, UsageError
 
@@ -121,7 +121,7 @@ class TestCeilings:
     def line(self, device: str, threads: int | None, kind: str = "ceiling") -> Measurement:
         return Measurement(
             kind,  # type: ignore[arg-type]
-            Subject(device, device=device),
+            Target(device, device=device),
             {"threads": threads},
             {"copy": Figure(20.0, "GB/s"), "matmul_fp32": Figure(0.1, "TFLOP/s")},
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.cli.demo import MARKER, demo, judge
-from opal_deploy.demo import generate, read_annotations
 from opal_deploy.errors import UsageError
+from opal_deploy.synthetic import generate, read_annotations
 
 
 @pytest.fixture(scope="module")

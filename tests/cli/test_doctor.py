@@ -17,8 +17,8 @@ import pytest
 
 from opal_deploy.cli.doctor import doctor
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime import probe
-from opal_deploy.runtime.probe import Device, Driver, Gpu
+from opal_deploy.runtime import devices
+from opal_deploy.runtime.devices import Device, Driver, Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
@@ -43,12 +43,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
         if "tensorrt-cu13-libs==11.4" in installed:
             modules |= {"tensorrt_libs", "tensorrt_bindings"}
-        monkeypatch.setattr(probe, "read_driver", lambda: driver)
+        monkeypatch.setattr(devices, "read_driver", lambda: driver)
         monkeypatch.setattr(
-            probe, "installed", lambda *names: next((versions[n] for n in names if n in versions), None)
+            devices, "installed", lambda *names: next((versions[n] for n in names if n in versions), None)
         )
-        monkeypatch.setattr(probe, "is_importable", lambda module: module in modules)
-        monkeypatch.setattr(probe, "ask_onnxruntime", lambda: answer)
+        monkeypatch.setattr(devices, "is_importable", lambda module: module in modules)
+        monkeypatch.setattr(devices, "query_onnxruntime", lambda: answer)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return make
@@ -229,7 +229,7 @@ def test_tensorrt_is_usable_where_all_of_it_is_there(
     problem: str,
 ) -> None:
     machine(*installed, driver=driver)
-    monkeypatch.setattr(probe, "_ask", lambda *_: answer)
+    monkeypatch.setattr(devices, "_ask", lambda *_: answer)
 
     found = document(capsys)
     fact = runtime(found, "tensorrt")
@@ -290,14 +290,14 @@ class FakeNvml:
 
 
 def test_the_driver_is_read_from_nvml() -> None:
-    assert probe.read_driver(lambda name: FakeNvml()) == DRIVER
+    assert devices.read_driver(lambda name: FakeNvml()) == DRIVER
 
 
 def test_a_driver_that_does_not_start_says_why() -> None:
     nvml = FakeNvml()
     nvml.status = 18
 
-    assert probe.read_driver(lambda name: nvml) == Driver(
+    assert devices.read_driver(lambda name: nvml) == Driver(
         problem="the NVIDIA driver does not answer: Driver/library version mismatch (18)"
     )
 
@@ -305,7 +305,7 @@ def test_a_driver_that_does_not_start_says_why() -> None:
 def test_a_lost_gpu_does_not_hide_the_others() -> None:
     nvml = FakeNvml()
     nvml.count = 2
-    driver = probe.read_driver(lambda name: nvml)
+    driver = devices.read_driver(lambda name: nvml)
 
     assert driver.gpus == (H200,)
     assert driver.problem == "GPU 1 does not answer (lost, or no permission)"
@@ -315,11 +315,11 @@ def test_a_driver_without_gpus_says_so() -> None:
     nvml = FakeNvml()
     nvml.count = 0
 
-    assert probe.read_driver(lambda name: nvml).problem == "the NVIDIA driver lists no GPU"
+    assert devices.read_driver(lambda name: nvml).problem == "the NVIDIA driver lists no GPU"
 
 
 def test_a_library_that_is_not_nvml_is_not_a_crash() -> None:
-    assert "is not usable" in probe.read_driver(lambda name: object()).problem
+    assert "is not usable" in devices.read_driver(lambda name: object()).problem
 
 
 def fake_onnxruntime(folder: Path, source: str) -> None:
@@ -342,7 +342,7 @@ def test_a_broken_onnxruntime_is_an_answer(
     fake_onnxruntime(tmp_path, source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    answer = probe.ask_onnxruntime(timeout)
+    answer = devices.query_onnxruntime(timeout)
 
     assert set(answer) == {"problem"}
     assert problem in answer["problem"]
@@ -356,7 +356,7 @@ def test_an_onnxruntime_that_prints_is_understood(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    answer = probe.ask_onnxruntime()
+    answer = devices.query_onnxruntime()
 
     assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
 
@@ -365,14 +365,14 @@ def test_files_in_the_working_directory_are_not_imported(tmp_path: Path, monkeyp
     fake_onnxruntime(tmp_path, "raise SystemExit('the one of the working directory')")
     monkeypatch.chdir(tmp_path)
 
-    assert "working directory" not in str(probe.ask_onnxruntime())
+    assert "working directory" not in str(devices.query_onnxruntime())
 
 
 def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "left_behind_by_pip" / "capi").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    assert not probe.is_importable("left_behind_by_pip")
+    assert not devices.is_importable("left_behind_by_pip")
 
 
 def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opal_deploy.artifact.files import sha256_of_file
-from opal_deploy.runtime.probe import read_driver
+from opal_deploy.runtime.devices import read_driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
 pytestmark = [

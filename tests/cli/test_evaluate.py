@@ -56,15 +56,15 @@ def _saved(path: Path, head: HeadConfig, class_names: list[str]) -> Path:
     import torch
 
     from opal_deploy.bench.engines import settle
-    from opal_deploy.demo import example_pictures
     from opal_deploy.model.checkpoint import Checkpoint, save
     from opal_deploy.model.config import NetworkConfig
     from opal_deploy.model.network import OpalNetwork
+    from opal_deploy.synthetic import example_images
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(class_names), (96, 96), head))
-        settle(network, example_pictures(8, 96, 96))
+        settle(network, example_images(8, 96, 96))
     save(path, Checkpoint(network, class_names))
     return path
 
@@ -190,8 +190,8 @@ def test_other_classes_are_refused_before_any_model_runs(
     folder: Path, model: Path, figures: Figures, tmp_path: Path, names: list[str], message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    from opal_deploy.evaluation import session
     from opal_deploy.model.config import LINEAR_BASELINE
-    from opal_deploy.train.evaluation import session
 
     monkeypatch.setattr(session, "evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran"))
     other = _saved(tmp_path / "other.pt", LINEAR_BASELINE, names)
@@ -266,13 +266,13 @@ def test_another_crop_than_in_training_is_a_warning(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     trained: str | None, cropped: Any, boxes: bool, warning: str | None,
 ) -> None:  # fmt: skip
+    from opal_deploy.datasets import registry
     from opal_deploy.model import checkpoint as checkpoints
-    from opal_deploy.train.data import catalogue
 
     path = tmp_path / "model.pt"
     checkpoints.save(path, replace(checkpoints.load(model.with_suffix(".pt")), crop=trained))
-    read = catalogue.read
-    monkeypatch.setattr(catalogue, "read", lambda *args, **options: replace(read(*args, **options), crop=cropped))
+    read = registry.read
+    monkeypatch.setattr(registry, "read", lambda *args, **options: replace(read(*args, **options), crop=cropped))
     evaluate(folder, [path], threads=1, boxes=boxes)
     warnings = [line for line in capsys.readouterr().err.splitlines() if f"warning: {path} says it was" in line]
     assert [line.endswith(warning or "") for line in warnings] == [True] * (warning is not None)
@@ -351,7 +351,7 @@ def test_faithfulness_of_a_model_without_single_cells_is_refused_before_the_data
 def test_what_cannot_be_measured_is_refused_before_the_model_runs(
     folder: Path, model: Path, figures: Figures, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    from opal_deploy.train.evaluation import session
+    from opal_deploy.evaluation import session
 
     monkeypatch.setattr(session, "evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran"))
     with pytest.raises(UsageError, match=message):
@@ -383,8 +383,8 @@ def test_risk_and_coverage_are_those_of_the_answers_that_are_kept(
 def test_the_generated_set_brings_its_parts_and_its_foreground(
     figures: Figures, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from opal_deploy.demo import generate
     from opal_deploy.model.config import HeadConfig
+    from opal_deploy.synthetic import generate
 
     made = generate(
         tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)

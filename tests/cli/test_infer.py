@@ -337,7 +337,7 @@ ODD_NAMES = [b"a b.png", b"a\nb.png", b"a'\"b.png", b"<script>alert(1)<.png", b"
 
 
 def test_odd_names_go_through_and_come_back(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    from opal_deploy.pipeline.names import unescape_name
+    from opal_deploy.records.names import unescape_name
 
     odd = tmp_path / "odd"
     odd.mkdir()
@@ -368,7 +368,7 @@ def test_names_on_stdin_need_not_be_utf8(exact_model: Path, pictures: Path, tmp_
 
 def test_our_own_bug_is_called_one(exact_model: Path, pictures: Path, tmp_path: Path) -> None:
     broken = (
-        "import opal_deploy.pipeline.run.infer as i\ndef run(*a, **k): raise KeyError('x\\ny')\ni.run = run\n" + MAIN
+        "import opal_deploy.inference.run.run as i\ndef run(*a, **k): raise KeyError('x\\ny')\ni.run = run\n" + MAIN
     )
     done = subprocess.run(
         [sys.executable, "-c", broken, "infer", str(pictures), "--model", str(exact_model)],

@@ -139,11 +139,11 @@ def test_killed_at_fifty_random_moments_it_ends_like_a_run_that_was_not(infer: I
 
 KILL = "import os, signal; die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
 MOMENTS = {
-    "before the first record": "import opal_deploy.pipeline.run.infer as i; i.RecordWriter = die\n",
+    "before the first record": "import opal_deploy.inference.run.run as i; i.RecordWriter = die\n",
     "between an overlay and its name": "import pathlib; pathlib.Path.replace = die\n",
-    "in the report": "import opal_deploy.explain.report as r; r.ReportWriter._head = die\n",
-    "in a table": "import opal_deploy.pipeline.run.tables as t; t._WRITERS['csv'] = die\n",
-    "before the summary": "import opal_deploy.pipeline.run.run_folder as f; f.RunFolder.end = die\n",
+    "in the report": "import opal_deploy.visualization.report as r; r.ReportWriter._head = die\n",
+    "in a table": "import opal_deploy.records.tables as t; t._WRITERS['csv'] = die\n",
+    "before the summary": "import opal_deploy.inference.run.directory as f; f.RunFolder.end = die\n",
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.onnx_file import read_metadata
-from opal_deploy.cli.infer.preparation import least_margin
+from opal_deploy.cli.infer.setup import least_margin
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 from opal_deploy.statistics.risk import choose_threshold, risk_curve

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from opal_deploy.demo import example_pictures
-from opal_deploy.export import pictures
+from opal_deploy.export import images as pictures
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.synthetic import example_images
 
 # the data that lies beside the project, not in it
 SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -33,11 +33,11 @@ def _pictures_drawn_once() -> Iterator[None]:
     def cached(count: int, height: int, width: int) -> NDArray[np.uint8]:
         key = (count, height, width)
         if key not in drawn:
-            drawn[key] = example_pictures(count, height, width)
+            drawn[key] = example_images(count, height, width)
         return drawn[key].copy()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "example_pictures", cached)
+        patch.setattr(pictures, "example_images", cached)
         yield
 
 

@@ -16,14 +16,14 @@ from onnx import TensorProto
 
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.demo import example_pictures
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.onnx_export import Export
+from opal_deploy.export.onnx_export import ExportedModel
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.synthetic import example_images
 
 ANCHORED = [{"cws": cws, "pooling": pooling} for cws, pooling in product((True, False), ("max", "avg"))]
 WITHOUT_ANCHORS: list[dict[str, Any]] = [
@@ -33,24 +33,24 @@ WITHOUT_ANCHORS: list[dict[str, Any]] = [
 ]
 
 
-def _export(checkpoint: Checkpoint, out: Path, **options: Any) -> Export:
+def _export(checkpoint: Checkpoint, out: Path, **options: Any) -> ExportedModel:
     return export_checkpoint(checkpoint, out, ExportOptions(out=out, threads=2, **options))
 
 
 @pytest.fixture(scope="module")
-def exported(resnet18: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Export:
+def exported(resnet18: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> ExportedModel:
     return _export(resnet18, tmp_path_factory.mktemp("resnet18") / "c.onnx")
 
 
 @pytest.fixture(scope="module")
-def graph(exported: Export) -> onnx.ModelProto:
+def graph(exported: ExportedModel) -> onnx.ModelProto:
     return onnx.load(exported.path)
 
 
 def _answers(path: Path, count: int, size: tuple[int, int]) -> dict[str, Any]:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(None, {"images": example_pictures(count, *size)}), strict=True))
+    return dict(zip(names, session.run(None, {"images": example_images(count, *size)}), strict=True))
 
 
 class TestResNet18:
@@ -73,7 +73,7 @@ class TestResNet18:
         ]  # fmt: skip
 
     @pytest.mark.parametrize("count", [1, 3, 16])
-    def test_any_batch_size_runs(self, exported: Export, count: int) -> None:
+    def test_any_batch_size_runs(self, exported: ExportedModel, count: int) -> None:
         answers = _answers(exported.path, count, (64, 96))
         assert {name: value.shape for name, value in answers.items()} == {
             "logits": (count, 4), "argmax": (count, 20), "scores": (count, 20),
@@ -86,7 +86,7 @@ class TestResNet18:
         assert graph.ir_version == 10
         assert [(o.domain, o.version) for o in graph.opset_import] == [("", 20)]
 
-    def test_it_is_one_file_without_external_data(self, exported: Export, graph: onnx.ModelProto) -> None:
+    def test_it_is_one_file_without_external_data(self, exported: ExportedModel, graph: onnx.ModelProto) -> None:
         assert not [t.name for t in graph.graph.initializer if t.data_location == TensorProto.EXTERNAL]
         assert [path.name for path in exported.path.parent.iterdir()] == ["c.onnx"]
 
@@ -96,7 +96,7 @@ class TestResNet18:
         head = names[names.index("Softmax") :]
         assert operator not in head
 
-    def test_nothing_of_the_exporting_machine_is_inside(self, exported: Export, graph: onnx.ModelProto) -> None:
+    def test_nothing_of_the_exporting_machine_is_inside(self, exported: ExportedModel, graph: onnx.ModelProto) -> None:
         # weights may spell anything
         named = onnx.ModelProto()
         named.CopyFrom(graph)
@@ -113,7 +113,7 @@ class TestResNet18:
     def test_metadata_is_the_only_property(self, graph: onnx.ModelProto) -> None:
         assert [entry.key for entry in graph.metadata_props] == ["opal"]
 
-    def test_metadata_describes_the_network(self, exported: Export) -> None:
+    def test_metadata_describes_the_network(self, exported: ExportedModel) -> None:
         found = onnx_file.read_metadata(exported.path)
         assert found == exported.metadata
         assert (found.backbone, found.grid, found.input_size) == ("resnet18", (2, 3), (64, 96))
@@ -122,7 +122,7 @@ class TestResNet18:
         assert found.source["sha256"] == f"{0:064x}"
         assert found.exporter["opset"] == 20
 
-    def test_the_verification_report_says_what_was_compared(self, exported: Export) -> None:
+    def test_the_verification_report_says_what_was_compared(self, exported: ExportedModel) -> None:
         report = onnx_file.read_metadata(exported.path).verification
         assert report["passed"] is True
         assert report["batches"] == [1, 2, 7]
@@ -133,18 +133,18 @@ class TestResNet18:
         assert report["cells"] + report["cells_tied"] == 64 * 20
         assert report["cells_different"] == 0
 
-    def test_the_digest_matches(self, exported: Export) -> None:
+    def test_the_digest_matches(self, exported: ExportedModel) -> None:
         onnx_file.check_digest(exported.path, onnx_file.read_metadata(exported.path))
 
-    def test_the_test_vectors_are_pytorchs_answers(self, exported: Export, resnet18: Checkpoint) -> None:
+    def test_the_test_vectors_are_pytorchs_answers(self, exported: ExportedModel, resnet18: Checkpoint) -> None:
         stored = test_vectors.unpack(exported.metadata.test_vectors, "c.onnx")
         answers = TorchSession(resnet18, device="cpu").run(stored.images)
         assert len(stored.images) == 4
         np.testing.assert_array_equal(stored.outputs.argmax, answers.argmax)
         np.testing.assert_allclose(stored.outputs.logits, answers.logits, rtol=1e-6)
 
-    def test_normalisation_is_in_the_graph(self, exported: Export, resnet18: Checkpoint) -> None:
-        shown = example_pictures(3, 64, 96)
+    def test_normalisation_is_in_the_graph(self, exported: ExportedModel, resnet18: Checkpoint) -> None:
+        shown = example_images(3, 64, 96)
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         images = ((torch.from_numpy(shown) / 255 - mean) / std).permute(0, 3, 1, 2)
         with torch.no_grad():
@@ -152,9 +152,9 @@ class TestResNet18:
         np.testing.assert_allclose(_answers(exported.path, 3, (64, 96))["logits"], expected, atol=1e-5)
 
 
-def _matches_torch(done: Export, checkpoint: Checkpoint) -> None:
+def _matches_torch(done: ExportedModel, checkpoint: Checkpoint) -> None:
     """By ONNX Runtime and PyTorch, outside the exporter's own comparison; logits relative to their size."""
-    shown = example_pictures(9, *checkpoint.network.config.input_size)
+    shown = example_images(9, *checkpoint.network.config.input_size)
     found: Outputs = OnnxSession(done.path, device="cpu", threads=2).run(shown)
     expected = TorchSession(checkpoint, device="cpu").run(shown)
     # where the two differ by rounding alone, the root of l2 and l3 may magnify it near an anchor
@@ -224,7 +224,7 @@ class TestVariants:
         # without the softmax, attention and projection are one tensor under two names
         checkpoint = make_checkpoint(head=HeadConfig(cws=cws))
         done = _export(checkpoint, tmp_path / "c.onnx", attention=True)
-        found = OnnxSession(done.path, device="cpu", threads=2).run(example_pictures(2, 64, 96))
+        found = OnnxSession(done.path, device="cpu", threads=2).run(example_images(2, 64, 96))
         assert found.attention is not None
         assert found.attention.shape == (2, 20, 2, 3)
         np.testing.assert_array_equal(found.attention.reshape(2, 20, 6).max(2), found.scores)  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ class TestVariants:
             for parameter in checkpoint.network.backbone.parameters():
                 parameter.zero_()
         done = _export(checkpoint, tmp_path / "c.onnx")
-        found = OnnxSession(done.path, device="cpu", threads=2).run(example_pictures(1, 64, 96))
+        found = OnnxSession(done.path, device="cpu", threads=2).run(example_images(1, 64, 96))
         bias = checkpoint.network.head.classifier.bias.detach().numpy()
         np.testing.assert_allclose(found.logits[0], bias, atol=1e-7)
 

@@ -21,8 +21,7 @@ from opal_deploy import cli
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.graph import ExportGraph
-from opal_deploy.export.onnx_graph import trace
+from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.head import OpalHead
 

@@ -17,19 +17,17 @@ from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
-from opal_deploy.demo import example_pictures
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.candidate import ExportOptions, choose_pictures
+from opal_deploy.export.candidate import ExportOptions, choose_images
 from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.graph import ExportGraph
+from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.onnx_export import export_onnx, file_name
-from opal_deploy.export.onnx_graph import trace
-from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.quantise import to_int8
-from opal_deploy.export.rounding import rounded_twin
+from opal_deploy.export.precision import simulate_low_precision, to_bf16, to_fp16
+from opal_deploy.export.quantization import to_int8
 from opal_deploy.model.checkpoint import Checkpoint, describe
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verify import verify_vectors
+from opal_deploy.runtime.verification import verify_vectors
+from opal_deploy.synthetic import example_images
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +248,7 @@ class TestRounding:
         half = to_fp16(self.square_root_of_square())
         # 300 * 300 is beyond float16; ONNX Runtime computes it in float32 all the same
         assert self.run(half, [300.0]) == [300.0]
-        assert self.run(rounded_twin(half), [300.0, 3.0]) == [np.inf, 3.0]
+        assert self.run(simulate_low_precision(half), [300.0, 3.0]) == [np.inf, 3.0]
 
     @pytest.mark.parametrize(
         ("convert", "dtype"), [(to_fp16, np.float16), (to_bf16, ml_dtypes.bfloat16)], ids=["fp16", "bf16"]
@@ -260,13 +258,13 @@ class TestRounding:
         narrow = values.astype(dtype)
         squared = (narrow.astype(np.float32) ** 2).astype(dtype)
         expected = np.sqrt(squared.astype(np.float32)).astype(dtype).astype(np.float32)
-        found = self.run(rounded_twin(convert(self.square_root_of_square())), list(values))
+        found = self.run(simulate_low_precision(convert(self.square_root_of_square())), list(values))
         np.testing.assert_array_equal(found, expected)
         assert (np.abs(expected - values) > 0).any()
 
     def test_values_keep_their_names(self) -> None:
         half = to_fp16(self.square_root_of_square())
-        made = {name for node in rounded_twin(half).graph.node for name in node.output}
+        made = {name for node in simulate_low_precision(half).graph.node for name in node.output}
         assert {name for node in half.graph.node for name in node.output} <= made
 
     def test_the_gate_says_that_it_emulated(self, fp16: Path) -> None:
@@ -313,7 +311,7 @@ class TestBf16:
 def quantised(make_checkpoint: Any) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     checkpoint = make_checkpoint("resnet18", size=(64, 64))
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
-    return model, to_int8(model, example_pictures(16, 64, 64), describe(checkpoint))
+    return model, to_int8(model, example_images(16, 64, 64), describe(checkpoint))
 
 
 class TestInt8:
@@ -359,7 +357,7 @@ class TestInt8:
         self, fp32: Path, photographs: Path
     ) -> None:
         metadata = onnx_file.read_metadata(fp32)
-        judges, calibration = choose_pictures(ExportOptions(precision="int8", calibrate=photographs), metadata)
+        judges, calibration = choose_images(ExportOptions(precision="int8", calibrate=photographs), metadata)
         assert calibration is not None
         assert (len(calibration.names), len(judges.names)) == (128, 64)
         assert not set(calibration.names) & set(judges.names)

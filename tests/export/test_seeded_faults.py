@@ -13,13 +13,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import VerificationError
-from opal_deploy.export.candidate import Candidate, ExportOptions
+from opal_deploy.export.candidate import ExportCandidate, ExportOptions
 from opal_deploy.export.checkpoint_export import build_candidate
 from opal_deploy.export.graph_edit import BODY_OUTPUT
 from opal_deploy.export.onnx_export import write_verified
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.runtime.compare import WIDEST, Rounding
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import WIDEST, Rounding
 
 Fault = Callable[[onnx.GraphProto], None]
 
@@ -208,7 +208,7 @@ NOISIEST = Rounding(cosine=1.0, score=1.0, relative_score=1.0)
 
 
 @pytest.fixture(scope="module")
-def candidate(resnet18: Checkpoint) -> Candidate:
+def candidate(resnet18: Checkpoint) -> ExportCandidate:
     built, _ = build_candidate(resnet18, ExportOptions(threads=2))
     assert built.rounding is not None
     # measured once for all faults: it is the network's, not the fault's
@@ -216,7 +216,7 @@ def candidate(resnet18: Checkpoint) -> Candidate:
     return replace(built, rounding=lambda: measured)
 
 
-def _with(candidate: Candidate, fault: Fault) -> Candidate:
+def _with(candidate: ExportCandidate, fault: Fault) -> ExportCandidate:
     model = onnx.ModelProto()
     model.CopyFrom(candidate.model)
     fault(model.graph)
@@ -227,12 +227,12 @@ def _say(_: str) -> None:
     pass
 
 
-def test_the_graph_without_a_fault_passes(candidate: Candidate, tmp_path: Path) -> None:
+def test_the_graph_without_a_fault_passes(candidate: ExportCandidate, tmp_path: Path) -> None:
     # or else the tests below would show nothing
     assert write_verified(candidate, tmp_path / "m.onnx", _say, 2).comparison
 
 
-def test_the_attention_of_these_tests_is_not_uniform(candidate: Candidate) -> None:
+def test_the_attention_of_these_tests_is_not_uniform(candidate: ExportCandidate) -> None:
     scores, gap = candidate.reference.outputs.scores, candidate.reference.gap
     assert scores is not None
     assert gap is not None
@@ -243,13 +243,13 @@ def test_the_attention_of_these_tests_is_not_uniform(candidate: Candidate) -> No
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 class TestFaults:
-    def test_is_rejected_and_leaves_no_file(self, candidate: Candidate, tmp_path: Path, fault: Fault) -> None:
+    def test_is_rejected_and_leaves_no_file(self, candidate: ExportCandidate, tmp_path: Path, fault: Fault) -> None:
         with pytest.raises(VerificationError, match=r"m\.onnx was not written"):
             write_verified(_with(candidate, fault), tmp_path / "m.onnx", _say, 2)
         assert list(tmp_path.iterdir()) == []
 
     def test_is_rejected_with_the_gate_opened_as_far_as_it_goes(
-        self, candidate: Candidate, tmp_path: Path, fault: Fault
+        self, candidate: ExportCandidate, tmp_path: Path, fault: Fault
     ) -> None:
         noisy = replace(_with(candidate, fault), rounding=lambda: NOISIEST)
         with pytest.raises(VerificationError):
@@ -258,7 +258,9 @@ class TestFaults:
 
 
 @pytest.mark.parametrize("fault", [bias_lost, cells_transposed], ids=lambda fault: fault.__name__)
-def test_a_good_file_of_that_name_survives_a_bad_export(candidate: Candidate, tmp_path: Path, fault: Fault) -> None:
+def test_a_good_file_of_that_name_survives_a_bad_export(
+    candidate: ExportCandidate, tmp_path: Path, fault: Fault
+) -> None:
     out = tmp_path / "m.onnx"
     write_verified(candidate, out, _say, 2)
     before = out.read_bytes()
@@ -268,14 +270,14 @@ def test_a_good_file_of_that_name_survives_a_bad_export(candidate: Candidate, tm
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
-def test_a_refusal_says_what_differs_in_one_line(candidate: Candidate, tmp_path: Path) -> None:
+def test_a_refusal_says_what_differs_in_one_line(candidate: ExportCandidate, tmp_path: Path) -> None:
     with pytest.raises(VerificationError) as refusal:
         write_verified(_with(candidate, cells_transposed), tmp_path / "m.onnx", _say, 2)
     assert "cells differ" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_the_gate_opens_only_when_the_plain_one_fails(candidate: Candidate, tmp_path: Path) -> None:
+def test_the_gate_opens_only_when_the_plain_one_fails(candidate: ExportCandidate, tmp_path: Path) -> None:
     asked: list[int] = []
 
     def rounding() -> Rounding:
@@ -293,7 +295,9 @@ def test_the_gate_opens_only_when_the_plain_one_fails(candidate: Candidate, tmp_
     assert "rounding" not in done.metadata.verification
 
 
-def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(candidate: Candidate, tmp_path: Path) -> None:
+def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(
+    candidate: ExportCandidate, tmp_path: Path
+) -> None:
     # a movement of 3e-6 in the scores, as reordered sums make
     scores = candidate.reference.outputs.scores
     assert scores is not None

@@ -12,7 +12,7 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import Decoding, decode
-from opal_deploy.preprocess.resize import lay_out, to_input
+from opal_deploy.preprocess.resize import compute_geometry, to_input
 
 INPUT = (32, 32)
 
@@ -69,7 +69,10 @@ def check(data: bytes) -> None:
         return
     assert isinstance(ours, Image.Image)
     assert np.array_equal(np.asarray(ours), np.asarray(exact))
-    found, expected = to_input(ours, lay_out(ours), INPUT), to_input(exact, lay_out(exact), INPUT, Decoding.exact)
+    found, expected = (
+        to_input(ours, compute_geometry(ours), INPUT),
+        to_input(exact, compute_geometry(exact), INPUT, Decoding.exact),
+    )
     assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
 
 

@@ -18,11 +18,11 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from opal_deploy.errors import ImageError
-from opal_deploy.pipeline.decoding.reading import opener
-from opal_deploy.pipeline.stages import NO_CLOCK, StageClock
+from opal_deploy.inference.decoding.prepare import timed_open
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess import native
 from opal_deploy.preprocess.decode import Decoding, decode, decode_for
-from opal_deploy.preprocess.resize import Box, lay_out, to_input
+from opal_deploy.preprocess.resize import Box, compute_geometry, to_input
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -78,7 +78,7 @@ def test_photographs_have_plain_pillows_pixels(photographs: list[Path], decoding
         # smaller, larger, and one side each
         for height, width in ((160, 224), (448, 448), (700, 96)):
             squashed = np.asarray(expected.resize((width, height), Image.Resampling.BILINEAR))
-            ours = to_input(found, lay_out(found), (height, width), Decoding(decoding))
+            ours = to_input(found, compute_geometry(found), (height, width), Decoding(decoding))
             assert difference(ours, squashed) <= most, (path, height, width)
 
 
@@ -87,7 +87,7 @@ def test_photographs_have_plain_pillows_pixels(photographs: list[Path], decoding
 def test_crops_of_photographs_are_plain_pillows_within_a_count(photographs: list[Path], box: Box) -> None:
     for path in photographs[::16]:
         picture = decode(path)
-        geometry = lay_out(picture, box)
+        geometry = compute_geometry(picture, box)
         expected = by_pillow(path).crop(geometry.crop).resize((96, 64), Image.Resampling.BILINEAR)
         assert difference(to_input(picture, geometry, (64, 96)), np.asarray(expected)) <= 1, path
 
@@ -101,7 +101,7 @@ def test_pictures_of_every_shape_are_plain_pillows_within_a_count(size: tuple[in
     found = decode(data)
     assert np.array_equal(np.asarray(found), np.asarray(expected))
     squashed = np.asarray(expected.resize((64, 64), Image.Resampling.BILINEAR))
-    assert difference(to_input(found, lay_out(found), (64, 64)), squashed) <= 1
+    assert difference(to_input(found, compute_geometry(found), (64, 64)), squashed) <= 1
 
 
 @pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
@@ -145,7 +145,7 @@ def test_without_a_library_pillow_does_its_work(library: str, monkeypatch: pytes
     native._library.cache_clear()
     try:
         picture = decode(PHOTO)
-        found = to_input(picture, lay_out(picture), (40, 40))
+        found = to_input(picture, compute_geometry(picture), (40, 40))
         (line,) = native.missing()
     finally:
         native._library.cache_clear()
@@ -178,8 +178,8 @@ def test_what_opens_itself_is_read_like_a_file(tmp_path: Path, timed: bool, kind
     data = encoded(NOISE, kind)
     (tmp_path / "archive").write_bytes(b"x" * 100 + data + b"y" * 50)
     member = Member(tmp_path / "archive", 100, len(data))
-    clock = StageClock() if timed else NO_CLOCK
-    assert np.array_equal(np.asarray(decode(member, open_file=opener(clock))), pixels(data))
+    clock = StageTimer() if timed else NO_OP_TIMER
+    assert np.array_equal(np.asarray(decode(member, open_file=timed_open(clock))), pixels(data))
 
 
 def test_a_member_that_cannot_be_opened_has_its_code(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import Box, lay_out, normalise, to_input
+from opal_deploy.preprocess.resize import Box, compute_geometry, normalise, to_input
 
 GRID = (3, 4)
 INPUT = (48, 64)
@@ -47,7 +47,7 @@ def with_block(size: tuple[int, int], block: tuple[float, ...]) -> Image.Image:
 )
 def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size: tuple[int, int], box: Box | None) -> None:
     for row, col in product(range(GRID[0]), range(GRID[1])):
-        geometry = lay_out(Image.new("RGB", size), box)
+        geometry = compute_geometry(Image.new("RGB", size), box)
         image = with_block(size, geometry.cell_box(row, col, GRID))
         assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
 
@@ -67,7 +67,7 @@ def test_boxes_are_those_of_the_picture_as_a_viewer_shows_it(orientation: int) -
     stream = io.BytesIO()
     stored.save(stream, "PNG", exif=exif)
     shown = decode(stream.getvalue())
-    assert lay_out(shown) == geometry
+    assert compute_geometry(shown) == geometry
     assert brightest_cell(to_input(shown, geometry, INPUT)) == (0, 2)
 
 
@@ -101,7 +101,7 @@ def test_the_first_number_of_a_cell_is_its_row() -> None:
     ids=["truncated", "below zero", "over the edge", "whole", "truncated towards zero"],
 )
 def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box: Box, crop: tuple[int, ...]) -> None:
-    assert lay_out(Image.new("RGB", (100, 50)), box).crop == crop
+    assert compute_geometry(Image.new("RGB", (100, 50)), box).crop == crop
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box: Box, cro
 )
 def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box: Box) -> None:
     with pytest.raises(ImageError) as caught:
-        lay_out(Image.new("RGB", (100, 50)), box)
+        compute_geometry(Image.new("RGB", (100, 50)), box)
     assert caught.value.code == "bad_box"
 
 
 def test_what_lies_outside_the_crop_does_not_bleed_in() -> None:
     image = Image.new("RGB", (100, 100), (255, 255, 255))
     image.paste((0, 0, 0), (20, 20, 80, 80))
-    assert to_input(image, lay_out(image, (20, 20, 80, 80)), (32, 32)).max() == 0
+    assert to_input(image, compute_geometry(image, (20, 20, 80, 80)), (32, 32)).max() == 0
 
 
 def test_the_input_has_rows_first() -> None:

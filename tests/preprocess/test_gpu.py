@@ -17,7 +17,7 @@ from PIL import ExifTags, Image, ImageOps
 from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode_for
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_well_formed, open_gpus, orient, read_header, squash
+from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_well_formed, open_gpus, orient, read_header, resize
 from opal_deploy.preprocess.resize import to_input
 
 pytest.importorskip("nvidia.nvimgcodec")
@@ -91,7 +91,7 @@ def test_turning_a_tensor(orientation: int) -> None:
 def test_squashing_is_pillows_within_a_count(size: tuple[int, int], target: tuple[int, int]) -> None:
     noise = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), np.uint8)
     expected = np.asarray(Image.fromarray(noise).resize(target[::-1], Image.Resampling.BILINEAR))
-    found = squash(torch.from_numpy(noise), target).numpy()
+    found = resize(torch.from_numpy(noise), target).numpy()
     assert found.dtype == np.uint8
     difference = np.abs(found.astype(int) - expected)
     assert difference.max() <= 1
@@ -239,9 +239,9 @@ def test_a_picture_hundreds_of_inputs_long_is_the_cpus() -> None:
 
 def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (90, 70, 3), np.uint8))
-    whole = squash(noise, (32, 48))
+    whole = resize(noise, (32, 48))
     monkeypatch.setattr("opal_deploy.preprocess.gpu._MOST_FLOATS", 70 * 3 * 7)
-    assert torch.equal(squash(noise, (32, 48)), whole)
+    assert torch.equal(resize(noise, (32, 48)), whole)
 
 
 INSTEAD = "leave --decode out"

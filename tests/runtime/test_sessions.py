@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.demo import example_pictures
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
@@ -22,15 +21,15 @@ from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import lay_out, to_input
+from opal_deploy.preprocess.resize import compute_geometry, to_input
 from opal_deploy.runtime import onnx_session
-from opal_deploy.runtime.compare import GATES, compare
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.runtime.verify import verify_vectors
+from opal_deploy.runtime.verification import GATES, compare, verify_vectors
+from opal_deploy.synthetic import example_images
 
-PICTURES = example_pictures(5, 64, 96)
+PICTURES = example_images(5, 64, 96)
 
 
 class TestOnnxRuntimeOnTheCpu:
@@ -121,7 +120,7 @@ def test_photographs_get_pytorchs_answers_from_onnx_runtime(
     done = export_checkpoint(checkpoint, out, ExportOptions(out=out, pictures=photographs, threads=2))
     # not those that the export was verified on
     files = islice(sorted(photographs.rglob("*.jpg"))[::-1], 12)
-    shown = np.stack([to_input(image, lay_out(image), (224, 224)) for image in map(decode, files)])
+    shown = np.stack([to_input(image, compute_geometry(image), (224, 224)) for image in map(decode, files)])
     reference = TorchSession(checkpoint, device="cpu").reference(shown)
     # the order of sums moves some pictures' cosines by a little over the gate; no cell may differ on any
     gate = GATES["fp32"].elsewhere()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opal_deploy.statistics.proportion import trials_needed, upper_bound
+from opal_deploy.statistics.intervals import trials_needed, upper_bound
 
 
 @pytest.mark.parametrize(

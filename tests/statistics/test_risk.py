@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.statistics.proportion import upper_bound
+from opal_deploy.statistics.intervals import upper_bound
 from opal_deploy.statistics.risk import choose_threshold, risk_curve, too_few
 
 

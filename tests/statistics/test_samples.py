@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opal_deploy.statistics.samples import mean, mean_with_interval, median, paired_ratios, percentile, spread
+from opal_deploy.statistics.intervals import mean, mean_with_interval, median, paired_ratios, percentile, spread
 
 ONE_TO_HUNDRED = list(range(1, 101))
 
@@ -104,6 +104,6 @@ def test_a_sample_that_is_resampled_in_pieces_has_an_interval_too(monkeypatch: p
     sample = np.random.default_rng(7).normal(size=30)
     whole = mean_with_interval(sample, resamples=1000)
 
-    monkeypatch.setattr("opal_deploy.statistics.samples._DRAWN_AT_ONCE", 7 * 30)
+    monkeypatch.setattr("opal_deploy.statistics.intervals._DRAWN_AT_ONCE", 7 * 30)
 
     assert mean_with_interval(sample, resamples=1000) == whole

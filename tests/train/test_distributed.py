@@ -16,12 +16,12 @@ import pytest
 import torch
 from PIL import Image
 
+from opal_deploy.datasets.registry import read
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
-from opal_deploy.train.data.catalogue import read
-from opal_deploy.train.data.samples import Sample
-from opal_deploy.train.evaluation.network import evaluate
-from opal_deploy.train.pictures import Batches, Pictures
+from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.validation import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_more_processes_than_pictures_for_them_are_refused(folder: Path, tmp_pat
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [16, 17, 21, 40])
 def test_every_picture_is_in_one_share_an_epoch(size: int, count: int, tmp_path: Path) -> None:
-    pictures = Pictures([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
+    pictures = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
     for shuffle in (None, 7):
         shares = [Batches(pictures, 8, shuffle_seed=shuffle, rank=rank, size=size) for rank in range(size)]
         for batches in shares:
@@ -161,7 +161,7 @@ def test_every_picture_is_in_one_share_an_epoch(size: int, count: int, tmp_path:
 
 
 def test_an_epoch_can_be_entered_at_any_batch(tmp_path: Path) -> None:
-    pictures = Pictures([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
+    pictures = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
     batches = Batches(pictures, 6, shuffle_seed=0)
     whole = batches.share()
     batches.first = 2

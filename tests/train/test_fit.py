@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
+from opal_deploy.datasets.registry import DataSet, Sample, read
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import loop
-from opal_deploy.train.data.catalogue import DataSet, Sample, read
-from opal_deploy.train.evaluation.network import Evaluation, evaluate
 from opal_deploy.train.loop import Diverged, fit
-from opal_deploy.train.options import Options
-from opal_deploy.train.run_folder import FILES
+from opal_deploy.train.recipe import Options
+from opal_deploy.train.run_directory import FILES
+from opal_deploy.train.validation import Evaluation, evaluate
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 190, 60), "red": (220, 50, 40)}
 # the smallest network of torchvision's with a whole number of pixels a cell: 1.4 million weights

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from opal_deploy.demo import generate
+from opal_deploy.datasets.registry import DataSet, read
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train.data.catalogue import DataSet, read
+from opal_deploy.synthetic import generate
 from opal_deploy.train.loop import fit
-from opal_deploy.train.options import Options, TrainingPrecision
+from opal_deploy.train.recipe import Options, TrainingPrecision
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import lay_out, normalise, to_input
-from opal_deploy.train.data.samples import Sample
-from opal_deploy.train.pictures import Batches, Pictures, normalised
+from opal_deploy.preprocess.resize import compute_geometry, normalise, to_input
+from opal_deploy.train.images import Batches, TrainImages, normalised
 from opal_deploy.train.transforms import PaperAugmentation
 
 
@@ -30,7 +30,7 @@ def samples(tmp_path: Path) -> list[Sample]:
 
 
 def _epoch(samples: list[Sample], *, epoch: int = 1, seed: int = 0, workers: int = 0, cached: bool = False) -> bytes:
-    pictures = Pictures(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
+    pictures = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
     if cached:
         pictures.fill_cache(_nothing)
     batches = Batches(pictures, 4, shuffle_seed=seed, workers=workers)
@@ -39,16 +39,16 @@ def _epoch(samples: list[Sample], *, epoch: int = 1, seed: int = 0, workers: int
 
 
 def test_evaluation_pictures_are_those_of_preprocess(samples: list[Sample]) -> None:
-    (images, labels), *_ = Batches(Pictures(samples, (32, 64)), 9)
+    (images, labels), *_ = Batches(TrainImages(samples, (32, 64)), 9)
     assert images.dtype == torch.uint8
     assert labels.tolist() == [sample.label for sample in samples]
     for image, sample in zip(images, samples, strict=True):
         picture = decode(sample.path)
-        assert np.array_equal(image.numpy(), to_input(picture, lay_out(picture, sample.box), (32, 64)))
+        assert np.array_equal(image.numpy(), to_input(picture, compute_geometry(picture, sample.box), (32, 64)))
 
 
 def test_normalisation_is_that_of_preprocess_bit_for_bit(samples: list[Sample]) -> None:
-    (images, _), *_ = Batches(Pictures(samples, (32, 32)), 9)
+    (images, _), *_ = Batches(TrainImages(samples, (32, 32)), 9)
     ours = normalised(images, IMAGENET_MEAN, IMAGENET_STD)
     assert np.array_equal(ours.numpy(), normalise(images.numpy(), IMAGENET_MEAN, IMAGENET_STD))
     assert ours.is_contiguous(memory_format=torch.channels_last)
@@ -64,7 +64,7 @@ def test_exif_orientation_is_applied(tmp_path: Path, augmented: bool) -> None:
     path = tmp_path / "phone.jpg"
     Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
     augmentation = PaperAugmentation((32, 32)) if augmented else None
-    pictures = Pictures([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
+    pictures = TrainImages([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
     pictures.augmentation = None  # the squashed picture itself, at the size that augmentation starts from
     (images, _), *_ = Batches(pictures, 2)
     assert images.shape[1] == (33 if augmented else 32)
@@ -86,7 +86,7 @@ def test_epochs_and_seeds_differ(samples: list[Sample]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_kept_workers_see_the_next_epoch(samples: list[Sample]) -> None:
-    pictures = Pictures(samples, (32, 32), augmentation=PaperAugmentation((32, 32)))
+    pictures = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)))
     batches = Batches(pictures, 4, shuffle_seed=0, workers=1)
     for epoch in (1, 2):
         batches.epoch = epoch
@@ -95,7 +95,7 @@ def test_kept_workers_see_the_next_epoch(samples: list[Sample]) -> None:
 
 
 def test_an_epoch_has_every_picture_once_and_no_batch_of_one(samples: list[Sample]) -> None:
-    plan = Batches(Pictures(samples, (32, 32)), 4, shuffle_seed=0).plan()
+    plan = Batches(TrainImages(samples, (32, 32)), 4, shuffle_seed=0).plan()
     assert [len(batch) for batch in plan] == [4, 5]
     assert sorted(index for batch in plan for _, index in batch) == list(range(9))
 
@@ -106,7 +106,7 @@ def test_a_picture_that_breaks_off_is_named_in_one_line(samples: list[Sample], w
     bad = samples[4].path
     bad.write_bytes(bad.read_bytes()[:1500])
     with pytest.raises(UsageError, match=r"4\.png: .*remove or replace this picture$") as caught:
-        list(Batches(Pictures(samples, (32, 32)), 4, workers=workers))
+        list(Batches(TrainImages(samples, (32, 32)), 4, workers=workers))
     assert "\n" not in str(caught.value)
 
 
@@ -114,4 +114,4 @@ def test_filling_the_cache_names_every_bad_picture(samples: list[Sample]) -> Non
     for index in (2, 6):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
     with pytest.raises(UsageError, match=r"2 picture\(s\) cannot be decoded.*2\.png.*6\.png"):
-        Pictures(samples, (32, 32)).fill_cache(_nothing)
+        TrainImages(samples, (32, 32)).fill_cache(_nothing)

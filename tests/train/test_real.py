@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.train.data.catalogue import read
+from opal_deploy.datasets.registry import read
 from opal_deploy.train.loop import fit
-from opal_deploy.train.options import Options
+from opal_deploy.train.recipe import Options
 
 
 @pytest.mark.data

@@ -11,8 +11,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe
-from opal_deploy.train.options import Options
-from opal_deploy.train.recipe import Recipe, load, resolve
+from opal_deploy.train.recipe import Options, Recipe, load, resolve
 
 
 def _head(**said: Any) -> HeadConfig:

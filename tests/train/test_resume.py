@@ -21,13 +21,13 @@ import pytest
 import torch
 from PIL import Image
 
+from opal_deploy.datasets.registry import DataSet, read
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train import keeper
-from opal_deploy.train.data.catalogue import DataSet, read
+from opal_deploy.train import checkpoint_manager
 from opal_deploy.train.loop import fit
-from opal_deploy.train.options import Options
+from opal_deploy.train.recipe import Options
 
 # stochastic depth draws from torch's generator: a state that is not restored changes the weights
 OPTIONS = Options(
@@ -99,7 +99,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(
     squares: DataSet, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: int
 ) -> None:
     done = 0
-    save = keeper.save
+    save = checkpoint_manager.save
 
     def save_or_die(*arguments: Any, **options: Any) -> None:
         nonlocal done
@@ -109,7 +109,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(
         save(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "save", save_or_die)
+        patch.setattr(checkpoint_manager, "save", save_or_die)
         options = replace(OPTIONS, save_every=2)
         with pytest.raises(_Killed):
             fit(squares, options, tmp_path / "run", resume=True)
@@ -223,7 +223,7 @@ def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(
     def full(*arguments: Any, **options: Any) -> None:
         raise UsageError("best.pt: cannot be written (No space left on device); choose another place")
 
-    monkeypatch.setattr(keeper, "save", full)
+    monkeypatch.setattr(checkpoint_manager, "save", full)
     with pytest.raises(StoppedEarly, match=r"\(No space left on device\); nothing was kept yet, "):
         fit(squares, OPTIONS, tmp_path / "run")
 

@@ -10,13 +10,13 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.inspect import inspect
+from opal_deploy.datasets.registry import read
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.statistics.risk import choose_threshold
-from opal_deploy.train.data.catalogue import read
-from opal_deploy.train.evaluation.network import evaluate
 from opal_deploy.train.loop import fit
-from opal_deploy.train.options import Options
+from opal_deploy.train.recipe import Options
+from opal_deploy.train.validation import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,9 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe as recipes
 from opal_deploy.train import resume as resuming
-from opal_deploy.train.options import Options
-from opal_deploy.train.recipe import Sections
+from opal_deploy.train.recipe import Options, Sections
 from opal_deploy.train.reproduce.paper import Column, Row, Size, Table, sizes
-from opal_deploy.train.run_folder import RunFolder
+from opal_deploy.train.run_directory import TrainRunDirectory
 
 # sustained while training, where no run of this backbone is finished here yet: an assumption, to be overridden
 ASSUMED_TFLOPS = 40.0
@@ -47,9 +46,9 @@ class Run:
     folder: Path
 
     @property
-    def files(self) -> RunFolder:
+    def files(self) -> TrainRunDirectory:
         """What is in its folder."""
-        return RunFolder(self.folder)
+        return TrainRunDirectory(self.folder)
 
     @property
     def is_finished(self) -> bool:
@@ -177,7 +176,7 @@ def estimate(run: Run, out: Path, size: Size | None, tflops: float = ASSUMED_TFL
     options = run.options
     if (rate := _measured_rate(out, options)) is not None:
         return Estimate(options.epochs * (train + val / _PASSES) / rate / 3600, measured=True)
-    from opal_deploy.model.macs import backbone_macs
+    from opal_deploy.model.backbones import backbone_macs
 
     flops = 2.0 * backbone_macs(options.backbone, options.input_size)
     pictures = options.epochs * (_PASSES * train + val) + size.test

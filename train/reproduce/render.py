@@ -6,7 +6,7 @@ from typing import Any
 
 from opal_deploy.train.reproduce.paper import Column, Printed
 from opal_deploy.train.reproduce.plan import Plan
-from opal_deploy.train.reproduce.runs import Measured, gather
+from opal_deploy.train.reproduce.results import Measured, gather
 
 _NOTHING = "-"
 

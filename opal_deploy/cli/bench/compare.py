@@ -9,31 +9,33 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, deliver
-from opal_deploy.cli.bench.subjects import (
+from opal_deploy.cli.bench.options import (
     Backbones,
     Batches,
     Buffers,
     ChannelsLast,
     Classes,
     DeviceName,
+    JsonLines,
     Models,
+    Out,
     PrecisionName,
     Prototypes,
     RuntimeName,
     Size,
     Threads,
     Warmup,
+    deliver,
     parse_batches,
     random_networks,
 )
-from opal_deploy.cli.console import progress, say
+from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.bench.compare import Contest
     from opal_deploy.bench.record import Measurement
-    from opal_deploy.bench.subjects.opening import Setup
+    from opal_deploy.bench.targets.loading import Setup
 
 
 def compare(
@@ -68,7 +70,7 @@ def compare(
     ones, so that a machine that drifts favours nobody.
     """
     from opal_deploy.bench.compare import Plan, measurements
-    from opal_deploy.bench.subjects.opening import Setup
+    from opal_deploy.bench.targets.loading import Setup
 
     setup = Setup(runtime, device, threads, precision, channels_last)
     if question is None:
@@ -79,8 +81,8 @@ def compare(
         if files:
             raise UsageError(f"{files[0]}: --question takes --model and --backbone, not files alone")
         require("torch", "export", "bench compare --question")
-        from opal_deploy.bench.questions import ask
-        from opal_deploy.bench.subjects.network import from_checkpoint
+        from opal_deploy.bench.compare import ask
+        from opal_deploy.bench.targets.networks import from_checkpoint
 
         if not model and not backbone:
             raise UsageError(f"--question {question}: of what? give --backbone NAME or --model CHECKPOINT")
@@ -89,10 +91,10 @@ def compare(
             random_networks(backbone, "opal", classes, prototypes, size),
         )
         sizes = parse_batches(batch, (1,))
-        contests = ask(question, networks, setup, sizes[0], say)
+        contests = ask(question, networks, setup, sizes[0], print_message)
     for contest in contests:
         for line in contest.unusable:
-            say(line)
+            print_message(line)
         for number in parse_batches(batch, (1,)):
             plan = Plan(number, pairs, seconds, warmup, buffers)
             with progress("rounds") as advance:
@@ -104,11 +106,11 @@ def compare(
 
 def _of_files(files: list[Path], setup: Setup) -> Iterator[Contest]:
     from opal_deploy.bench.compare import Contest
-    from opal_deploy.bench.subjects.opening import open_file
+    from opal_deploy.bench.targets.loading import load_file
 
     if len(files) < 2:
         raise UsageError("nothing to compare: give two models, A and B, or --question head, runtime or precision")
-    yield Contest(files[0].name, tuple(open_file(path, setup) for path in files))
+    yield Contest(files[0].name, tuple(load_file(path, setup) for path in files))
 
 
 def _tell(found: Measurement, contest: Contest) -> None:
@@ -116,10 +118,10 @@ def _tell(found: Measurement, contest: Contest) -> None:
     low, high = ratio.interval or (ratio.value, ratio.value)
     of = found.subject
     name = f"{of.name} ({of.runtime}, {of.precision})" if of is not None else ""
-    say(
+    print_message(
         f"{name}: {ratio.value:.4f} of {contest.reference}'s throughput, 95 % interval {low:.4f} to {high:.4f}; "
         f"{rate.value:.2f} against {found.figures['reference_images_per_second'].value:.2f} images/s, "
         f"batch {found.case['batch']}, {len(ratio.repeats)} rounds"
     )
     for mark in found.marks:
-        say(f"  {mark}")
+        print_message(f"  {mark}")

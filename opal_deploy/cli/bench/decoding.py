@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.cli.bench.options import Images, Json, find_items
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.console import print_json, print_message
 
 
 def decoding(
@@ -21,7 +21,7 @@ def decoding(
 ) -> None:
     """Every decode path against plain Pillow: largest and mean difference in counts, and pictures a second."""
     from opal_deploy.bench.decoding import compare, compare_gpu
-    from opal_deploy.bench.harness.machine import provenance
+    from opal_deploy.bench.machine import provenance
     from opal_deploy.preprocess.gpu import open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
     from opal_deploy.runtime.select import gpu_names
@@ -31,10 +31,10 @@ def decoding(
     results = compare(paths, (size, size))
     results += [compare_gpu(paths, (size, size), gpu) for gpu in gpus]
     for r in results:
-        say(
+        print_message(
             f"{r.name}: {r.images} pictures, largest difference {r.largest}, mean {r.mean:.4f} counts, "
             f"{r.share_equal:.1%} equal; {r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s on one "
             f"thread; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of processor time each"
         )
     if as_json:
-        emit_json({"paths": [r.to_dict() for r in results], **provenance()})
+        print_json({"paths": [r.to_dict() for r in results], **provenance()})

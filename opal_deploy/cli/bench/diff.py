@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.bench.options import Json
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.console import print_json, print_message
 
 if TYPE_CHECKING:
     from opal_deploy.bench.diff import Change, Difference
@@ -37,27 +37,27 @@ def diff(
     result = compare(read([old]), read([new]), tolerance / 100)
     _tell(result)
     if as_json:
-        emit_json(result.to_dict())
+        print_json(result.to_dict())
     reasons = []
     if worse := len(result.of("regression")):
         reasons.append(f"{worse} regression{'s' if worse > 1 else ''} beyond the noise")
     if strict and result.missing:
         reasons.append(f"{result.missing} not in both (--strict)")
     if reasons:
-        say(f"failed: {', '.join(reasons)}; exit code 1")
+        print_message(f"failed: {', '.join(reasons)}; exit code 1")
         raise typer.Exit(1)
-    say("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
+    print_message("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
 
 
 def _tell(result: Difference) -> None:
     if result.machines:
-        say("DIFFERENT MACHINES: what follows compares machines as much as software")
+        print_message("DIFFERENT MACHINES: what follows compares machines as much as software")
         _list(result.machines)
     if result.software:
-        say("versions differ:")
+        print_message("versions differ:")
         _list(result.software)
     if result.repeated:
-        say("measured more than once; the last one counts:")
+        print_message("measured more than once; the last one counts:")
         _list(result.repeated)
     _list_changes("REGRESSIONS", result.of("regression"), limit=None)
     _list_changes("doubtful, since a measurement is marked", result.of("doubtful"))
@@ -68,19 +68,19 @@ def _tell(result: Difference) -> None:
         ("not comparable", result.not_comparable),
     ):
         if lines:
-            say(f"{title} ({len(lines)}):")
+            print_message(f"{title} ({len(lines)}):")
             _list(lines)
-    say(f"unchanged within the noise: {len(result.of('unchanged'))} of {len(result.changes)} figures")
+    print_message(f"unchanged within the noise: {len(result.of('unchanged'))} of {len(result.changes)} figures")
 
 
 def _list_changes(title: str, found: tuple[Change, ...], limit: int | None = _MOST_LINES) -> None:
     if found:
-        say(f"{title} ({len(found)}):")
+        print_message(f"{title} ({len(found)}):")
         _list([change.line() for change in found], limit)
 
 
 def _list(lines: tuple[str, ...] | list[str], limit: int | None = _MOST_LINES) -> None:
     for line in lines[:limit]:
-        say(f"  {line}")
+        print_message(f"  {line}")
     if limit is not None and len(lines) > limit:
-        say(f"  ... and {len(lines) - limit} more, in --json")
+        print_message(f"  ... and {len(lines) - limit} more, in --json")

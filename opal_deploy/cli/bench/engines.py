@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.bench.options import Json
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -30,10 +30,9 @@ def engines(
 ) -> None:
     """Build time, size and the gate's figures for models, precisions and GPUs, ahead of time with TensorRT for RTX."""
     from opal_deploy.bench.engines import HEADER, measure
-    from opal_deploy.bench.harness.machine import provenance
+    from opal_deploy.bench.machine import provenance
     from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.tensorrt.choice import choose
-    from opal_deploy.export.tensorrt.options import BuildOptions, parse_batch
+    from opal_deploy.export.tensorrt.options import BuildOptions, choose, parse_batch
     from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, load
     from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
@@ -43,7 +42,7 @@ def engines(
     library = load(TENSORRT_RTX, "opal-deploy bench engines")
     options = ExportOptions(pictures=pictures, calibrate=calibrate, threads=threads)
     rows = []
-    say(HEADER)
+    print_message(HEADER)
     for model in models:
         checkpoint = _checkpoint(model)
         name = Path(model).name
@@ -51,9 +50,9 @@ def engines(
         for row in measure(checkpoint, name, wanted, choices, library, options, build):
             rows.append(row)
             for line in row.lines():
-                say(line)
+                print_message(line)
     if as_json:
-        emit_json({"builder": library.title, "batch": batch, "rows": [r.to_dict() for r in rows], **provenance()})
+        print_json({"builder": library.title, "batch": batch, "rows": [r.to_dict() for r in rows], **provenance()})
 
 
 def _precision(text: str) -> Precision:
@@ -75,9 +74,9 @@ def _checkpoint(model: str) -> Checkpoint:
     if Path(model).suffix in (".pt", ".pth") or Path(model).is_file():
         return load(Path(model))
     from opal_deploy.bench.engines import settle
-    from opal_deploy.demo import example_pictures
+    from opal_deploy.synthetic import example_images
 
     torch.manual_seed(0)
     network = OpalNetwork(NetworkConfig(model, 10, (224, 224)))
-    settle(network, example_pictures(16, 224, 224))
+    settle(network, example_images(16, 224, 224))
     return Checkpoint(network, [str(number) for number in range(10)])

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, deliver
-from opal_deploy.cli.bench.subjects import (
+from opal_deploy.cli.bench.options import (
     Backbones,
     Batches,
     Buffers,
@@ -17,7 +16,9 @@ from opal_deploy.cli.bench.subjects import (
     DeviceName,
     Head,
     Iterations,
+    JsonLines,
     Models,
+    Out,
     Precisions,
     Prototypes,
     Repeats,
@@ -26,19 +27,20 @@ from opal_deploy.cli.bench.subjects import (
     Size,
     Threads,
     Warmup,
+    deliver,
     openings,
     parse_batches,
     random_networks,
     setups,
 )
-from opal_deploy.cli.console import say
+from opal_deploy.cli.console import print_message
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.bench.batch_timing import TimingOptions
+    from opal_deploy.bench.latency import ServerOptions
     from opal_deploy.bench.record import Measurement
-    from opal_deploy.bench.scenarios import ServerOptions
-    from opal_deploy.bench.subjects.opening import Opened
+    from opal_deploy.bench.targets.loading import LoadedTarget
 
 _SCENARIOS = "MLPerf's scenarios (offline: bench throughput)"
 
@@ -81,7 +83,7 @@ def latency(
 ) -> None:
     """Milliseconds a batch: p50, p90, p95, p99, mean; on a GPU also copies and computing apart."""
     from opal_deploy.bench.batch_timing import TimingOptions
-    from opal_deploy.bench.scenarios import ServerOptions
+    from opal_deploy.bench.latency import ServerOptions
 
     if scenario and batch:
         raise UsageError(f"--scenario {scenario} has its own batches: leave --batch out (server: --max-batch)")
@@ -105,10 +107,13 @@ def latency(
 
 
 def _measured(
-    opened: Opened, scenario: str | None, sizes: tuple[int, ...], timing: TimingOptions, serving: ServerOptions | None
+    opened: LoadedTarget,
+    scenario: str | None,
+    sizes: tuple[int, ...],
+    timing: TimingOptions,
+    serving: ServerOptions | None,
 ) -> Iterator[Measurement]:
-    from opal_deploy.bench.latency import over_batches, single_stream
-    from opal_deploy.bench.scenarios import server
+    from opal_deploy.bench.latency import over_batches, server, single_stream
 
     if serving is not None:
         yield server(opened, serving)
@@ -123,23 +128,23 @@ def _tell(found: Measurement) -> None:
     marks = "".join(f"; {mark}" for mark in found.marks)
     if found.kind == "server":
         if "queries_per_second" in figures:
-            say(
+            print_message(
                 f"  server: {figures['queries_per_second']} pictures/s keep {found.case['limit_ms']:g} ms "
                 f"(p50 {figures['p50_ms']}, p90 {figures['p90_ms']}, p99 {figures['p99_ms']}), "
                 f"{figures['mean_batch']} a batch{marks}"
             )
         else:
-            say(f"  server: {found.marks[-1]}")
+            print_message(f"  server: {found.marks[-1]}")
         return
     what = found.case.get("scenario") or f"batch {found.case['batch']}"
     if not figures:
-        say(f"  {what}: {found.marks[0]}")
+        print_message(f"  {what}: {found.marks[0]}")
         return
     percentiles = ", ".join(f"{name.removesuffix('_ms')} {figures[name]}" for name in _SHOWN)
     stages = ", ".join(f"{_STAGES[name]} {figures[name]}" for name in _STAGES if name in figures)
     rate = found.figures["images_per_second"]
     spread = "" if rate.spread is None else f" (spread {rate.spread:.1%} over {len(rate.repeats)})"
-    say(
+    print_message(
         f"  {what}: {percentiles} ms{f'; {stages} ms' if stages else ''}; {rate.value:.2f} images/s{spread}, "
         f"{figures['peak_memory']} MB{marks}"
     )

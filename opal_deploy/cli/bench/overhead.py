@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.bench.options import JsonLines, Out, deliver
-from opal_deploy.cli.console import emit_json, say
+from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.overhead.counter import Backbone
+    from opal_deploy.bench.overhead.counting import Backbone
     from opal_deploy.bench.overhead.paper import PaperTable
     from opal_deploy.model.config import HeadConfig
 
@@ -54,8 +54,8 @@ def overhead(
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench overhead")
     require("ptflops", "bench", "opal-deploy bench overhead")
+    from opal_deploy.bench.overhead import formatting
     from opal_deploy.bench.overhead import paper as papers
-    from opal_deploy.bench.overhead import render
     from opal_deploy.bench.overhead.chart import check_chart, draw
     from opal_deploy.bench.overhead.check import check as compare
     from opal_deploy.bench.overhead.check import report, require_agreement
@@ -71,14 +71,14 @@ def overhead(
         _require_papers(paper, backbone or [], classes or [], head, input_size)
     columns = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
     if classes:
-        columns = [(render.classes_name(number), number) for number in dict.fromkeys(classes)]
+        columns = [(formatting.classes_name(number), number) for number in dict.fromkeys(classes)]
     titles = {name: entry.title for name, entry in paper.backbones.items()}
     titles |= {name: dataset.title for name, dataset in paper.datasets.items()}
 
     def counted(found: Backbone) -> None:
-        say(
-            f"{found.name}: {render.count(found.counts.params)} parameters, {found.counts.paper / 1e9:.2f} GFLOPs as "
-            f"the paper counts, {found.counts.flops / 1e9:.2f} true GFLOPs"
+        print_message(
+            f"{found.name}: {formatting.count(found.counts.params)} parameters, {found.counts.paper / 1e9:.2f} GFLOPs "
+            f"as the paper counts, {found.counts.flops / 1e9:.2f} true GFLOPs"
         )
 
     table = make_table(backbone or list(paper.backbones), columns, head, input_size, counted=counted)
@@ -86,18 +86,18 @@ def overhead(
         deliver(measurement, out, as_json=as_json)
     cells = compare(table, paper) if check else None
     if output == "json":
-        emit_json(render.to_json(table, cells))
+        print_json(formatting.to_json(table, cells))
     elif output == "csv":
-        print(render.to_csv(table), end="", flush=True)
+        print(formatting.to_csv(table), end="", flush=True)
     elif not as_json:
-        to_page = render.to_text if output == "text" else render.to_markdown
+        to_page = formatting.to_text if output == "text" else formatting.to_markdown
         print(to_page(table, titles), end="", flush=True)
     if chart is not None:
         draw(table, chart, titles)
-        say(f"{chart}: written")
+        print_message(f"{chart}: written")
     if cells is not None:
         for line in report(cells):
-            say(line)
+            print_message(line)
         require_agreement(cells)
 
 

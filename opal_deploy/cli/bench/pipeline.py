@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from opal_deploy.cli.bench.options import Images, JsonLines, Out, deliver, find_items
-from opal_deploy.cli.console import say
-from opal_deploy.cli.options import usual_workers
+from opal_deploy.cli.console import print_message
+from opal_deploy.cli.options import default_workers
 from opal_deploy.errors import require
 
 _BATCH = 8
@@ -54,13 +54,11 @@ def pipeline(
     Of several values each is varied on its own around a base case. With --no-network answers cost nothing: what is
     measured is the pipeline itself.
     """
-    from opal_deploy.bench.harness.monitor import watch
-    from opal_deploy.bench.pipeline.cases import Case, cases, parse_counts, parse_sizes
-    from opal_deploy.bench.pipeline.lines import measurement, tell, tell_growth
-    from opal_deploy.bench.pipeline.measure import measure
+    from opal_deploy.bench.monitor import watch
+    from opal_deploy.bench.pipeline.cases import Case, cases, parse_counts, parse_sizes, resized
+    from opal_deploy.bench.pipeline.formatting import measurement, tell, tell_growth
+    from opal_deploy.bench.pipeline.measure import measure, open_as_infer_does
     from opal_deploy.bench.pipeline.memory import give_back
-    from opal_deploy.bench.pipeline.pictures import resized
-    from opal_deploy.bench.pipeline.subject import open_as_infer_does
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.runtime.select import gpu_names
@@ -68,7 +66,7 @@ def pipeline(
     path = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
     sizes = parse_sizes("--image-size", image_size)
-    default = Case(_BATCH, usual_workers(), decode=path, isolate=isolate)
+    default = Case(_BATCH, default_workers(), decode=path, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
     gpus: tuple[GpuDecoder, ...] = ()
@@ -77,7 +75,7 @@ def pipeline(
     loop = None
     if plain is not None:
         require("torchvision", "train", "bench pipeline --plain")
-        from opal_deploy.bench.pipeline.plain import PlainLoop
+        from opal_deploy.bench.pipeline.eager_baseline import PlainLoop
         from opal_deploy.runtime.torch_session import torch_device
 
         loop = PlainLoop(plain, str(torch_device(device)), threads)
@@ -89,15 +87,22 @@ def pipeline(
             loop.check_same(opened.metadata)
         with resized(items, case.image_size) as pictures, watch(opened.subject.device) as monitor:
             result = measure(
-                opened.session, pictures, case, repeats=repeats, say=say, network=network, gpus=gpus, plain=loop
+                opened.session,
+                pictures,
+                case,
+                repeats=repeats,
+                say=print_message,
+                network=network,
+                gpus=gpus,
+                plain=loop,
             )
         found = measurement(result, opened, monitor, repeats=repeats, network=network)
         for line in (*tell(result), *(f"  marked {mark}" for mark in found.marks)):
-            say(line)
+            print_message(line)
         deliver(found, out, as_json=as_json)
         results.append(result)
         del opened
         give_back()
     if len(results) > 1:
         for line in tell_growth(results):
-            say(line)
+            print_message(line)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.cli.console import emit_line, say
+from opal_deploy.cli.console import print_json_line, print_message
 from opal_deploy.errors import UsageError, require
 
 
@@ -41,17 +41,17 @@ def report(
     if markdown is not None:
         text = to_markdown(content)
         if str(markdown) == "-":
-            emit_line(text.rstrip("\n"))
+            print_json_line(text.rstrip("\n"))
         else:
             with written_atomically(markdown) as temporary:
                 temporary.write_text(text, encoding="utf-8")
-            say(f"{markdown}: {content.measured} measurements")
+            print_message(f"{markdown}: {content.measured} measurements")
     if out is not None:
         from opal_deploy.bench.report.page import to_html
 
         page = to_html(content)
         with written_atomically(out) as temporary:
             temporary.write_text(page, encoding="utf-8")
-        say(f"{out}: {content.measured} measurements")
+        print_message(f"{out}: {content.measured} measurements")
     if content.doubtful:
-        say(f"{content.doubtful} of them are marked as doubtful")
+        print_message(f"{content.doubtful} of them are marked as doubtful")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.bench.options import JsonLines, Out, deliver
-from opal_deploy.cli.console import say
+from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
 
@@ -82,7 +82,9 @@ def roofline(
     for name in dict.fromkeys(backbone or paper.load().backbones):
         of_one = table.points_of(name, case)
         whole = of_one[-1].work
-        say(f"{name}: {len(whole.layers)} layers, {whole.macs / 1e9:.3f} GMACs, {of_one[-1].intensity:.1f} FLOPs/byte")
+        print_message(
+            f"{name}: {len(whole.layers)} layers, {whole.macs / 1e9:.3f} GMACs, {of_one[-1].intensity:.1f} FLOPs/byte"
+        )
         points += of_one
     for measurement in table.measurements(points, case, ceilings) if out is not None or as_json else ():
         deliver(measurement, out, as_json=as_json)
@@ -99,7 +101,7 @@ def roofline(
             print(f"- {line}", flush=True)
     if chart is not None:
         draw(points, ceilings, chart)
-        say(f"{chart}: written")
+        print_message(f"{chart}: written")
 
 
 def _ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) -> list[Ceiling]:
@@ -119,14 +121,14 @@ def _ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) 
 
 
 def _measure(device: str, threads: int | None, precision: str | None, out: Path | None, *, as_json: bool) -> Ceiling:
-    from opal_deploy.bench.roofline.measure import Plan, ceiling_from, measure, usual_precisions
+    from opal_deploy.bench.roofline.measure import Plan, ceiling_from, default_precisions, measure
 
-    found = measure(Plan(device, usual_precisions(device) if precision is None else (precision,), threads))
+    found = measure(Plan(device, default_precisions(device) if precision is None else (precision,), threads))
     deliver(found, out, as_json=as_json)
     for name, figure in found.figures.items():
         spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
-        say(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")
-    say(f"timed: {found.timed}")
+        print_message(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")
+    print_message(f"timed: {found.timed}")
     for mark in found.marks:
-        say(f"MARKED {mark}")
+        print_message(f"MARKED {mark}")
     return ceiling_from(found)

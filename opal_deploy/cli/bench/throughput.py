@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, deliver
-from opal_deploy.cli.bench.subjects import (
+from opal_deploy.cli.bench.options import (
     Backbones,
     Batches,
     Buffers,
@@ -17,7 +16,9 @@ from opal_deploy.cli.bench.subjects import (
     DeviceName,
     Head,
     Iterations,
+    JsonLines,
     Models,
+    Out,
     Precisions,
     Prototypes,
     Repeats,
@@ -26,12 +27,13 @@ from opal_deploy.cli.bench.subjects import (
     Size,
     Threads,
     Warmup,
+    deliver,
     openings,
     parse_batches,
     random_networks,
     setups,
 )
-from opal_deploy.cli.console import say
+from opal_deploy.cli.console import print_message
 
 if TYPE_CHECKING:
     from opal_deploy.bench.record import Measurement
@@ -83,12 +85,12 @@ def throughput(
 
 def _tell(found: Measurement) -> None:
     if not found.figures:
-        say(f"  batch {found.case['batch']}: {found.marks[0]}")
+        print_message(f"  batch {found.case['batch']}: {found.marks[0]}")
         return
     rate = found.figures["images_per_second"]
     spread = "" if rate.spread is None else f" (spread {rate.spread:.1%} over {len(rate.repeats)})"
     if found.case.get("scenario"):
-        say(f"  offline: {rate.value:.2f} images/s{spread} at batch {found.figures['best_batch'].value:.0f}")
+        print_message(f"  offline: {rate.value:.2f} images/s{spread} at batch {found.figures['best_batch'].value:.0f}")
         return
     share = ""
     if ceiling := found.figures.get("share_of_ceiling"):
@@ -96,4 +98,6 @@ def _tell(found: Measurement) -> None:
     marks = "".join(f"; {mark}" for mark in found.marks)
     latencies = f"p50 {found.figures['p50_ms'].value:.2f} ms, p99 {found.figures['p99_ms'].value:.2f} ms"
     memory = f"{found.figures['peak_memory'].value:.0f} MB"
-    say(f"  batch {found.case['batch']}: {rate.value:.2f} images/s{spread}, {latencies}, {memory}{share}{marks}")
+    print_message(
+        f"  batch {found.case['batch']}: {rate.value:.2f} images/s{spread}, {latencies}, {memory}{share}{marks}"
+    )

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from opal_deploy.cli.console import Advance, emit_json, one_line, progress, say
+from opal_deploy.cli.console import Advance, one_line, print_json, print_message, progress
 from opal_deploy.cli.evaluate.faithfulness import agreements, measured_faithfulness
-from opal_deploy.cli.evaluate.models import check_classes, metadata, open_model, samples_of, warn_of_crop
-from opal_deploy.cli.evaluate.tell import Run, say_figures, say_table
+from opal_deploy.cli.evaluate.inputs import check_classes, metadata, open_model, samples_of, warn_of_crop
+from opal_deploy.cli.evaluate.output import Run, say_figures, say_table
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.demo import Annotation
+    from opal_deploy.datasets.cub_parts import PartLocations
+    from opal_deploy.datasets.samples import Sample
     from opal_deploy.runtime.session import Session
-    from opal_deploy.train.data.cub_parts import PartLocations
-    from opal_deploy.train.data.samples import Sample
+    from opal_deploy.synthetic import Annotation
 
 # seconds that a person waits without being told how long
 _PATIENCE = 60.0
@@ -97,10 +97,10 @@ def evaluate(
     """
     for package in ("torch", "sklearn", "matplotlib"):
         require(package, "train", "opal-deploy evaluate", pip_name={"sklearn": "scikit-learn"}.get(package))
-    from opal_deploy.train.data import cub_parts
-    from opal_deploy.train.data.catalogue import read
-    from opal_deploy.train.evaluation import creatures, report
-    from opal_deploy.train.evaluation.risk import check_support
+    from opal_deploy.datasets import cub_parts
+    from opal_deploy.datasets.registry import read
+    from opal_deploy.evaluation import pointing, report
+    from opal_deploy.evaluation.risk import check_support
 
     for path in model:
         if not path.is_file():
@@ -115,16 +115,16 @@ def evaluate(
         _check_wanted(path, theirs, options)
     with progress("reading") as advance:
         pictures = read(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
-    say(one_line(f"read as {pictures.describe()}"))
+    print_message(one_line(f"read as {pictures.describe()}"))
     for line in pictures.warnings:
-        say(one_line(f"warning: {line}"))
+        print_message(one_line(f"warning: {line}"))
     samples = samples_of(pictures, split)
     for path, theirs in zip(model, known, strict=True):
         check_classes(path, list(theirs.class_names), pictures)
         warn_of_crop(path, theirs.crop, pictures, boxes=boxes)
     if options.target is not None:
         check_support(len(samples), options.target)
-    generated = creatures.has_annotations(pictures)
+    generated = pointing.has_annotations(pictures)
     if parts and not cub_parts.has_parts(pictures) and not generated:
         raise UsageError(
             f"{data}: it has no part locations (parts/part_locs.txt of CUB, parts.jsonl of the generated set); "
@@ -134,7 +134,7 @@ def evaluate(
     if parts is not False and cub_parts.has_parts(pictures):
         located = cub_parts.read(pictures.root, samples)
     if parts is not False and generated:
-        annotations = creatures.annotations_of(pictures, samples)
+        annotations = pointing.annotations_of(pictures, samples)
     if out is not None:
         report.new_folder(out)
     folders = [None] * len(model) if out is None else report.model_folders(out, model)
@@ -160,9 +160,9 @@ def evaluate(
     document = documents[0] if len(documents) == 1 else documents
     if out is not None:
         report.write_evaluation(out, document)
-        say(str(out))
+        print_message(str(out))
     if as_json:
-        emit_json(document)
+        print_json(document)
 
 
 @dataclass(frozen=True)
@@ -183,19 +183,19 @@ def _options(
     split: str, boxes: bool, seed: int, device: str, threads: int | None, batch: int, faithfulness: bool, limit: int,
     fill: list[str] | None, target_error: str | None,
 ) -> _Options:  # fmt: skip
-    from opal_deploy.train.evaluation.faithfulness.fills import FILLS
+    from opal_deploy.evaluation.faithfulness.perturbation import BASELINES
 
-    fills = tuple(dict.fromkeys(fill or FILLS))
-    unknown = [name for name in fills if name not in FILLS]
+    fills = tuple(dict.fromkeys(fill or BASELINES))
+    unknown = [name for name in fills if name not in BASELINES]
     if unknown:
-        raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(FILLS)}")
+        raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(BASELINES)}")
     target = None if target_error is None else parse_rate("--target-error", target_error)
     return _Options(split, boxes, seed, device, threads, batch, faithfulness, limit, fills, target)
 
 
 def _check_wanted(path: Path, theirs: Metadata, options: _Options) -> None:
     """Raise UsageError for what a model cannot be measured by, before anything is read."""
-    from opal_deploy.train.evaluation.faithfulness.measure import check
+    from opal_deploy.evaluation.faithfulness.measure import check
 
     if options.faithfulness:
         check(theirs, str(path))
@@ -206,7 +206,7 @@ def _check_wanted(path: Path, theirs: Metadata, options: _Options) -> None:
 def _evaluate(
     path: Path, session: Session, samples: list[Sample], located: PartLocations | None, options: _Options
 ) -> Run:
-    from opal_deploy.train.evaluation.session import evaluate_session
+    from opal_deploy.evaluation.session import evaluate_session
 
     with progress("evaluating") as advance:
         measured = evaluate_session(
@@ -223,15 +223,15 @@ def _evaluate(
 
 
 def _add_risk(run: Run, options: _Options, folder: Path | None) -> None:
+    from opal_deploy.evaluation import report, risk
     from opal_deploy.statistics.risk import choose_threshold
-    from opal_deploy.train.evaluation import report, risk
 
     curve = risk.curve_of(run.measured)
     if curve is None:
         return
     threshold = None if options.target is None else choose_threshold(curve.summary(), options.target)
     for line in (*risk.curve_lines(curve), *(risk.threshold_lines(threshold) if threshold else ())):
-        say(line)
+        print_message(line)
     if threshold is not None:
         run.further["threshold"] = threshold.to_dict()
     if folder is not None:
@@ -240,17 +240,17 @@ def _add_risk(run: Run, options: _Options, folder: Path | None) -> None:
 
 def _add_parts(run: Run, annotations: list[Annotation] | None, folder: Path | None) -> None:
     """What the boxes cover, on the generated set."""
-    from opal_deploy.train.evaluation import creatures, report
+    from opal_deploy.evaluation import pointing, report
 
     if annotations is None:
         return
-    summary = creatures.parts_covered(run.measured, annotations, run.metadata)
+    summary = pointing.parts_covered(run.measured, annotations, run.metadata)
     if summary is None:
-        say("boxes on parts: not measured, no right answer has boxes of single cells")
+        print_message("boxes on parts: not measured, no right answer has boxes of single cells")
         return
-    for line in creatures.parts_lines(summary):
-        say(one_line(line))
-    run.further[creatures.PARTS] = creatures.parts_document(summary)
+    for line in pointing.parts_lines(summary):
+        print_message(one_line(line))
+    run.further[pointing.PARTS] = pointing.parts_document(summary)
     if folder is not None:
         report.write_slot_parts(folder, summary)
 
@@ -263,8 +263,8 @@ def _add_faithfulness(
     options: _Options,
     folder: Path | None,
 ) -> None:
-    from opal_deploy.train.evaluation import report
-    from opal_deploy.train.evaluation.faithfulness import tables
+    from opal_deploy.evaluation import report
+    from opal_deploy.evaluation.faithfulness import tables
 
     with progress("faithfulness") as advance:
         found = measured_faithfulness(
@@ -281,7 +281,7 @@ def _add_faithfulness(
             report=_with_estimate(advance, "fewer with --limit or --fill"),
         )
     for line in tables.lines(found):
-        say(line)
+        print_message(line)
     run.further["faithfulness"] = found.to_dict()
     if folder is not None:
         report.write_faithfulness(folder, found, one_line(run.path.name))
@@ -298,7 +298,7 @@ def _with_estimate(advance: Advance, advice: str | None) -> Advance:
         if len(started) == 1 and total is not None:
             left = (now - started[0]) * (total - done) / max(done - first[0], 1)
             if advice and left > _PATIENCE:
-                say(f"about {left / 60:.0f} more minutes; {advice}")
+                print_message(f"about {left / 60:.0f} more minutes; {advice}")
         if len(started) < 2:
             started.append(now)
             first.append(done)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opal_deploy.cli.console import Advance, one_line, say
+from opal_deploy.cli.console import Advance, one_line, print_message
 
 if TYPE_CHECKING:
-    from opal_deploy.cli.evaluate.tell import Run
-    from opal_deploy.demo import Annotation
+    from opal_deploy.cli.evaluate.output import Run
+    from opal_deploy.datasets.samples import Sample
+    from opal_deploy.evaluation.faithfulness.gradcam import HeatMap
+    from opal_deploy.evaluation.faithfulness.measure import Faithfulness
+    from opal_deploy.evaluation.faithfulness.perturbation import Baseline
     from opal_deploy.runtime.session import Session
-    from opal_deploy.train.data.samples import Sample
-    from opal_deploy.train.evaluation.faithfulness.fills import Fill
-    from opal_deploy.train.evaluation.faithfulness.gradcam import HeatMap
-    from opal_deploy.train.evaluation.faithfulness.measure import Faithfulness
+    from opal_deploy.synthetic import Annotation
 
 
 def measured_faithfulness(
@@ -26,20 +26,21 @@ def measured_faithfulness(
     *,
     boxes: bool,
     limit: int,
-    fills: Sequence[Fill],
+    fills: Sequence[Baseline],
     batch: int,
     device: str,
     seed: int,
     report: Advance,
 ) -> Faithfulness:
     """Measures, and says before how many forward passes it may take."""
-    from opal_deploy.train.evaluation.faithfulness.choice import choose
-    from opal_deploy.train.evaluation.faithfulness.foreground import known
-    from opal_deploy.train.evaluation.faithfulness.measure import measure, most_passes
+    from opal_deploy.evaluation.faithfulness.measure import choose, measure, most_passes
+    from opal_deploy.evaluation.faithfulness.rankings import known
 
     chosen = choose(samples, limit)
     passes = most_passes(len(chosen), session.metadata, fills)
-    say(f"faithfulness: {len(chosen):,} pictures, at most {passes:,} forward passes (--limit and --fill make it fewer)")
+    print_message(
+        f"faithfulness: {len(chosen):,} pictures, at most {passes:,} forward passes (--limit and --fill make it fewer)"
+    )
     return measure(
         session,
         samples,
@@ -60,16 +61,16 @@ def _heat(path: Path, device: str) -> HeatMap | None:
 
     if path.suffix not in CHECKPOINT_SUFFIXES:
         return None
+    from opal_deploy.evaluation.faithfulness.gradcam import GradCam
     from opal_deploy.model import checkpoint
     from opal_deploy.runtime.torch_session import torch_device
-    from opal_deploy.train.evaluation.faithfulness.gradcam import GradCam
 
     return GradCam(checkpoint.load(path).network.to(torch_device(device)))
 
 
 def agreements(runs: list[Run]) -> list[list[dict[str, Any]]]:
     """For each model how far it agrees with each before it, on the same pictures; said, and for JSON."""
-    from opal_deploy.train.evaluation.faithfulness.agreement import agreement
+    from opal_deploy.evaluation.faithfulness.agreement import agreement
 
     documents: list[list[dict[str, Any]]] = []
     for number, run in enumerate(runs):
@@ -80,7 +81,7 @@ def agreements(runs: list[Run]) -> list[list[dict[str, Any]]]:
             cells = "no comparable cells" if found.same_cells is None else f"{found.same_cells:.2%} of its cells"
             gap = found.largest_cosine_difference
             cosine = "" if gap is None else f", largest cosine difference {gap:.3g}"
-            say(
+            print_message(
                 one_line(
                     f"{run.path} and {earlier.path} agree on {found.same_class:.2%} of {found.images:,} answers and "
                     f"{cells}{cosine}"

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.console import emit_json, progress, say
-from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, usual_batch, usual_workers
+from opal_deploy.cli.console import print_json, print_message, progress
+from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
 from opal_deploy.errors import StoppedEarly, UsageError
 
 if TYPE_CHECKING:
-    from opal_deploy.pipeline.run.infer import Job
-    from opal_deploy.pipeline.run.interrupt import Interrupt
-    from opal_deploy.pipeline.run.run_folder import RunFolder
-    from opal_deploy.pipeline.run.summary import Summary
-    from opal_deploy.pipeline.sources.item import Item
+    from opal_deploy.inference.run.directory import RunDirectory
+    from opal_deploy.inference.run.interrupt import Interrupt
+    from opal_deploy.inference.run.run import RunOptions
+    from opal_deploy.inference.run.summary import Summary
+    from opal_deploy.inference.sources.items import Item
     from opal_deploy.runtime.session import Session
 
 SOME_IMAGES_FAILED = 3
@@ -141,45 +141,45 @@ def infer(
     A run that ended early, however it ended, goes on when the same command is given again.
     """
     from opal_deploy.artifact.files import check_pinned
-    from opal_deploy.cli.infer import preparation, telling
-    from opal_deploy.cli.infer.sheets import settle
-    from opal_deploy.pipeline import discover as finding
-    from opal_deploy.pipeline.engine import EngineOptions
-    from opal_deploy.pipeline.run.boxes import read_boxes
-    from opal_deploy.pipeline.run.infer import Job
-    from opal_deploy.pipeline.run.interrupt import signals
-    from opal_deploy.pipeline.run.labels import read_labels
-    from opal_deploy.pipeline.run.run_folder import IMAGES, claimed
-    from opal_deploy.pipeline.run.summary import ErrorLimit
-    from opal_deploy.pipeline.run.tables import check_formats
+    from opal_deploy.cli.infer import output, setup
+    from opal_deploy.cli.infer.setup import settle
+    from opal_deploy.inference.executor import InferenceOptions
+    from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
+    from opal_deploy.inference.run.interrupt import signals
+    from opal_deploy.inference.run.run import RunOptions
+    from opal_deploy.inference.run.summary import ErrorLimit
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+    from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
+    from opal_deploy.records.tables import check_formats
     from opal_deploy.runtime.select import gpu_names, open_sessions
 
-    with signals(say) as interrupt:
-        finding.check_inputs(images)
+    with signals(print_message) as interrupt:
+        discovery.check_inputs(images)
         index, count = parse_shard(shard) if shard else (1, 1)
         path_of_pixels = parse_decoding(decode)
         tables = check_formats(formats or [])
-        pictures = preparation.check_pictures(report_images)
+        pictures = setup.check_pictures(report_images)
         limit = None if max_errors is None else ErrorLimit.parse(max_errors)
         if overwrite and out is None:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
         crops = read_boxes(boxes) if boxes else None
         truths = read_labels(labels) if labels else None
-        path = model or preparation.found_model(device)
-        preparation.raise_pillows_limit(max_pixels)
+        path = model or setup.found_model(device)
+        setup.raise_pillows_limit(max_pixels)
         if expect_sha256 is not None:
             check_pinned(path, expect_sha256)
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
-        readers = workers or usual_workers()
+        readers = workers or default_workers()
         gpus: tuple[GpuDecoder, ...] = ()
         if path_of_pixels is Decoding.gpu:
             gpus = open_gpus(gpu_names(device), readers, "leave --decode out to decode on the CPU")
         metadata = sessions[0].metadata
-        preparation.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
-        least = None if min_margin is None else preparation.least_margin(min_margin, path, metadata)
-        identity_of_model = preparation.model_identity(path)
+        setup.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
+        least = None if min_margin is None else setup.least_margin(min_margin, path, metadata)
+        identity_of_model = setup.model_identity(path)
         wanted = settle(
             path, sessions, identity_of_model,
             sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=least,
@@ -189,7 +189,7 @@ def infer(
             IMAGES: images,
             "model": identity_of_model,
             "explain": explain,
-            "boxes": preparation.file_identity(boxes),
+            "boxes": setup.file_identity(boxes),
             "labels": None if truths is None else truths.identity,
             "min_margin": least,
             "top": top,
@@ -199,12 +199,12 @@ def infer(
             "recursive": recursive,
             **wanted.identity,
         }
-        skipped = finding.Skipped()
-        found = finding.discover(images, skipped, sys.stdin, recursive=recursive)
+        skipped = Skipped()
+        found = discovery.discover(images, skipped, sys.stdin, recursive=recursive)
         # a call that names no image at all fails here, before anything is written
-        items = finding.shard(itertools.chain([next(found)], found), index, count)
-        options = EngineOptions(
-            batch=batch or usual_batch(sessions[0]),
+        items = discovery.shard(itertools.chain([next(found)], found), index, count)
+        options = InferenceOptions(
+            batch=batch or default_batch(sessions[0]),
             fixed_batch=True,
             workers=readers,
             max_pixels=max_pixels,
@@ -218,32 +218,32 @@ def infer(
             model_sha256=identity_of_model["sha256"],
             keep_outputs=wanted.sheets is not None,
         )
-        with claimed(out, identity, resume=resume, overwrite=overwrite) as folder:
+        with acquire_run_dir(out, identity, resume=resume, overwrite=overwrite) as folder:
             if folder.state == "finished":
-                document = telling.tell_finished(folder, tables)
+                document = output.tell_finished(folder, tables)
             else:
-                say(f"Explaining with {path} in {telling.runtime(sessions)}, batches of {options.batch}")
-                job = Job(
+                print_message(f"Explaining with {path} in {output.runtime(sessions)}, batches of {options.batch}")
+                job = RunOptions(
                     folder.root,
                     explain,
                     crops,
                     options,
-                    tuple(telling.facts(path, metadata, sessions)),
+                    tuple(output.facts(path, metadata, sessions)),
                     report_limit,
                     truths,
                     limit,
                     tables,
                     folder.state == "unfinished",
-                    say,
+                    print_message,
                     pictures,
                     wanted.sheets,
                     wanted.names,
                 )
-                about = telling.about(identity, sessions)
+                about = output.about(identity, sessions)
                 document, summary = _run(items, sessions, job, folder, interrupt, about)
-                telling.tell(summary, skipped, folder.root, job)
+                output.tell(summary, skipped, folder.root, job)
         if as_json:
-            emit_json(document)
+            print_json(document)
         if document["errors"]:
             raise typer.Exit(SOME_IMAGES_FAILED)
 
@@ -251,8 +251,8 @@ def infer(
 def _run(
     items: Iterator[Item],
     sessions: list[Session],
-    job: Job,
-    folder: RunFolder,
+    job: RunOptions,
+    folder: RunDirectory,
     interrupt: Interrupt,
     about: dict[str, object],
 ) -> tuple[dict[str, object], Summary]:
@@ -261,16 +261,16 @@ def _run(
     Raises:
         typer.Exit: it was interrupted. StoppedEarly: the run was; both say how it is resumed.
     """
-    from opal_deploy.cli.infer import telling
-    from opal_deploy.pipeline.run.infer import run
-    from opal_deploy.pipeline.run.summary import Summary
+    from opal_deploy.cli.infer import output
+    from opal_deploy.inference.run.run import run
+    from opal_deploy.inference.run.summary import Summary
 
     summary = Summary()
     folder.begin()
     stopped: str | None = None
     try:
         with progress("images") as advance:
-            report = lambda done: advance(done.total, note=telling.note(done))  # noqa: E731
+            report = lambda done: advance(done.total, note=output.note(done))  # noqa: E731
             run(items, sessions, job, report, None, summary, interrupt)
         if interrupt.stopped:
             stopped = "interrupted"
@@ -280,10 +280,10 @@ def _run(
         stopped = "interrupted"
     except StoppedEarly as error:
         stopped = str(error)
-        telling.note_end(folder, summary, about, stopped)
-        raise StoppedEarly(f"{error}; {telling.how_to_resume()}") from None
-    telling.note_end(folder, summary, about, stopped)
-    say(f"Interrupted: {summary.total} records are in {folder.root}; {telling.how_to_resume()}")
+        output.note_end(folder, summary, about, stopped)
+        raise StoppedEarly(f"{error}; {output.how_to_resume()}") from None
+    output.note_end(folder, summary, about, stopped)
+    print_message(f"Interrupted: {summary.total} records are in {folder.root}; {output.how_to_resume()}")
     raise typer.Exit(INTERRUPTED)
 
 

@@ -1,13 +1,16 @@
-"""TensorRT and TensorRT for RTX: one API under three import names, found and loaded here and nowhere else."""
+"""TensorRT and TensorRT for RTX: one API under three import names, found and loaded here and nowhere else.
+
+What TensorRT says while it builds and runs: errors kept for our one line, the rest for `--verbose`."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.runtime import probe
+from opal_deploy.runtime import devices
 
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
@@ -42,7 +45,7 @@ class Bindings:
 
 def installed_version(name: str) -> str | None:
     """The full version of an installed library, without importing it; None if it, or a part of it, is missing."""
-    return probe.installed_tensorrt(name, MODULES[name])
+    return devices.installed_tensorrt(name, MODULES[name])
 
 
 def load(name: str, purpose: str) -> Bindings:
@@ -64,4 +67,36 @@ def load(name: str, purpose: str) -> Bindings:
         raise UsageError(
             f"{TITLES[name]} is installed but does not load ({reason}); see `opal-deploy doctor`"
         ) from None
-    return Bindings(name, module, str(module.__version__), probe.cuda_major_of(name))
+    return Bindings(name, module, str(module.__version__), devices.cuda_major_of(name))
+
+
+def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:
+    """A logger for a bindings module, with `errors`, the messages of severity error or worse in order.
+
+    Args:
+        module: `tensorrt` or `tensorrt_rtx`.
+        listen: called with (severity, message) for everything except verbose chatter.
+    """
+
+    class Log(module.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            module.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            # called from native code: an exception here would end the process
+            try:
+                level = str(getattr(severity, "name", severity))
+                if level in ("ERROR", "INTERNAL_ERROR"):
+                    self.errors.append(" ".join(message.split()))
+                if listen is not None and level != "VERBOSE":
+                    listen(level, message)
+            except Exception:
+                pass
+
+    return Log()
+
+
+def last_words(logger: Any) -> str:
+    """The first error of a failure, which tells the cause; those after it follow from it."""
+    return logger.errors[0][:300] if logger.errors else "it gave no reason"

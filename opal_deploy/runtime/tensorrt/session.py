@@ -23,14 +23,13 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime import probe
+from opal_deploy.runtime import devices
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 from opal_deploy.runtime.tensorrt import bindings as libraries
-from opal_deploy.runtime.tensorrt.bindings import Bindings
+from opal_deploy.runtime.tensorrt.bindings import Bindings, last_words, make_logger
+from opal_deploy.runtime.tensorrt.compatibility import incompatibility
 from opal_deploy.runtime.tensorrt.cuda import Cuda
-from opal_deploy.runtime.tensorrt.fitness import misfit
-from opal_deploy.runtime.tensorrt.log import last_words, make_logger
-from opal_deploy.runtime.verify import verify_vectors
+from opal_deploy.runtime.verification import verify_vectors
 
 INPUT = "images"
 
@@ -73,7 +72,7 @@ class EngineSession:
         cuda_graphs: bool = False,
         library: Bindings | None = None,
         cuda_runtime: Any = None,
-        driver: probe.Driver | None = None,
+        driver: devices.Driver | None = None,
     ) -> None:
         """Check the files, then the machine; load the plan; run its test vectors if this machine never did.
 
@@ -93,13 +92,13 @@ class EngineSession:
         self._rebuild = self.sidecar.rebuild(path)
         self.metadata: Metadata = self.sidecar.metadata
         index = _device_index(path, device, self.sidecar)
-        driver = probe.read_driver() if driver is None else driver
+        driver = devices.read_driver() if driver is None else driver
         name = str(self.sidecar.builder["name"])
         if not driver.gpus:
-            _refuse(path, self.sidecar, misfit(self.sidecar, None, driver, None))
+            _refuse(path, self.sidecar, incompatibility(self.sidecar, None, driver, None))
         self._cuda = Cuda(index, cuda_runtime)
         version = library.version if library is not None else libraries.installed_version(name)
-        _refuse(path, self.sidecar, misfit(self.sidecar, self._cuda.gpu, driver, version))
+        _refuse(path, self.sidecar, incompatibility(self.sidecar, self._cuda.gpu, driver, version))
         self._library = library or libraries.load(name, "running this engine")
         # what its outcome on this machine depends on
         self._machine = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.bench.overhead.counter import count, count_as_paper, count_backbone
+from opal_deploy.bench.overhead.counting import count, count_as_paper, count_backbone
 from opal_deploy.errors import UsageError
 from opal_deploy.model import backbones
-from opal_deploy.model.macs import backbone_macs, count_macs
+from opal_deploy.model.backbones import backbone_macs, count_macs
 
 
 def _meta(*modules: nn.Module) -> nn.Module:

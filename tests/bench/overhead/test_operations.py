@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opal_deploy.bench.overhead.counter import count_as_paper
+from opal_deploy.bench.overhead.counting import count_as_paper
 from opal_deploy.bench.overhead.operations import Shape, evaluate, head_title, operations_of, totals
 from opal_deploy.errors import UsageError
+from opal_deploy.model.backbones import count_macs
 from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
-from opal_deploy.model.macs import count_macs
 
 SHAPES = {
     "the paper's": Shape(2048, 200, 5, (7, 7)),

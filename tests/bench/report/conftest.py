@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.record import Figure, Measurement, Subject, append
+from opal_deploy.bench.record import Figure, Measurement, Target, append
 
 HOSTILE = "<script>alert(1)</script>\"'&|`$x$\n\udcff\x1b[31m</title><img src=x onerror=alert(2)>_{{7*7}}.onnx"
 MACHINE = {
@@ -17,12 +17,12 @@ MACHINE = {
 }  # fmt: skip
 
 
-def subject(name: str = "resnet50 + opal", **changes: Any) -> Subject:
+def subject(name: str = "resnet50 + opal", **changes: Any) -> Target:
     values: dict[str, Any] = {
         "backbone": "resnet50", "head": "opal", "runtime": "onnxruntime", "runtime_version": "1.31.0", "device": "cpu",
         "precision": "fp32", "input_size": (224, 224), "num_classes": 200, "prototypes_per_class": 5,
     }  # fmt: skip
-    return Subject(name, **(values | changes))
+    return Target(name, **(values | changes))
 
 
 def measured(kind: Any, figures: dict[str, Figure], **changes: Any) -> Measurement:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from opal_deploy.bench.record import Figure, Measurement, Subject, append, read
+from opal_deploy.bench.record import Figure, Measurement, Target, append, read
 from opal_deploy.bench.roofline import measure
 from opal_deploy.bench.roofline.ceiling import find_device
 from opal_deploy.bench.roofline.work import work_of_backbone, work_of_head
@@ -22,7 +22,7 @@ def _run(*arguments: str | Path) -> Result:
 
 
 def _ceiling(path: Path) -> Path:
-    subject = Subject(name="cpu", device="cpu")
+    subject = Target(name="cpu", device="cpu")
     figures = {"copy": Figure(10.0, "GB/s"), "matmul_fp32": Figure(0.5, "TFLOP/s")}
     append(path, Measurement("ceiling", subject, {"threads": 2}, figures, when="2026-01-02T03:04:05+00:00"))
     return path

@@ -19,8 +19,8 @@ from opal_deploy.bench.roofline.work import (
     work_of_module,
 )
 from opal_deploy.errors import UsageError
+from opal_deploy.model.backbones import backbone_macs
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
-from opal_deploy.model.macs import backbone_macs
 
 
 def _only(module: nn.Module, shape: tuple[int, ...]) -> Layer:

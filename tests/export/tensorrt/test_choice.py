@@ -8,10 +8,9 @@ import pytest
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.export.tensorrt.choice import choose
-from opal_deploy.export.tensorrt.options import BuildOptions, parse_batch, parse_bytes
-from opal_deploy.runtime.probe import Driver, Gpu
-from opal_deploy.runtime.tensorrt.targets import parse_target
+from opal_deploy.export.tensorrt.options import BuildOptions, choose, parse_batch, parse_bytes
+from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.tensorrt.compatibility import parse_target
 
 NO_GPU = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
 L4 = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA L4", 24 << 30, (8, 9)),))

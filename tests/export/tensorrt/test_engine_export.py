@@ -21,14 +21,13 @@ from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
 from opal_deploy.export.tensorrt import engine_export, from_checkpoint
-from opal_deploy.export.tensorrt.build import Network
-from opal_deploy.export.tensorrt.choice import choose
+from opal_deploy.export.tensorrt.builder import Network
 from opal_deploy.export.tensorrt.engine_export import EngineJob
 from opal_deploy.export.tensorrt.from_checkpoint import deploy_checkpoint
 from opal_deploy.export.tensorrt.from_onnx import Deployment, deploy_onnx
-from opal_deploy.export.tensorrt.options import BuildOptions
+from opal_deploy.export.tensorrt.options import BuildOptions, choose
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.runtime.probe import Driver
+from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")

@@ -17,7 +17,7 @@ import pytest
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, open_engine, read_sidecar, sidecar_path, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.export.candidate import ExportOptions, choose_pictures
+from opal_deploy.export.candidate import ExportOptions, choose_images
 from opal_deploy.export.checkpoint_export import export_checkpoint
 from opal_deploy.export.onnx_export import export_onnx
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
@@ -72,7 +72,7 @@ def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(folder:
 
 def test_the_interrupt_handler_is_put_back(folder: Path, opal: Any) -> None:
     before = signal.getsignal(signal.SIGINT)
-    from opal_deploy.export.tensorrt.build import _interrupting
+    from opal_deploy.export.tensorrt.builder import _interrupting
 
     class Monitor:
         interrupted = False
@@ -104,7 +104,7 @@ def test_the_calibration_pictures_do_not_judge_by_another_name(
     monkeypatch.chdir(photographs)
     other = folder / "link" if way == "a link" else Path()
     options = ExportOptions(precision="int8", calibrate=photographs, pictures=other)
-    judges, calibration = choose_pictures(options, onnx_file.read_metadata(folder / "c.onnx"))
+    judges, calibration = choose_images(options, onnx_file.read_metadata(folder / "c.onnx"))
     assert calibration is not None
     used = {Path(name).resolve() for name in calibration.names}
     assert not used & {Path(name).resolve() for name in judges.names}

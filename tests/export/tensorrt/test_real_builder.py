@@ -15,19 +15,17 @@ from onnx import TensorProto, helper
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
-from opal_deploy.demo import example_pictures
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.export.graph import ExportGraph
-from opal_deploy.export.onnx_graph import trace
+from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.quantise import to_int8
-from opal_deploy.export.tensorrt.build import Network, TensorInfo
-from opal_deploy.export.tensorrt.choice import Choice
-from opal_deploy.export.tensorrt.options import BuildOptions
+from opal_deploy.export.quantization import to_int8
+from opal_deploy.export.tensorrt.builder import Network, TensorInfo
+from opal_deploy.export.tensorrt.options import BuildOptions, Choice
 from opal_deploy.model.checkpoint import Checkpoint, describe
 from opal_deploy.model.config import DISTANCES, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, Bindings, installed_version, load
+from opal_deploy.synthetic import example_images
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 
@@ -121,7 +119,7 @@ def test_int8_parses_and_builds_smaller(library: Bindings, make_checkpoint: Any)
     checkpoint: Checkpoint = make_checkpoint("resnet18", size=(64, 64))
     metadata: Metadata = describe(checkpoint)
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
-    quantised = to_int8(model, example_pictures(16, 64, 64), metadata)
+    quantised = to_int8(model, example_images(16, 64, 64), metadata)
     sizes = {}
     for name, graph in {"fp32": model, "int8": quantised}.items():
         plan = Network(library, graph.SerializeToString(), name).build(choice("sm80"), BuildOptions())

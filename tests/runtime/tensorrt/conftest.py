@@ -15,9 +15,9 @@ import pytest
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
 from opal_deploy.artifact.files import sha256_of_file
-from opal_deploy.runtime.probe import Driver, Gpu
+from opal_deploy.runtime.devices import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import Bindings
-from opal_deploy.runtime.tensorrt.fitness import here
+from opal_deploy.runtime.tensorrt.compatibility import here
 from opal_deploy.runtime.tensorrt.session import EngineSession
 
 VERSION = "11.4.0.106"
@@ -121,10 +121,9 @@ def open_engine_for(request: pytest.FixtureRequest, make_stand: MakeStand, tmp_p
 
     def real(onnx: Path, batch: tuple[int, int, int], **options: Any) -> EngineSession:
         from opal_deploy.artifact.engine_file import BatchRange
-        from opal_deploy.export.tensorrt.choice import choose
         from opal_deploy.export.tensorrt.engine_export import EngineJob, staged_engines
-        from opal_deploy.export.tensorrt.options import BuildOptions
-        from opal_deploy.runtime.probe import read_driver
+        from opal_deploy.export.tensorrt.options import BuildOptions, choose
+        from opal_deploy.runtime.devices import read_driver
 
         driver = read_driver()
         job = EngineJob(choose(None, ["current"], driver), BuildOptions(batch=BatchRange(*batch)))

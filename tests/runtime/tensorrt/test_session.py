@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.demo import example_pictures
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.synthetic import example_images
 
 SIZE = (64, 96)
 
 
 @pytest.fixture(scope="module")
 def pictures() -> Any:
-    return example_pictures(11, *SIZE)
+    return example_images(11, *SIZE)
 
 
 @pytest.fixture(scope="module")

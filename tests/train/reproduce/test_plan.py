@@ -13,7 +13,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
 from opal_deploy.train.reproduce import paper, render
 from opal_deploy.train.reproduce.plan import Plan, Run, estimate, make_plan
-from opal_deploy.train.reproduce.runs import carry_out, gather
+from opal_deploy.train.reproduce.results import carry_out, gather
 
 PAPER = recipe.load("paper")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.cli.reproduce import reproduce
-from opal_deploy.demo import generate
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.train.reproduce import runs
+from opal_deploy.synthetic import generate
+from opal_deploy.train.reproduce import results
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +56,14 @@ def test_other_options_on_the_same_runs_are_refused(creatures: Path, tmp_path: P
 def test_a_run_that_diverges_does_not_stop_the_others(
     creatures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit = runs.fit
+    fit = results.fit
 
     def diverging(*arguments: object, **options: object) -> object:
         if arguments[1].head == HeadConfig(cws=False):  # type: ignore[attr-defined]
-            raise runs.Diverged("the training loss is nan")
+            raise results.Diverged("the training loss is nan")
         return fit(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runs, "fit", diverging)
+    monkeypatch.setattr(results, "fit", diverging)
     with pytest.raises(StoppedEarly, match=r"1 of the runs failed: mine, Proj\.\+GMP\+Orth\., seed 0"):
         reproduce("collapse", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,134 @@
+"""Where a figure comes from: processor, GPU, driver, libraries, the command and the time. No host or user names."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.runtime import devices
+from opal_deploy.runtime.onnx_session import available_cpus
+
+# distributions whose versions figures depend on
+_DISTRIBUTIONS = (
+    "opal-deploy", "onnxruntime", "onnxruntime-gpu", "torch", "torchvision", "tensorrt-cu13", "tensorrt-rtx-cu13",
+    "cuda-bindings", "numpy", "pillow",
+)  # fmt: skip
+_GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, GPUs, driver and versions."""
+    driver = devices.read_driver()
+    facts: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "usable_cores": available_cpus(),
+        "governor": _read(_GOVERNOR),
+        "memory_gb": _memory_gb(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": _versions(),
+    }
+    if driver.gpus:
+        facts["gpus"] = [
+            {
+                "name": gpu.name,
+                "memory_gb": None if gpu.memory is None else round(gpu.memory / 1e9, 1),
+                "compute_capability": ".".join(map(str, gpu.compute_capability)),
+            }
+            for gpu in driver.gpus
+        ]
+        facts["driver"] = driver.version
+        facts["cuda"] = None if driver.cuda is None else ".".join(map(str, driver.cuda))
+    return facts
+
+
+def provenance() -> dict[str, Any]:
+    """The fields of a `Measurement` that are the same for every command: `machine`, `command`, `when`."""
+    return {"machine": machine(), "command": command_line(sys.argv), "when": now()}
+
+
+def now() -> str:
+    """ISO 8601, UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """The command as it could be typed again, without the folders of this machine: files are named, not located."""
+    return shlex.join(["opal-deploy", *(_without_folder(argument) for argument in arguments[1:])])
+
+
+def peak_megabytes() -> float:
+    """Largest resident memory of this process since it began, or since `reset_peak`.
+
+    From /proc where there is one: `getrusage` of a child process counts the memory of its parent at the fork.
+    """
+    try:
+        with open("/proc/self/status") as stream:
+            return next(int(line.split()[1]) / 1024 for line in stream if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def reset_peak() -> None:
+    """Let `peak_megabytes` begin again, where the system can: otherwise it stays the peak of the whole process."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")
+
+
+def _without_folder(argument: str) -> str:
+    option, equals, value = argument.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={_without_folder(value)}"
+    path = Path(argument)
+    located = path.is_absolute() or argument.startswith("~") or ".." in path.parts
+    return path.name if len(path.parts) > 1 and (located or _exists(path)) else argument
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a path, for one
+        return False
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as stream:
+            return next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip() or None
+    except OSError:
+        return None

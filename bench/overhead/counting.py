@@ -1,0 +1,117 @@
+"""Parameters and operations of a backbone or a head, counted on real modules.
+
+Two conventions, never mixed:
+
+- `paper`: what the paper prints as FLOPs. Its tool behaves as ptflops, 0.7.2 or later, with its pytorch backend: one
+  for a multiply-accumulate, one for each element of a bias, and one for each element that an activation, a
+  normalisation without weights (two with) or a pooling takes in; activations and pooling that a module hands on to a
+  function are counted in both.
+- `macs`: multiply-accumulates of convolutions and matrix products, nothing else. True FLOPs are two for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from opal_deploy.errors import UsageError, require
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PURPOSE = "opal-deploy bench overhead"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of one module and one picture.
+
+    Attributes:
+        params: learned parameters.
+        paper: operations in the paper's convention.
+        macs: multiply-accumulates of convolutions and matrix products.
+    """
+
+    params: int
+    paper: int
+    macs: int
+
+    @property
+    def flops(self) -> int:
+        """True floating-point operations: two for each multiply-accumulate."""
+        return 2 * self.macs
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """One that was counted.
+
+    Attributes:
+        name: torchvision's.
+        counts: see `Counts`.
+        num_features: D. grid: (H, W) of the feature map.
+    """
+
+    name: str
+    counts: Counts
+    num_features: int
+    grid: tuple[int, int]
+
+
+@cache
+def count_backbone(name: str, input_size: tuple[int, int]) -> Backbone:
+    """Count torchvision's network, cut before its pooling; each once in a process.
+
+    Raises:
+        UsageError: no such backbone, or a size that its stride does not divide.
+        MissingExtra: ptflops is not installed.
+    """
+    from opal_deploy.model import backbones
+
+    network = backbones.build(name, device="meta").eval()
+    grid = network.grid(input_size)
+    return Backbone(name, count(network, (3, *input_size), name), network.num_features, grid)
+
+
+def count(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> Counts:
+    """Count a module in both conventions.
+
+    Args:
+        module: in evaluation mode, its parameters on `meta`; they are on the CPU afterwards, with no values.
+        input_shape: of one input, without the batch.
+        name: for errors.
+    """
+    from opal_deploy.model.backbones import count_macs
+
+    params = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    macs = count_macs(module, input_shape)
+    return Counts(params, count_as_paper(module, input_shape, name), macs)
+
+
+def count_as_paper(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> int:
+    """Operations of one input as ptflops counts them; arguments as of `count`.
+
+    Raises:
+        MissingExtra: ptflops is not installed. UsageError: it cannot count this module.
+    """
+    require("ptflops", "bench", PURPOSE)
+    import torch
+    from ptflops import get_model_complexity_info
+
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        # on meta a linear layer runs as a product in Python, which ptflops would count a second time; values do not
+        # matter, so that memory is handed out and never filled
+        module.to_empty(device="cpu")
+    said = io.StringIO()
+    # it runs the module, and on a failure it prints the traceback and returns None
+    with torch.no_grad(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        operations, _ = get_model_complexity_info(
+            module, input_shape, as_strings=False, print_per_layer_stat=False, backend="pytorch"
+        )
+    if operations is None:
+        reason = said.getvalue().strip().splitlines()[-1:] or ["no reason given"]
+        raise UsageError(f"{name}: ptflops cannot count it ({reason[0]}); leave this backbone out")
+    return int(operations)

@@ -1,0 +1,220 @@
+"""From the bytes of a verified ONNX file to a plan: parse, configure, build; errors carry the builder's own words."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from opal_deploy.artifact.engine_file import BatchRange
+from opal_deploy.artifact.files import written_atomically
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.export.tensorrt.options import BuildOptions, Choice
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT, TENSORRT_RTX, Bindings, last_words, make_logger
+from opal_deploy.runtime.tensorrt.compatibility import AMPERE_PLUS
+
+# (phase, steps done, steps in all); returning means go on
+Advance = Callable[[str, int, int], None]
+Listen = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the builder returned, and in how many seconds."""
+
+    content: bytes
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """An input or output of a parsed network; -1 is the batch."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Network:
+    """An ONNX graph as TensorRT's parser read it.
+
+    Attributes:
+        inputs, outputs: in the graph's order.
+    """
+
+    def __init__(self, library: Bindings, model: bytes, name: str, listen: Listen | None = None) -> None:
+        """Parse a graph.
+
+        Args:
+            library: TensorRT or TensorRT for RTX.
+            model: the bytes of an ONNX file.
+            name: the file's, for errors.
+            listen: told everything that the library says.
+
+        Raises:
+            ArtifactError: the parser refuses the graph; the first node that it refuses is named.
+        """
+        self.library = library
+        self.logger = make_logger(library.module, listen)
+        self._builder = library.module.Builder(self.logger)
+        # networks of TensorRT 11 are always strongly typed: types are the graph's
+        self._network = self._builder.create_network(0)
+        self._parser = library.module.OnnxParser(self._network, self.logger)
+        if not self._parser.parse(model):
+            raise ArtifactError(f"{name}: {library.title} cannot build from it: {self._refusal()}")
+        self.inputs = [self._info(self._network.get_input(i)) for i in range(self._network.num_inputs)]
+        self.outputs = [self._info(self._network.get_output(i)) for i in range(self._network.num_outputs)]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the network before the builder fuses any."""
+        return int(self._network.num_layers)
+
+    def profile(self, batch: BatchRange) -> Any:
+        """TensorRT's optimisation profile for these batch sizes: every other dimension is the graph's."""
+        profile = self._builder.create_optimization_profile()
+        for tensor in self.inputs:
+            rest = tensor.shape[1:]
+            profile.set_shape(tensor.name, (batch.least, *rest), (batch.best, *rest), (batch.most, *rest))
+        return profile
+
+    def build(self, choice: Choice, options: BuildOptions, advance: Advance = lambda *_: None) -> Plan:
+        """Build for one target.
+
+        Raises:
+            UsageError: the builder gives up; nothing was written. KeyboardInterrupt: the user did.
+        """
+        trt = self.library.module
+        config = self._builder.create_builder_config()
+        self._configure(config, choice, options)
+        monitor = _monitor(trt, advance)
+        config.progress_monitor = monitor
+        self.logger.errors.clear()
+        started = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            cache = self._timing_cache(config, options)
+            with _interrupting(monitor):
+                plan = self._builder.build_serialized_network(self._network, config)
+            if monitor.interrupted:
+                raise KeyboardInterrupt
+            if plan is None:
+                workspace = "; give more --workspace" if options.workspace is not None else ""
+                raise UsageError(
+                    f"{self.library.title} could not build the engine for {choice.target}: "
+                    f"{last_words(self.logger)}{workspace}; see what it does with --verbose"
+                )
+            if cache is not None and options.timing_cache is not None:
+                with written_atomically(options.timing_cache) as temporary:
+                    temporary.write_bytes(bytes(memoryview(cache.serialize())))
+        return Plan(bytes(memoryview(plan)), time.monotonic() - started)
+
+    def _configure(self, config: Any, choice: Choice, options: BuildOptions) -> None:
+        trt = self.library.module
+        # fp32 means TF32 off; the flag is on by default
+        config.clear_flag(trt.BuilderFlag.TF32)
+        if self.library.name == TENSORRT_RTX:
+            capability = "CURRENT" if choice.current else choice.target.upper()
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
+        config.add_optimization_profile(self.profile(options.batch))
+        if options.workspace is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
+        if options.optimization_level is not None:
+            config.builder_optimization_level = options.optimization_level
+        flags = {
+            "VERSION_COMPATIBLE": options.version_compatible,
+            "STRIP_PLAN": options.strip_weights,
+            # a plan without weights must be refittable; identical weights leave the kernels free
+            "REFIT_IDENTICAL": options.strip_weights and not options.refit,
+            "REFIT": options.refit,
+        }
+        for flag, wanted in flags.items():
+            if wanted:
+                config.set_flag(getattr(trt.BuilderFlag, flag))
+        if options.hardware_compatible is not None and self.library.name == TENSORRT:
+            levels = trt.HardwareCompatibilityLevel
+            ampere = options.hardware_compatible == AMPERE_PLUS
+            config.hardware_compatibility_level = levels.AMPERE_PLUS if ampere else levels.SAME_COMPUTE_CAPABILITY
+
+    def _timing_cache(self, config: Any, options: BuildOptions) -> Any:
+        if options.timing_cache is None:
+            return None
+        try:
+            known = options.timing_cache.read_bytes() if options.timing_cache.exists() else b""
+        except OSError as error:
+            raise UsageError(
+                f"--timing-cache {options.timing_cache}: cannot be read ({error.strerror or error}); give another file"
+            ) from None
+        cache = config.create_timing_cache(known)
+        if cache is None or not config.set_timing_cache(cache, False):
+            raise UsageError(
+                f"{options.timing_cache}: not a timing cache of {self.library.title} on this GPU "
+                f"({last_words(self.logger)}); give another file, or delete it"
+            )
+        return cache
+
+    def _refusal(self) -> str:
+        if not self._parser.num_errors:
+            return last_words(self.logger)
+        error = self._parser.get_error(0)
+        node = error.node_name() or f"node {error.node()}"
+        return f"{node} ({error.node_operator() or 'unknown operation'}): {' '.join(str(error.desc()).split())[:300]}"
+
+    @staticmethod
+    def _info(tensor: Any) -> TensorInfo:
+        return TensorInfo(tensor.name, tensor.dtype.name, tuple(tensor.shape))
+
+
+@contextmanager
+def _interrupting(monitor: Any) -> Iterator[None]:
+    """Ctrl-C asks the monitor to end the build: nothing may be raised through the native code that is running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(*_: object) -> None:
+        monitor.interrupted = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _monitor(trt: Any, advance: Advance) -> Any:
+    """TensorRT's progress monitor: phases in phases; the innermost is told, and Ctrl-C ends the build."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.steps: dict[str, int] = {}
+            self.interrupted = False
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            self.steps[phase] = steps
+            self._tell(phase, 0)
+
+        def phase_finish(self, phase: str) -> None:
+            self.steps.pop(phase, None)
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            self._tell(phase, step + 1)
+            return not self.interrupted
+
+        def _tell(self, phase: str, done: int) -> None:
+            # called from native code: nothing may be raised through it
+            try:
+                advance(phase, done, self.steps.get(phase, 0))
+            except KeyboardInterrupt:
+                self.interrupted = True
+            except Exception:
+                pass
+
+    return Monitor()

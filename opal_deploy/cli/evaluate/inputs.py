@@ -1,0 +1,85 @@
+"""The models and pictures of an evaluation, and whether they fit each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opal_deploy.cli.console import one_line, print_message
+from opal_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.datasets.samples import DataSet, Sample
+    from opal_deploy.runtime.session import Session
+
+
+def open_model(path: Path, device: str, threads: int | None) -> Session:
+    """The model in the engine that runs it."""
+    from opal_deploy.runtime.select import open_sessions
+
+    return open_sessions(path, device=device, threads=threads)[0]
+
+
+def metadata(path: Path) -> Metadata:
+    """What a model says of itself, without an engine: a second one's mistake is found before the first one runs.
+
+    Raises:
+        UsageError: not one of ours, or damaged.
+    """
+    from opal_deploy.artifact import engine_file, onnx_file
+    from opal_deploy.model import checkpoint
+    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES, ONNX_SUFFIX
+
+    if path.suffix in CHECKPOINT_SUFFIXES:
+        return checkpoint.describe(checkpoint.load(path))
+    if path.suffix == engine_file.ENGINE_SUFFIX:
+        return engine_file.read_sidecar(path).metadata
+    if path.suffix == ONNX_SUFFIX:
+        return onnx_file.read_metadata(path)
+    raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
+
+
+def check_classes(path: Path, names: list[str], pictures: DataSet) -> None:
+    """Raises UsageError: the model's classes are not the data set's, in its order."""
+    from opal_deploy.datasets.samples import counted
+
+    theirs = pictures.class_names
+    if names == theirs:
+        return
+    expected = "they must be the same, in the same order; give the data set that the model was trained on"
+    if len(names) != len(theirs):
+        raise UsageError(
+            f"{path} knows {counted(len(names), 'class', 'classes')} ({names[0]}, ...), "
+            f"{pictures.root} has {len(theirs)} ({theirs[0]}, ...); {expected}"
+        )
+    number, (ours, other) = next(
+        (i, pair) for i, pair in enumerate(zip(names, theirs, strict=True), 1) if len({*pair}) > 1
+    )
+    raise UsageError(
+        f"{path} and {pictures.root} have {len(names)} classes each, but number {number} is {ours!r} to the model and "
+        f"{other!r} in the data set; {expected}"
+    )
+
+
+def warn_of_crop(path: Path, trained: str | None, pictures: DataSet, *, boxes: bool) -> None:
+    """Say so where the model is measured on pictures cropped in another way than those it was trained on."""
+    measured = pictures.crop if boxes else None
+    if trained == measured:
+        return
+    if measured is not None:
+        words = (
+            "says it was trained on whole pictures and is measured on pictures cropped to their boxes; see --no-boxes"
+        )
+    else:
+        why = "see --boxes" if pictures.crop else "the data set has no boxes"
+        words = f"says it was trained on pictures cropped to their boxes and is measured on whole ones; {why}"
+    print_message(f"warning: {one_line(str(path))} {words}")
+
+
+def samples_of(pictures: DataSet, split: str) -> list[Sample]:
+    """Of one split. Raises UsageError: there are none."""
+    samples: list[Sample] = getattr(pictures, split)
+    if not samples:
+        raise UsageError(f"{pictures.root}: it has no {split} pictures; choose another --split")
+    return samples

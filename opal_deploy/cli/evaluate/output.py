@@ -1,0 +1,108 @@
+"""What `evaluate` says on a terminal: a few lines a model, and one table of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opal_deploy.cli.console import one_line, print_message
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.evaluation.session import Measured
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model's figures, and in what it ran.
+
+    Attributes:
+        path: of the model.
+        session: engine, device, threads, precision.
+        metadata: of the model.
+        measured: its figures.
+        further: keys of the JSON document that not every evaluation has.
+    """
+
+    path: Path
+    session: str
+    metadata: Metadata
+    measured: Measured
+    further: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self, split: str, *, boxes: bool) -> dict[str, Any]:
+        """For JSON."""
+        head = {"model": str(self.path), "session": self.session, "boxes": boxes}
+        return {**head, **self.measured.to_dict(split), **self.further}
+
+
+def say_figures(run: Run, split: str, *, boxes: bool) -> None:
+    """A few lines on one model."""
+    from opal_deploy.datasets.samples import counted
+
+    found, parts = run.measured.evaluation, run.measured.parts
+    without = "" if boxes else ", boxes left out"
+    pictures = counted(found.images, f"{split} picture", f"{split} pictures")
+    print_message(f"{one_line(str(run.path))} in {run.session}, {pictures}{without}")
+    top5 = "" if found.top5 is None else f", top-5 {found.top5:.2%}"
+    print_message(f"accuracy {found.accuracy:.2%}{top5}, macro F1 {found.macro_f1:.2%}, cross-entropy {found.loss:.4f}")
+    if found.spatial_prototype_collapse is not None:
+        spread = _figure(100 * found.spatial_prototype_collapse, 100 * (found.spatial_prototype_collapse_std or 0))
+        print_message(f"spatial prototype collapse {spread} % (mean and standard deviation over pictures)")
+    if parts is None:
+        return
+    names = {
+        "prototype_consistency": ("prototype consistency", _figure(parts.consistency)),
+        "prototype_stability": ("prototype stability", _figure(parts.stability)),
+        "part_purity": ("part purity", _figure(parts.purity, parts.purity_std)),
+    }
+    measured = [f"{title} {text} %" for key, (title, text) in names.items() if key not in parts.unavailable]
+    if measured:
+        print_message(", ".join(measured))
+    if len(set(parts.unavailable.values())) == 1 and not measured:
+        print_message(
+            f"prototype consistency, stability and part purity: not measured, {next(iter(parts.unavailable.values()))}"
+        )
+        return
+    for key, reason in parts.unavailable.items():
+        print_message(f"{names[key][0]}: not measured, {reason}")
+
+
+def say_table(runs: list[Run]) -> None:
+    """One line a model, all figures in percent but the cross-entropy."""
+    rows = [["model", "top-1", "top-5", "macro F1", "loss", "collapse", "consistency", "stability", "purity"]]
+    for run in runs:
+        found, parts = run.measured.evaluation, run.measured.parts
+        collapse, spread = found.spatial_prototype_collapse, found.spatial_prototype_collapse_std
+        rows.append(
+            [
+                one_line(str(run.path)),
+                f"{100 * found.accuracy:.2f}",
+                _figure(None if found.top5 is None else 100 * found.top5, digits=2),
+                _figure(None if found.macro_f1 is None else 100 * found.macro_f1, digits=2),
+                f"{found.loss:.4f}",
+                _figure(None if collapse is None else 100 * collapse, None if spread is None else 100 * spread),
+            ]
+        )
+        if parts is None:
+            rows[-1] += ["-", "-", "-"]
+        else:
+            rows[-1] += [
+                _figure(parts.consistency),
+                _figure(parts.stability),
+                _figure(parts.purity, parts.purity_std),
+            ]
+    columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    print_message()
+    for row in zip(*columns, strict=True):
+        numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print_message("  ".join([row[0].ljust(widths[0]), *numbers]))
+
+
+def _figure(value: float | None, spread: float | None = None, *, digits: int = 1) -> str:
+    """A percentage with its standard deviation; a dash where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if spread is None else f"{value:.{digits}f}±{spread:.{digits}f}"

@@ -1,0 +1,171 @@
+"""Which cells are taken away, and in which order: the evidence, its reverse, and controls of as many cells.
+
+Which cells show the thing itself: a control that also removes empty sky would be too easy to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs, embedding
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.pointing import FOREGROUND, cell_foreground
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import Box
+from opal_deploy.synthetic import Annotation
+
+CONTRIBUTION, REVERSE, RANDOM = "contribution", "reverse", "random"
+RUNNER_UP, ANOTHER, GRAD_CAM = "runner-up", "another class", "grad-cam"
+RANKINGS = (CONTRIBUTION, REVERSE, RANDOM, RUNNER_UP, ANOTHER, GRAD_CAM)
+
+# first word of the seeds, so that fills draw from other streams
+_STREAM = 11
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """One picture's cells, flat row-major, in the order in which they are removed or put back.
+
+    Attributes:
+        predicted: the class that the untouched picture is answered with.
+        cells: name of the order -> different cells, d of them; a control for which there are not as many has what there
+            is, and is left out where there is none.
+    """
+
+    predicted: int
+    cells: dict[str, tuple[int, ...]]
+
+    @property
+    def evidence(self) -> tuple[int, ...]:
+        """The d different cells of the predicted class's m slots, the strongest first."""
+        return self.cells[CONTRIBUTION]
+
+
+def cells_of(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> tuple[int, ...]:
+    """The different cells of a class's slots, by what their slots add to the class's cosine, the most first.
+
+    Slots that share a cell add up. This is the slots' `contribution` for the Euclidean head, and what the measured
+    cosine is made of whatever the distance.
+    """
+    if outputs.scores is None or outputs.argmax is None:
+        raise ValueError("a model without slots has no cells")
+    m = metadata.prototypes_per_class
+    block = slice(class_id * m, (class_id + 1) * m)
+    parts = embedding(outputs.scores[row : row + 1], metadata.epsilon)[0, block]
+    sums: dict[int, float] = {}
+    for cell, part in zip(outputs.argmax[row, block].tolist(), parts.tolist(), strict=True):
+        sums[cell] = sums.get(cell, 0.0) + part
+    # of equal sums the first slot's cell
+    return tuple(sorted(sums, key=lambda cell: -sums[cell]))
+
+
+def build_rankings(
+    outputs: Outputs,
+    row: int,
+    metadata: Metadata,
+    foreground: NDArray[np.bool_],
+    *,
+    seed: int,
+    index: int,
+    heat: NDArray[np.float32] | None = None,
+) -> Rankings:
+    """The orders of picture `row` of a batch.
+
+    `random` draws from the foreground's cells that are not evidence, of which a small creature may have fewer than d.
+    `runner-up` and `another class` take the cells of those classes' slots as they are, evidence or not: a class that
+    looks at the same places is a fair rival; where they are fewer than d, random cells that are no evidence follow.
+    `reverse` needs at least two cells.
+
+    Args:
+        outputs, row: of the untouched pictures.
+        metadata: of the model.
+        foreground: bool [H * W].
+        seed, index: what is random depends on these two only; `index` is the picture's number in its data set.
+        heat: float32 [H * W], Grad-CAM's map; None leaves it out.
+    """
+    rng = np.random.default_rng((_STREAM, seed, index))
+    ranking = np.argsort(-outputs.logits[row], kind="stable")
+    predicted = int(ranking[0])
+    evidence = cells_of(predicted, outputs, row, metadata)
+    d = len(evidence)
+    mixed = [int(cell) for cell in rng.permutation(len(foreground)) if cell not in evidence]
+    wanted = [cell for cell in mixed if foreground[cell]]
+    spare = wanted + [cell for cell in mixed if not foreground[cell]]
+    rivals = {RUNNER_UP: int(ranking[1])} if len(ranking) > 1 else {}
+    if len(ranking) > 2:
+        rivals[ANOTHER] = int(rng.choice(ranking[2:]))
+
+    found = {CONTRIBUTION: evidence}
+    if d > 1:
+        found[REVERSE] = evidence[::-1]
+    found[RANDOM] = tuple(wanted[:d])
+    for name, class_id in rivals.items():
+        theirs = cells_of(class_id, outputs, row, metadata)
+        found[name] = (*theirs, *(cell for cell in spare if cell not in theirs))[:d]
+    if heat is not None:
+        found[GRAD_CAM] = tuple(int(cell) for cell in np.argsort(-heat, kind="stable")[:d])
+    return Rankings(predicted, {name: cells for name, cells in found.items() if cells})
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """Attributes:
+    name: what the control's random cells are, for a person.
+    cells: a picture's number in its data set and how it was laid out -> bool [H * W].
+    """
+
+    name: str
+    cells: Callable[[int, Geometry], NDArray[np.bool_]]
+
+
+def known(
+    samples: list[Sample], annotations: list[Annotation] | None, grid: tuple[int, int], *, boxes: bool
+) -> Foreground:
+    """The best that is known of these pictures: drawn masks, else boxes, else nothing, and then every cell counts.
+
+    A cell counts from a quarter of foreground on; a picture without any such cell counts whole.
+
+    Args:
+        samples: N pictures.
+        annotations: of the generated set's N pictures; None for other sets.
+        grid: (H, W).
+        boxes: pictures are cropped to their boxes, so that every cell is in the box.
+    """
+    everywhere = np.ones(grid[0] * grid[1], np.bool_)
+    if annotations is not None:
+        masks = annotations
+        return Foreground(
+            "random cells of the creature (a quarter foreground or more, by the drawn masks)",
+            lambda index, _: _enough(cell_foreground(masks[index], grid)),
+        )
+    if all(sample.box is None for sample in samples):
+        return Foreground("random cells of the whole picture (no foreground is known)", lambda *_: everywhere)
+    if boxes:
+        return Foreground("random cells (pictures are cropped to their boxes)", lambda *_: everywhere)
+
+    def in_box(index: int, geometry: Geometry) -> NDArray[np.bool_]:
+        box = samples[index].box
+        return everywhere if box is None else _enough(_share_in_box(box, geometry, grid))
+
+    return Foreground("random cells of the annotated box (a quarter inside or more)", in_box)
+
+
+def _enough(shares: NDArray[np.float64]) -> NDArray[np.bool_]:
+    counted: NDArray[np.bool_] = (shares >= FOREGROUND - 1e-9).ravel()
+    return counted if counted.any() else np.ones_like(counted)
+
+
+def _share_in_box(box: Box, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.float64]:
+    """[H, W]: which share of each cell of the whole picture lies in a box."""
+
+    def along(low: float, high: float, length: int, cells: int) -> NDArray[np.float64]:
+        edges = np.linspace(0, length, cells + 1)
+        shared = np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)
+        return np.asarray(shared.clip(min=0) * (cells / length), dtype=np.float64)
+
+    rows = along(box[1], box[3], geometry.height, grid[0])
+    return np.outer(rows, along(box[0], box[2], geometry.width, grid[1]))

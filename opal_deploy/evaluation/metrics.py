@@ -1,0 +1,199 @@
+"""Figures of a trained network, from its outputs. numpy and scikit-learn only.
+
+The figures that need no annotation but the label: of a network, a graph or an engine alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.outputs import cosines
+from opal_deploy.statistics.risk import risk_curve
+
+
+def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+    """Share of pictures, 0 ... 1, whose largest logit is their label's.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+    """
+    return float((logits.argmax(axis=1) == labels).mean())
+
+
+def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
+    """Share of pictures, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class wins.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+        k: 1 ... C.
+    """
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    return float((best == labels[:, None]).any(axis=1).mean())
+
+
+def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+    """Unweighted mean, 0 ... 1, of the classes' F1 = 2 TP / (2 TP + FP + FN).
+
+    Over the classes that are a label or an answer at least once, as scikit-learn has it by default.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+    """
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels, logits.argmax(axis=1), average="macro", zero_division=0.0))
+
+
+def margins(
+    logits: NDArray[np.float32], scores: NDArray[np.float32], prototypes_per_class: int, epsilon: float
+) -> NDArray[np.float64]:
+    """Cosine of the answer minus that of the runner-up by logit, float64 [N]: what records call `margin`.
+
+    Args:
+        logits: [N, C], C at least 2.
+        scores: [N, K].
+        prototypes_per_class: m.
+        epsilon: of the embedding's norm.
+    """
+    # stable: of equal logits the lowest class, as in the records
+    best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
+    pair = np.take_along_axis(cosines(scores, prototypes_per_class, epsilon), best, axis=1)
+    found: NDArray[np.float64] = pair[:, 0] - pair[:, 1]
+    return found
+
+
+def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Counts int64 [C, C]: entry (t, p) is how many pictures of class t were taken for class p.
+
+    Args:
+        logits: [N, C].
+        labels: [N], class indices.
+    """
+    num_classes = logits.shape[1]
+    flat = labels * num_classes + logits.argmax(axis=1)
+    counts = np.bincount(flat, minlength=num_classes * num_classes)
+    return counts.astype(np.int64).reshape(num_classes, num_classes)
+
+
+def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+    """Mean over pictures of -log softmax(logits)[label], in nats.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+    """
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    log_normaliser = np.log(np.exp(shifted).sum(axis=1))
+    return float((log_normaliser - shifted[np.arange(len(labels)), labels]).mean())
+
+
+def collapse_by_picture(
+    argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
+) -> NDArray[np.float64]:
+    """SPC (paper, Supp. D.1), float64 [N], 0 ... 1: 0 when a class's slots peak in different cells, 1 when in one.
+
+    Per picture of class c: 1 - (number of different cells among the true class's m channels - 1) / (m - 1).
+
+    Args:
+        argmax: [N, K], flat cell of each channel's maximum.
+        labels: [N], true classes.
+        prototypes_per_class: m; with one prototype nothing can collapse, and the score is 0.
+    """
+    m = prototypes_per_class
+    if m == 1:
+        return np.zeros(len(labels))
+    channels = labels[:, None] * m + np.arange(m)  # [N, m]
+    cells = np.sort(np.take_along_axis(argmax, channels, axis=1), axis=1)
+    different = 1 + (np.diff(cells, axis=1) != 0).sum(axis=1)  # [N]
+    scores: NDArray[np.float64] = 1.0 - (different - 1) / (m - 1)
+    return scores
+
+
+def spatial_prototype_collapse(
+    argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
+) -> float:
+    """Mean of `collapse_by_picture` over N pictures, at least 1."""
+    return float(collapse_by_picture(argmax, labels, prototypes_per_class).mean())
+
+
+_TOP = 5
+# checkpoints keep `val_risk`, from where the metadata has it
+RISK = "risk"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over N pictures.
+
+    Attributes:
+        images: N.
+        loss: cross-entropy over the logits, in nats.
+        accuracy: top-1, 0 ... 1.
+        spatial_prototype_collapse: mean over pictures, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
+        spatial_prototype_collapse_std: standard deviation over pictures, as the paper's table gives it.
+        top5: top-5 accuracy, 0 ... 1; None with no more than 5 classes.
+        macro_f1: 0 ... 1.
+        risk: summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors.
+    """
+
+    images: int
+    loss: float
+    accuracy: float
+    spatial_prototype_collapse: float | None = None
+    spatial_prototype_collapse_std: float | None = None
+    top5: float | None = None
+    macro_f1: float | None = None
+    risk: dict[str, Any] | None = None
+
+    def to_dict(self, prefix: str) -> dict[str, Any]:
+        """For checkpoints and JSON: `<prefix>_accuracy` and so on, the collapse as it is; what is None is left out."""
+        figures = {
+            f"{prefix}_accuracy": self.accuracy,
+            f"{prefix}_top5": self.top5,
+            f"{prefix}_macro_f1": self.macro_f1,
+            f"{prefix}_loss": self.loss,
+            f"{prefix}_images": self.images,
+            f"{prefix}_{RISK}": self.risk,
+            "spatial_prototype_collapse": self.spatial_prototype_collapse,
+            "spatial_prototype_collapse_std": self.spatial_prototype_collapse_std,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+def compute_metrics(
+    logits: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    argmax: NDArray[np.int32] | None = None,
+    prototypes_per_class: int = 1,
+    margins: NDArray[np.float64] | None = None,
+) -> Evaluation:
+    """Every figure that these outputs suffice for.
+
+    Args:
+        logits: [N, C], N at least 1.
+        labels: [N], class indices.
+        argmax: [N, K], flat cell of each channel's maximum; None for a network without slots.
+        prototypes_per_class: m.
+        margins: [N], see `metrics.margins`; None for a network without anchors.
+    """
+    mean, std = None, None
+    if argmax is not None:
+        collapse = collapse_by_picture(argmax, labels, prototypes_per_class)
+        mean, std = float(collapse.mean()), float(collapse.std())
+    risk = None if margins is None else risk_curve(margins, logits.argmax(axis=1) == labels).summary()
+    return Evaluation(
+        images=len(labels),
+        loss=cross_entropy(logits, labels),
+        accuracy=accuracy(logits, labels),
+        spatial_prototype_collapse=mean,
+        spatial_prototype_collapse_std=std,
+        top5=top_k_accuracy(logits, labels, _TOP) if logits.shape[1] > _TOP else None,
+        macro_f1=macro_f1(logits, labels),
+        risk=risk,
+    )

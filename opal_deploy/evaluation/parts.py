@@ -1,0 +1,206 @@
+"""How well prototypes stand for the parts of CUB's birds: consistency, stability and purity in one pass.
+
+Part purity, as PIP-Net defines it (Nauta et al. 2023): do a channel's best pictures show one and the same part?
+
+For each channel the ten pictures with its highest scores are taken, of whatever class, and on each the 32 x 32 patch of
+its strongest cell. The channel's purity is the largest share, over parts, of those pictures whose patch holds the part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
+from opal_deploy.datasets import cub_parts
+from opal_deploy.datasets.cub_parts import PartLocations
+from opal_deploy.datasets.samples import DataSet, Report
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation import consistency as regions
+from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, MapSource, of_network
+from opal_deploy.evaluation.predictions import predict_samples
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.session import ImageBatch
+
+
+@dataclass(frozen=True)
+class PartFigures:
+    """Figures over the pictures of a split, in percent as the paper's tables have them.
+
+    Attributes:
+        consistency: see `regions.consistency`; None where it cannot be measured.
+        stability: see `regions.stability`; None likewise.
+        purity: mean over the K channels, see `purity`; None likewise.
+        purity_std: standard deviation over channels.
+        prototypes: how many consistency and stability are means over: those of classes with pictures.
+        images: N.
+        unavailable: figure to the reason why it is None.
+    """
+
+    consistency: float | None
+    stability: float | None
+    purity: float | None
+    purity_std: float | None
+    prototypes: int
+    images: int
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; a figure that could not be measured is null, and `unavailable` says why."""
+        figures: dict[str, Any] = {
+            CONSISTENCY: self.consistency,
+            STABILITY: self.stability,
+            PURITY: self.purity,
+            f"{PURITY}_std": self.purity_std,
+            "part_prototypes": self.prototypes,
+            "part_images": self.images,
+        }
+        return {**figures, "unavailable": self.unavailable} if self.unavailable else figures
+
+
+class PartMeter:
+    """Collects over the batches of a data set what the three figures need; a `Watch`.
+
+    Args:
+        source: the model.
+        parts: of the data set's N pictures.
+        labels: [N].
+        seed: of the noise, 0 or more.
+    """
+
+    def __init__(self, source: MapSource, parts: PartLocations, labels: NDArray[np.int64], *, seed: int = 0) -> None:
+        self._source, self._parts, self._labels, self._seed = source, parts, labels, seed
+        self._points = parts.in_frame_truncated(source.input_size[0])
+        self._clean: list[NDArray[np.bool_]] = []
+        self._noisy: list[NDArray[np.bool_]] = []
+
+    def __call__(self, first: int, pixels: ImageBatch, outputs: Outputs) -> None:
+        """See `Watch`."""
+        source = self._source
+        if CONSISTENCY not in source.unavailable:
+            self._clean.append(self._hits(first, outputs))
+        if STABILITY not in source.unavailable and source.run_normalised is not None:
+            images = normalise(pixels, source.mean, source.std)
+            outputs = source.run_normalised(regions.with_noise(images, first, self._seed))
+            self._noisy.append(self._hits(first, outputs))
+
+    def figures(self, scores: FloatArray | None, argmax: NDArray[np.int32] | None) -> PartFigures:
+        """After the last batch; `scores` and `argmax`: [N, K] of all pictures."""
+        source, labels = self._source, self._labels
+        consistency = stability = purity = purity_std = None
+        if self._clean:
+            clean = np.concatenate(self._clean)
+            consistency = regions.consistency(clean, self._parts.visible, labels)
+            if self._noisy:
+                stability = regions.stability(clean, np.concatenate(self._noisy), labels)
+        if PURITY not in source.unavailable and scores is not None and argmax is not None:
+            size = source.input_size[0]
+            points, visible = self._parts.in_frame(size), self._parts.visible
+            purities = purity_by_channel(scores, argmax, source.grid, points, visible, self._parts.names, size)
+            purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
+        prototypes = len(np.unique(labels)) * source.prototypes_per_class if consistency is not None else 0
+        return PartFigures(
+            consistency, stability, purity, purity_std, prototypes, len(labels), dict(source.unavailable)
+        )
+
+    def _hits(self, first: int, outputs: Outputs) -> NDArray[np.bool_]:
+        assert outputs.attention is not None  # `unavailable` says so otherwise
+        rows = slice(first, first + len(outputs))
+        maps = regions.true_class_maps(outputs.attention, self._labels[rows], self._source.prototypes_per_class)
+        centres = regions.peaks(maps, self._source.input_size[0])
+        return regions.hits(centres, self._points[rows], self._parts.visible[rows], self._source.input_size[0])
+
+
+def measure_parts(
+    network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: Report | None = None
+) -> PartFigures:
+    """The three figures of a network on its device, over the test pictures; leaves it in eval mode.
+
+    Raises:
+        UsageError: the data set has no part locations or no test pictures, the input is not 224 x 224, or the network
+            has no prototypes.
+    """
+    if not cub_parts.has_parts(data) or not data.test:
+        lacks = "test pictures" if cub_parts.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
+        raise UsageError(f"{data.root}: it has no {lacks}, which consistency, stability and purity are measured on")
+    source = of_network(network)
+    if source.unavailable:
+        raise UsageError(f"prototypes cannot be measured: {next(iter(source.unavailable.values()))}")
+    labels = np.array([sample.label for sample in data.test], dtype=np.int64)
+    meter = PartMeter(source, cub_parts.read(data.root, data.test), labels, seed=seed)
+    outputs = predict_samples(source.run, data.test, source.input_size, batch=batch, watch=meter, report=report)
+    return meter.figures(outputs.scores, outputs.argmax)
+
+
+# pictures a channel is judged by
+TOP = 10
+# pixels of the 224 x 224 input
+PATCH = 32
+
+_SIDES = ("left ", "right ")
+
+
+def merge_sides(
+    names: tuple[str, ...], present: NDArray[np.bool_], visible: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """`left X` and `right X` as one part X: there if either is, visible if either is.
+
+    Args:
+        names: P names.
+        present, visible: [..., P].
+
+    Returns:
+        present, visible: [..., Q], Q parts in the order of their first mention.
+    """
+    whole = [name.removeprefix(_SIDES[0]).removeprefix(_SIDES[1]) for name in names]
+    groups = [[i for i, other in enumerate(whole) if other == name] for name in dict.fromkeys(whole)]
+    merged = [np.stack([array[..., group].any(axis=-1) for group in groups], axis=-1) for array in (present, visible)]
+    return merged[0], merged[1]
+
+
+def patches(cells: NDArray[np.integer], grid: tuple[int, int], size: int = 224) -> NDArray[np.int64]:
+    """int64 [..., 4], (x0, y0, x1, y1) in pixels of the size x size input, PATCH on a side, from flat cells [...].
+
+    The patches are spread evenly; those of the last row and column end at the picture's edge.
+    """
+    bounds = []
+    for index, count in ((cells % grid[1], grid[1]), (cells // grid[1], grid[0])):
+        step = round((size - PATCH) / max(count - 1, 1))
+        low = np.where(index == count - 1, size - PATCH, index * step)
+        bounds.append((low, np.minimum(low + PATCH, size)))
+    (x0, x1), (y0, y1) = bounds
+    return np.stack([x0, y0, x1, y1], axis=-1).astype(np.int64)
+
+
+def purity_by_channel(
+    scores: FloatArray,
+    argmax: IntArray,
+    grid: tuple[int, int],
+    points: NDArray[np.float64],
+    visible: NDArray[np.bool_],
+    names: tuple[str, ...],
+    size: int = 224,
+) -> NDArray[np.float64]:
+    """Purities float64 [K], 0 ... 1; 0 where no part is visible on any of the channel's pictures.
+
+    Args:
+        scores: [N, K]; of equal ones the earlier picture comes first.
+        argmax: [N, K], flat cell of each channel's maximum.
+        grid: (H, W) that `argmax` counts in.
+        points: [N, P, 2], (x, y) in pixels of the size x size input, not rounded.
+        visible: [N, P].
+        names: P names of the parts.
+        size: of the input.
+    """
+    best = np.argsort(-scores, axis=0, kind="stable")[:TOP]  # [T, K]
+    boxes = patches(np.take_along_axis(argmax, best, axis=0), grid, size)[:, :, None]  # [T, K, 1, 4]
+    where = points[best]  # [T, K, P, 2]
+    inside = ((where >= boxes[..., :2]) & (where <= boxes[..., 2:])).all(axis=3)
+    present, seen = merge_sides(names, inside & visible[best], visible[best])  # [T, K, Q]
+    shares = present.sum(axis=0) / np.maximum(seen.sum(axis=0), 1)  # [K, Q]
+    purities: NDArray[np.float64] = shares.max(axis=1)
+    return purities

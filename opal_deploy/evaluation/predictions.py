@@ -1,0 +1,106 @@
+"""A data set's pictures through a model: decoded in threads ahead of it, prepared as everywhere else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import Report, Sample
+from opal_deploy.errors import UsageError
+from opal_deploy.inference.decoding.prepare import Pixels, Prepared, Request, prepare
+from opal_deploy.inference.executor import prefetch
+from opal_deploy.preprocess.decode import MAX_PIXELS
+from opal_deploy.preprocess.geometry import Geometry
+
+
+class Watch(Protocol):
+    """Sees each batch while its attention maps are there."""
+
+    def __call__(self, first: int, pixels: Pixels, outputs: Outputs) -> None:
+        """Picture number `first` and those after it: uint8 [N, H0, W0, 3], and what the model answered."""
+        ...
+
+
+def predict_samples(
+    run: Callable[[Pixels], Outputs],
+    samples: list[Sample],
+    input_size: tuple[int, int],
+    *,
+    boxes: bool = True,
+    batch: int = 16,
+    workers: int = 2,
+    watch: Watch | None = None,
+    report: Report | None = None,
+    model: str = "the model",
+) -> Outputs:
+    """Everything but the attention maps, of which a whole data set's are too large to keep.
+
+    Args:
+        run: uint8 [N, H0, W0, 3] to outputs.
+        samples: at least one.
+        input_size: (H0, W0).
+        boxes: crop to the samples' boxes.
+        batch: pictures a call of `run`.
+        workers: threads that decode.
+        watch: sees each batch.
+        report: called with pictures done and in all.
+        model: what it is called, for errors.
+
+    Raises:
+        UsageError: names a picture that cannot be used, or the first whose logits are not finite.
+    """
+    requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
+    found: list[Outputs] = []
+    done = 0
+    for pixels, _ in prepared_batches(requests, input_size, batch, workers):
+        outputs = run(pixels)
+        _check_finite(outputs, samples[done : done + len(pixels)], model)
+        if watch is not None:
+            watch(done, pixels, outputs)
+        found.append(replace(outputs, attention=None))
+        done += len(pixels)
+        if report is not None:
+            report(done, len(samples), "evaluating")
+    return Outputs.concatenate(found)
+
+
+def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
+    """Refuse logits of which argmax and mean would still make figures, at the first batch that has some."""
+    finite = np.isfinite(outputs.logits).all(axis=1)
+    if not finite.all():
+        raise UsageError(
+            f"{model}: its logits for {samples[int(finite.argmin())].path} are not finite numbers, so it cannot be "
+            "measured; its weights are damaged or its precision is too low, use an earlier checkpoint or export fp32"
+        )
+
+
+def prepared_batches(
+    requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int
+) -> Iterator[tuple[Pixels, list[Geometry]]]:
+    """uint8 [n, H0, W0, 3] for up to `batch` pictures at a time, and how each was laid out.
+
+    Raises:
+        UsageError: names a picture that cannot be used.
+    """
+
+    def prepared(request: Request) -> Prepared:
+        return prepare(request, size, MAX_PIXELS, keep_picture=False)
+
+    with ThreadPoolExecutor(workers, "decode") as pool:
+        ready = prefetch((pool.submit(prepared, request) for request in requests), 2 * batch)
+        while group := list(itertools.islice(ready, batch)):
+            found = [_usable(entry) for entry in group]
+            yield np.stack([pixels for pixels, _ in found]), [geometry for _, geometry in found]
+
+
+def _usable(entry: Prepared) -> tuple[Pixels, Geometry]:
+    if entry.pixels is None or entry.geometry is None:
+        message = entry.error["error"]["message"] if entry.error else "unusable"
+        raise UsageError(f"{entry.request.name}: {message}; take it out of the data set")
+    return entry.pixels, entry.geometry

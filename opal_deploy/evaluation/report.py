@@ -1,0 +1,193 @@
+"""What `evaluate --out` writes: evaluation.json, and per model tables and pictures.
+
+Of every model confusion.csv, confusion.png and predictions.csv; of one with margins risk_coverage.csv and .png; of one
+measured on the generated set slot_parts.csv; with --faithfulness faithfulness.json and faithfulness.png.
+"""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.files import write_json, written_atomically
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import cosines
+from opal_deploy.datasets.samples import Sample, shown
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation import risk
+from opal_deploy.evaluation.faithfulness import tables
+from opal_deploy.evaluation.faithfulness.measure import Faithfulness
+from opal_deploy.evaluation.metrics import confusion_matrix
+from opal_deploy.evaluation.pointing import EvidenceSummary, parts_rows
+from opal_deploy.evaluation.session import Measured
+from opal_deploy.records.names import escape_name
+from opal_deploy.statistics.risk import RiskCurve, Threshold
+
+EVALUATION, MATRIX, PICTURE, PREDICTIONS = "evaluation.json", "confusion.csv", "confusion.png", "predictions.csv"
+RISK, RISK_PICTURE, SLOT_PARTS = "risk_coverage.csv", "risk_coverage.png", "slot_parts.csv"
+FAITHFULNESS, CURVES = "faithfulness.json", "faithfulness.png"
+
+# more classes than this have numbers at the axes instead of names; more than that, no counts in the cells
+_NAMED, _COUNTED = 40, 15
+
+
+def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
+    """Whether `folder` may be made, before anything is read or made.
+
+    Raises:
+        UsageError: it lies in `data`, where it would be read as a class, or holds an evaluation and `overwrite` is off.
+    """
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise UsageError(f"{folder}: it lies in {data}, where it would become part of the data set; give another --out")
+    if (folder / EVALUATION).exists() and not overwrite:
+        raise UsageError(f"{folder}: it already holds an evaluation; give another --out, or --overwrite")
+
+
+def new_folder(folder: Path) -> None:
+    """Make `folder`, before anything is measured that could not be kept.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be made ({error.strerror or error}); give another --out") from None
+
+
+def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
+    """`folder` itself for one model, a folder each in it for several: named as the file, numbered where names meet."""
+    if len(models) == 1:
+        return [folder]
+    names = [model.name for model in models]
+    return [
+        folder / (name if names.count(name) == 1 else f"{number}-{name}") for number, name in enumerate(names, start=1)
+    ]
+
+
+def write_evaluation(folder: Path, document: Any) -> None:
+    """evaluation.json: what `--json` prints."""
+    write_json(folder / EVALUATION, document)
+
+
+def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: list[Sample], root: Path) -> None:
+    """The three files of one model.
+
+    Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \\xff.
+
+    confusion.csv: rows truth, columns answers, counts. predictions.csv: one line a picture, `rank` 1 where the label
+    has the largest logit; cosine and margin are empty for models without prototypes.
+
+    Args:
+        folder: made if it is not there.
+        measured, samples: of the same N pictures, in the same order.
+        metadata: of the model.
+        root: what the paths in predictions.csv are relative to.
+    """
+    folder.mkdir(exist_ok=True)
+    names = [escape_name(name) for name in metadata.class_names]
+    counts = confusion_matrix(measured.outputs.logits, measured.labels)
+    _write_rows(
+        folder / MATRIX,
+        ["truth", *names],
+        ([name, *row] for name, row in zip(names, counts.tolist(), strict=True)),
+    )
+    _write_rows(
+        folder / PREDICTIONS,
+        ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin"],
+        _predictions(measured, metadata, names, samples, root),
+    )
+    with written_atomically(folder / PICTURE) as temporary:
+        draw(counts, metadata.class_names, temporary)
+
+
+def write_risk(folder: Path, curve: RiskCurve, threshold: Threshold | None) -> None:
+    """risk_coverage.csv, a row for each threshold that makes a difference, and its picture."""
+    _write_rows(folder / RISK, *risk.rows(curve))
+    risk.draw(curve, threshold, folder / RISK_PICTURE)
+
+
+def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
+    """slot_parts.csv: for each species and slot, the share of right answers in which a part is the most covered."""
+    _write_rows(folder / SLOT_PARTS, *parts_rows(summary))
+
+
+def write_faithfulness(folder: Path, found: Faithfulness, title: str) -> None:
+    """faithfulness.json, and its curves as faithfulness.png."""
+    write_json(folder / FAITHFULNESS, found.to_dict())
+    with written_atomically(folder / CURVES) as temporary:
+        tables.draw(found, title, temporary)
+
+
+def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
+    """A PNG of the confusion matrix, each row as shares of its truth; names at the axes and counts where they fit.
+
+    Args:
+        counts: [C, C], rows truth; a class without pictures is an empty row.
+        names: C names.
+        path: of the PNG.
+    """
+    # the object interface: pyplot keeps global state and looks for a display
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    number = len(counts)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    inches = 7.0 if number <= _COUNTED else 11.0
+    figure = Figure(figsize=(inches * 1.1, inches), layout="constrained")
+    axes = figure.subplots()
+    # the square root: one picture in thirty must be seen beside a full diagonal
+    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
+    axes.set_xlabel("answer")
+    axes.set_ylabel("truth")
+    axes.set_title(f"{counts.trace()} of {counts.sum()} right, shares of each row")
+    if number <= _NAMED:
+        # no mathematics: a class may be called $x$
+        shown = [name if len(name) <= 30 else name[:29] + "…" for name in map(escape_name, names)]
+        axes.set_xticks(range(number), shown, rotation=90, fontsize=8, parse_math=False)
+        axes.set_yticks(range(number), shown, fontsize=8, parse_math=False)
+    if number <= _COUNTED:
+        for row, col in zip(*np.nonzero(counts), strict=True):
+            colour = "white" if shares[row, col] > 0.4 else "black"
+            axes.text(col, row, str(counts[row, col]), ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, ax=axes, label="share of the truth's pictures", shrink=0.8)
+    with warnings.catch_warnings():
+        # a name in a script that the font lacks is drawn as boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, dpi=150, format="png")
+
+
+def _predictions(
+    measured: Measured, metadata: Metadata, names: list[str], samples: list[Sample], root: Path
+) -> Iterable[list[str | int | float]]:
+    logits, labels, scores = measured.outputs.logits, measured.labels, measured.outputs.scores
+    order = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
+    ranks = 1 + (order == labels[:, None]).argmax(axis=1)
+    cosine = None if scores is None else cosines(scores, metadata.prototypes_per_class, metadata.epsilon)
+    for index, sample in enumerate(samples):
+        first, second = order[index, :2]
+        certainty: list[str | float] = ["", ""]
+        if cosine is not None:
+            certainty = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
+        yield [
+            escape_name(shown(sample.path, root)),
+            names[labels[index]],
+            names[first],
+            int(first == labels[index]),
+            int(ranks[index]),
+            float(logits[index, first]),
+            *certainty,
+        ]
+
+
+def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str | int | float]]) -> None:
+    with written_atomically(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -1,0 +1,93 @@
+"""Knowing when not to answer, in `evaluate`: the risk-coverage curve over the margin, a threshold for an error rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.files import written_atomically
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.session import Measured
+from opal_deploy.statistics.risk import RiskCurve, Threshold, risk_curve, too_few
+
+
+def curve_of(measured: Measured) -> RiskCurve | None:
+    """None for a model without anchors: it has no margins."""
+    if measured.margins is None:
+        return None
+    return risk_curve(measured.margins, measured.outputs.logits.argmax(axis=1) == measured.labels)
+
+
+def check_support(images: int, target: float) -> None:
+    """Refuse a target that so few pictures cannot support, before any model runs.
+
+    Raises:
+        UsageError: they cannot, whatever the model.
+    """
+    reason = too_few(images, target)
+    if reason:
+        raise UsageError(f"--target-error {100 * target:g}%: {reason}; give more pictures, or a larger rate")
+
+
+def curve_lines(curve: RiskCurve) -> Iterator[str]:
+    """The curve in a line for a person."""
+    summary = curve.summary()
+    shares = ", ".join(
+        f"{share:.1%} at {100 * float(rate):g} %" for rate, share in summary["coverage_at_error"].items()
+    )
+    yield (
+        f"risk-coverage over the margin: error {curve.error:.2%} where all {curve.images:,} are answered, AURC "
+        f"{curve.aurc:.4f}; coverage by error rate, as seen here: {shares}"
+    )
+
+
+def threshold_lines(found: Threshold) -> Iterator[str]:
+    """What was chosen for a wanted error rate, or why nothing was."""
+    target = f"an error rate of at most {100 * found.target:g} %"
+    if found.min_margin is None:
+        yield f"no --min-margin is known to give {target}: {found.reason}"
+        return
+    yield (
+        f"--min-margin {found.min_margin!r} for {target}: answers {found.coverage:.1%} of {found.images:,} pictures, "
+        f"{found.wrong} of {found.answered:,} wrong; with {found.confidence:.0%} confidence at most "
+        f"{100 * found.bound:.2f} % (Clopper and Pearson's one-sided bound), on pictures such as these"
+    )
+
+
+def rows(curve: RiskCurve) -> tuple[list[str], list[list[str | int | float]]]:
+    """Header and rows of risk_coverage.csv: a threshold each, the strictest first."""
+    numbers = zip(curve.margins.tolist(), curve.answered.tolist(), curve.wrong.tolist(), strict=True)
+    table: list[list[str | int | float]] = [[t, k, k / curve.images, e, e / k] for t, k, e in numbers]
+    return ["min_margin", "answered", "coverage", "wrong", "error"], table
+
+
+def draw(curve: RiskCurve, threshold: Threshold | None, path: Path) -> None:
+    """A PNG: error rate over coverage, and the threshold that was chosen."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    coverage: NDArray[np.float64] = curve.answered / curve.images
+    axes.plot(
+        coverage, curve.wrong / curve.answered, color="#0072B2", drawstyle="steps-post", label="error, as seen here"
+    )
+    if threshold is not None:
+        axes.axhline(threshold.target, color="#D55E00", linestyle="--", label=f"wanted: {100 * threshold.target:g} %")
+        if threshold.min_margin is not None:
+            words = f"margin {threshold.min_margin:.3g}: at most {100 * threshold.bound:.2g} %"
+            axes.plot([threshold.coverage], [threshold.bound], "o", color="#D55E00", label=words)
+    axes.set_xlabel("coverage: share of pictures answered")
+    axes.set_ylabel("share of wrong answers among them")
+    axes.set_xlim(0, 1.01)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_title(f"Risk and coverage over the margin, {curve.images:,} pictures, AURC {curve.aurc:.4f}")
+    axes.legend(loc="upper left")
+    axes.grid(alpha=0.3)
+    with written_atomically(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")

@@ -1,0 +1,100 @@
+"""The trainer's figures for a deployed model: what a graph or engine makes of a data set, in any session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.cub_parts import PartLocations
+from opal_deploy.datasets.samples import Report, Sample
+from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, of_session
+from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
+from opal_deploy.evaluation.parts import PartFigures, PartMeter
+from opal_deploy.evaluation.predictions import predict_samples
+from opal_deploy.runtime.session import ImageBatch, Session
+
+_BOXES = "the protocol crops to the boxes; leave --no-boxes out"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model on N pictures.
+
+    Attributes:
+        evaluation: the figures that need labels only.
+        parts: the figures that need part locations; None where they were not asked for.
+        labels: [N].
+        outputs: the model's answers, without attention maps.
+        margins: [N]; None without anchors.
+    """
+
+    evaluation: Evaluation
+    parts: PartFigures | None
+    labels: NDArray[np.int64]
+    outputs: Outputs
+    margins: NDArray[np.float64] | None = None
+
+    def to_dict(self, prefix: str) -> dict[str, Any]:
+        """All figures, for JSON."""
+        return {**self.evaluation.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
+
+
+def evaluate_session(
+    session: Session,
+    samples: list[Sample],
+    *,
+    boxes: bool = True,
+    batch: int = 16,
+    workers: int = 2,
+    parts: PartLocations | None = None,
+    seed: int = 0,
+    report: Report | None = None,
+    model: str = "the model",
+) -> Measured:
+    """Figures over `samples` (at least one).
+
+    Args:
+        session: of a model whose classes are those of the samples' labels.
+        boxes: crop to the samples' boxes; False shows what leaving them out costs.
+        batch: pictures a forward pass.
+        workers: threads that decode.
+        parts: of the samples; None leaves consistency, stability and purity out.
+        seed: of stability's noise, 0 or more.
+        report: called with pictures done and in all.
+        model: what it is called, for errors.
+
+    Raises:
+        UsageError: names a picture that cannot be used, or the first whose logits are not finite.
+    """
+    metadata = session.metadata
+    labels = np.array([sample.label for sample in samples], dtype=np.int64)
+    run: Callable[[ImageBatch], Outputs] = session.run
+    meter = None
+    if parts is not None:
+        source = of_session(session)
+        if not boxes:
+            nothing = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), _BOXES)
+            source = replace(source, unavailable={**nothing, **source.unavailable})
+        meter = PartMeter(source, parts, labels, seed=seed)
+        run = source.run
+    outputs = predict_samples(
+        run,
+        samples,
+        metadata.input_size,
+        boxes=boxes,
+        batch=batch,
+        workers=workers,
+        watch=meter,
+        report=report,
+        model=model,
+    )
+    m = metadata.prototypes_per_class
+    sizes = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
+    evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, sizes)
+    parts_found = meter.figures(outputs.scores, outputs.argmax) if meter else None
+    return Measured(evaluation, parts_found, labels, outputs, sizes)

@@ -1,0 +1,174 @@
+"""The library's front door: `opal_deploy.load(path).explain(images)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast, overload
+
+import numpy as np
+from PIL import Image
+
+from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.inference.decoding.prepare import Request
+from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.explanation import Explanations, explained_all
+from opal_deploy.inference.service import Service
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
+from opal_deploy.preprocess.gpu import open_gpus
+from opal_deploy.preprocess.resize import Box
+from opal_deploy.records.names import source_name
+from opal_deploy.records.record import Record
+from opal_deploy.runtime.select import gpu_names, open_sessions
+from opal_deploy.runtime.session import Session
+
+
+class Model:
+    """A loaded model that explains pictures; its methods may be called from any thread.
+
+    Attributes:
+        metadata: classes, m, grid, input size, evidence kind, verification report, ...
+        description: engine, device, threads and precision, one line.
+        sha256: of the model's file.
+    """
+
+    def __init__(self, sessions: Sequence[Session], sha256: str | None = None, gpus: Sequence[str] = ()) -> None:
+        self._sessions, self._gpus = list(sessions), list(gpus)
+        self.sha256 = sha256
+        self.metadata: Metadata = sessions[0].metadata
+        self.description: str = sessions[0].description
+
+    @overload
+    def explain(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
+        self,
+        images: Source,
+        *,
+        boxes: Box | None = None,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+    ) -> Record: ...
+
+    @overload
+    def explain(
+        self,
+        images: Sequence[Source],
+        *,
+        boxes: Sequence[Box | None] | None = None,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+    ) -> Explanations: ...
+
+    def explain(
+        self,
+        images: Source | Sequence[Source],
+        *,
+        boxes: Sequence[Box | None] | Box | None = None,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        max_pixels: int = MAX_PIXELS,
+    ) -> Record | Explanations:
+        """The records that `opal-deploy infer` writes, for one image or many.
+
+        Args:
+            images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array
+                [N, H, W, 3] is a sequence of N.
+            boxes: to crop to first, (x0, y0, x1, y1) in pixels of the whole oriented picture; one an image.
+            top: classes listed in `top`.
+            min_margin: answers whose margin is below it are marked `abstained`.
+            batch: images a forward pass.
+            max_pixels: width times height above which an image gets an error record.
+
+        Returns:
+            A record, or a list of records in the order of the images: plain dictionaries and a plain list in every
+            respect, which print in a line each and show themselves in a notebook. `image` is the path where one was
+            given, else None. An image that cannot be used has an error record and raises nothing.
+
+        Raises:
+            ValueError: as many boxes as images are needed. StoppedEarly: the device was lost.
+        """
+        one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
+            isinstance(images, np.ndarray) and images.ndim < 4
+        )
+        sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
+        if one:
+            given = [cast("Box | None", boxes)]
+        else:
+            given = [None] * len(sources) if boxes is None else list(cast("Sequence[Box | None]", boxes))
+        if len(given) != len(sources):
+            raise ValueError(f"{len(given)} boxes for {len(sources)} images; give one for each, None for none")
+        options = InferenceOptions(
+            batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
+        )
+        requests = (Request(source_name(s), s, box) for s, box in zip(sources, given, strict=True))
+        records = explained_all(result.record for result in predict_stream(requests, self._sessions, options))
+        return records[0] if one else records
+
+    def serve(
+        self,
+        *,
+        batch: int = 16,
+        max_wait_ms: float = 5.0,
+        capacity: int = 256,
+        workers: int = 2,
+        top: int = 5,
+        min_margin: float | None = None,
+        max_pixels: int = MAX_PIXELS,
+        decode: Decoding = Decoding.default,
+        decode_timeout: float | None = 30.0,
+        isolate: bool = False,
+    ) -> Service:
+        """Start answering pictures that come one by one, from any thread; the result's `submit` takes them.
+
+        Args:
+            batch: images a forward pass at most.
+            max_wait_ms: how long an image waits at most until its batch is full.
+            capacity: images that were taken and are not answered yet; `submit` waits or raises beyond that.
+            workers: threads or processes that decode.
+            top, min_margin, max_pixels: as for `explain`.
+            decode: which decode path; `gpu` needs the model on a GPU.
+            decode_timeout: seconds for one image, with `isolate`; None: no limit.
+            isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
+
+        Returns:
+            A service; close it, or use it as a context manager. `explain` may be called beside it.
+        """
+        options = InferenceOptions(
+            batch=batch,
+            workers=workers,
+            max_pixels=max_pixels,
+            top=top,
+            min_margin=min_margin,
+            decode=decode,
+            decode_timeout=decode_timeout,
+            gpus=open_gpus(self._gpus, workers, "leave decode out") if decode is Decoding.gpu else (),
+            isolate=isolate,
+            model_sha256=self.sha256,
+        )
+        return Service(self._sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
+
+    def __repr__(self) -> str:
+        about = self.metadata
+        return f"<opal_deploy.Model {about.backbone}, {about.num_classes} classes, {self.description}>"
+
+
+def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
+    """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
+
+    Args:
+        path: of the model.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
+        threads: on the CPU; None: as many as this process may use.
+
+    Raises:
+        ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
+        UsageError: a device that is not there.
+    """
+    sessions = open_sessions(Path(path), device=device, threads=threads)
+    return Model(sessions, sha256_of_file(Path(path)), gpu_names(device))

@@ -1,0 +1,84 @@
+"""One image to explain, wherever it lies; and what was passed over on the way."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opal_deploy.errors import ImageError
+from opal_deploy.preprocess.decode import Source
+from opal_deploy.records.names import escape_name
+
+# these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
+IMAGE_SUFFIXES = frozenset(
+    [".apng", ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
+     ".jpg", ".jxl", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
+)  # fmt: skip
+
+# problems of what should hold images, rather than of an image: `discover` refuses a call that comes to nothing else
+OF_A_HOLDER = frozenset(["no_images", "unreadable", "corrupt_archive", "unsupported_archive"])
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image to explain.
+
+    Attributes:
+        path: as a person would open it from the working directory. Of an archive's member: the archive's, a slash, and
+            the member's name, `shards/a.tar/dir/x.jpg`: a label for people and for boxes, never opened.
+        relative: to the folder or archive that it was found in; the file's name for one named directly.
+        problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
+        content: where a member's bytes are; None for a file of its own.
+    """
+
+    path: Path
+    relative: str
+    problem: ImageError | None = None
+    content: Source | None = None
+
+    @property
+    def name(self) -> str:
+        """As its record shows it: text that any JSON reader accepts, reversible."""
+        return escape_name(str(self.path))
+
+    @property
+    def source(self) -> Source:
+        """What `decode` takes."""
+        return self.path if self.content is None else self.content
+
+
+@dataclass
+class Skipped:
+    """What was passed over: files and members hidden or not images by their names, links and devices in archives."""
+
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, path: Path) -> None:
+        """Count one; the first few names are kept."""
+        self.count += 1
+        if len(self.examples) < 3:
+            self.examples.append(path.name)
+
+    def merge(self, other: Skipped) -> None:
+        """Add another's."""
+        self.count += other.count
+        self.examples = (self.examples + other.examples)[:3]
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file of this name is taken for an image."""
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def container_error(path: Path, code: str, message: str) -> Item:
+    """An item that stands for a whole folder, list or archive and says what is wrong with it."""
+    return Item(path, path.name, ImageError(code, message))
+
+
+def no_images(path: Path, others: Skipped, *, below: bool) -> Item:
+    """The item of a folder or archive that holds none."""
+    more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
+    where = "in it or below" if below else "in it"
+    return container_error(path, "no_images", f"no images {where}{more}; expected files such as .jpg or .png")

@@ -1,0 +1,57 @@
+"""File names as text that any JSON reader accepts, and back.
+
+POSIX names are bytes. In records a backslash is written twice, every byte that is not UTF-8 as \\xNN, and a NUL, which
+a member of an archive may have in its name, as \\x00, so that `unescape_name(escape_name(name)) == name` for every name
+that the operating system or an archive can hand out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_SURROGATE_BASE = 0xDC00
+_ESCAPED = re.compile(r"\\(\\|x([0-9a-f]{2}))")
+
+
+def escape_name(name: str) -> str:
+    """A name from `os.fsdecode` (undecodable bytes as lone surrogates) as encodable text."""
+    doubled = name.replace("\\", "\\\\")
+    return "".join(
+        "\\x00"
+        if c == "\0"
+        else f"\\x{ord(c) - _SURROGATE_BASE:02x}"
+        if _SURROGATE_BASE + 0x80 <= ord(c) <= _SURROGATE_BASE + 0xFF
+        else c
+        for c in doubled
+    )
+
+
+def unescape_name(text: str) -> str:
+    """The inverse of `escape_name`."""
+
+    def original(match: re.Match[str]) -> str:
+        if match[1] == "\\":
+            return "\\"
+        value = int(match[2], 16)
+        return chr(_SURROGATE_BASE + value if value >= 0x80 else value)
+
+    return _ESCAPED.sub(original, text)
+
+
+def source_name(source: object) -> str | None:
+    """How a record names what `decode` takes: a path as `infer` does, everything else not at all."""
+    return escape_name(str(Path(source))) if isinstance(source, str | os.PathLike) else None
+
+
+def file_name(image: str | None) -> str:
+    """The image's own path where it is text; as the record escapes it where it is not."""
+    if image is None:
+        return ""
+    plain = unescape_name(image)
+    try:
+        plain.encode("utf-8")
+    except UnicodeEncodeError:
+        return image
+    return plain

@@ -1,0 +1,222 @@
+"""`results.parquet` and `results.csv`: the records as tables, made from results.jsonl when a run is complete.
+
+Both have the columns of `COLUMNS`, one row an image, in the order of the input; what a record lacks is null in Parquet
+and empty in CSV. Then come the two lists: `top` and `evidence`, in Parquet as lists of structs, in CSV as JSON.
+
+Records as a table for pandas."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from opal_deploy.artifact.files import written_atomically
+from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.records.record import Record
+
+Format = Literal["parquet", "csv"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+TABLES: dict[Format, str] = {"parquet": "results.parquet", "csv": "results.csv"}
+
+# name: Arrow's type
+COLUMNS = {
+    "image": "string",
+    "status": "string",
+    "class_id": "int32",
+    "label": "string",
+    "logit": "float64",
+    "cosine": "float64",
+    "margin": "float64",
+    "width": "int32",
+    "height": "int32",
+    "truth": "string",
+    "correct": "bool",
+    "error_code": "string",
+    "error_message": "string",
+    "overlay": "string",
+    "sheet": "string",
+    "file_sha256": "string",
+    "model_sha256": "string",
+}
+LISTS: dict[str, dict[str, str]] = {
+    "top": {"class_id": "int32", "label": "string", "logit": "float64", "cosine": "float64"},
+    "evidence": {
+        "slot": "int32",
+        "name": "string",
+        "channel": "int32",
+        "row": "int32",
+        "col": "int32",
+        "score": "float64",
+        "contribution": "float64",
+        "x0": "float64",
+        "y0": "float64",
+        "x1": "float64",
+        "y1": "float64",
+    },
+}
+# rows of a row group: a few megabytes in memory
+_ROWS = 5_000
+
+
+def check_formats(names: Iterable[str]) -> tuple[Format, ...]:
+    """The formats meant, each once.
+
+    Raises:
+        UsageError: an unknown one. MissingExtra: what writes it is not installed.
+    """
+    chosen = []
+    for name in dict.fromkeys(names):
+        if name not in FORMATS:
+            raise UsageError(f"--format {name!r}: expected {' or '.join(FORMATS)}; results.jsonl is always written")
+        chosen.append(name)
+    if "parquet" in chosen:
+        require("pyarrow", "tables", "--format parquet")
+    return tuple(chosen)
+
+
+def write_table(records: Iterable[Record], out: Path, kind: Format) -> None:
+    """Write `records` to the folder `out` as a table, as a whole or not at all.
+
+    Raises:
+        StoppedEarly: the disk is full; the records are safe.
+    """
+    path = out / TABLES[kind]
+    try:
+        with written_atomically(path) as temporary:
+            _WRITERS[kind](temporary, map(record_to_row, records))
+    except UsageError as error:
+        raise StoppedEarly(f"{error}; all records are in results.jsonl") from None
+
+
+def record_to_row(record: Record) -> dict[str, Any]:
+    """A record as one row of the table."""
+    answer: Any = record.get("prediction", {})
+    problem: Any = record.get("error", {})
+    truth = record.get("truth")
+    evidence = record.get("evidence")
+    return {
+        "image": record["image"],
+        "status": record["status"],
+        "class_id": answer.get("class_id"),
+        "label": answer.get("label"),
+        "logit": answer.get("logit"),
+        "cosine": answer.get("cosine"),
+        "margin": record.get("margin"),
+        "width": record.get("width"),
+        "height": record.get("height"),
+        "truth": truth,
+        "correct": None if truth is None or not answer else answer["label"] == truth,
+        "error_code": problem.get("code"),
+        "error_message": problem.get("message"),
+        "overlay": record.get("overlay"),
+        "sheet": record.get("sheet"),
+        "file_sha256": record.get("file_sha256"),
+        "model_sha256": record.get("model_sha256"),
+        "top": record.get("top"),
+        "evidence": None if evidence is None else [_flat(slot) for slot in evidence],
+    }
+
+
+def _flat(slot: Any) -> dict[str, Any]:
+    (row, col), (x0, y0, x1, y1) = slot["cell"], slot["box"]
+    return {
+        "slot": slot["slot"],
+        "name": slot.get("name"),
+        "channel": slot["channel"],
+        "row": row,
+        "col": col,
+        "score": slot["score"],
+        "contribution": slot["contribution"],
+        "x0": x0,
+        "y0": y0,
+        "x1": x1,
+        "y1": y1,
+    }
+
+
+def _csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
+        writer = csv.DictWriter(stream, [*COLUMNS, *LISTS], lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            for name in LISTS:
+                if row[name] is not None:
+                    row[name] = json.dumps(row[name], separators=(",", ":"))
+            if row["correct"] is not None:
+                row["correct"] = "true" if row["correct"] else "false"
+            writer.writerow(row)
+
+
+def _parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    types = {"string": pa.string(), "int32": pa.int32(), "float64": pa.float64(), "bool": pa.bool_()}
+    lists = {name: pa.list_(pa.struct([(key, types[t]) for key, t in LISTS[name].items()])) for name in LISTS}
+    schema = pa.schema([(name, types[t]) for name, t in COLUMNS.items()] + list(lists.items()))
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for group in _groups(rows, _ROWS):
+            writer.write_table(pa.Table.from_pylist([_encodable(row) for row in group], schema=schema))
+
+
+def _encodable(value: Any) -> Any:
+    """Lone surrogates, which a label from a file may hold, as \\udcff: Arrow's texts are UTF-8."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {key: _encodable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_encodable(entry) for entry in value]
+    return value
+
+
+def _groups(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    iterator = iter(rows)
+    while group := list(islice(iterator, size)):
+        yield group
+
+
+_WRITERS: dict[Format, Callable[[Path, Iterable[dict[str, Any]]], None]] = {"parquet": _parquet, "csv": _csv}
+
+
+Rows = Literal["images", "evidence"]
+DIGESTS = ("file_sha256", "model_sha256")
+
+
+def to_table(records: Iterable[Record], rows: Rows = "images") -> tuple[list[str], list[dict[str, object]]]:
+    """The columns and the rows of `to_pandas`, without pandas."""
+    if rows == "evidence":
+        columns = ["image", "class_id", "label", *LISTS["evidence"], "name"]
+        return columns, [row for record in records for row in _slots(record)]
+    columns = list(dict.fromkeys([*COLUMNS, *DIGESTS, *LISTS]))
+    # a later key wins: what the row has of these already is the same
+    return columns, [{**{name: record.get(name) for name in DIGESTS}, **record_to_row(record)} for record in records]
+
+
+def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
+    """Records as a `pandas.DataFrame`.
+
+    Args:
+        records: of `Model.explain`, or the lines of a results.jsonl.
+        rows: `images`: one row an image, with the columns of `infer --format csv` and the two digests; `top` and
+            `evidence` are lists. `evidence`: one row a slot of each answered image.
+
+    Raises:
+        MissingExtra: pandas is not installed.
+    """
+    require("pandas", "pandas", "to_pandas")
+    import pandas
+
+    columns, found = to_table(records, rows)
+    return pandas.DataFrame(found, columns=columns)
+
+
+def _slots(record: Record) -> list[dict[str, object]]:
+    flat = record_to_row(record)
+    names = [slot.get("name") for slot in record.get("evidence", [])]
+    about = {name: flat[name] for name in ("image", "class_id", "label")}
+    return [{**about, **slot, "name": name} for slot, name in zip(flat["evidence"] or [], names, strict=True)]

@@ -1,0 +1,141 @@
+"""Can this machine run that engine? Answered from its sidecar, before any native code sees the plan.
+
+GPUs by the compute capability that an engine is built for."""
+
+from __future__ import annotations
+
+import platform
+import re
+
+from opal_deploy.artifact.engine_file import Sidecar
+from opal_deploy.errors import UsageError
+from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
+from opal_deploy.runtime.tensorrt.cuda import visible_driver
+
+# what `--hardware-compatible` may say; see TensorRT's HardwareCompatibilityLevel
+AMPERE_PLUS, SAME_CAPABILITY = "ampere+", "same"
+
+
+def incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
+    """Why an engine cannot run here, in the order builder and version, compute capability, driver; empty if it can.
+
+    Args:
+        sidecar: of the engine.
+        gpu: that it is to run on; None: there is none.
+        driver: the machine's.
+        version: of the engine's builder as installed here; None: it is not.
+    """
+    name = str(sidecar.builder["name"])
+    if gpu is None:
+        return f"an engine runs on an NVIDIA GPU only: {driver.problem or 'none is here'}"
+    if name not in TITLES:
+        return f"it was built by {name!r}, which this version does not know"
+    title = TITLES[name]
+    if version is None:
+        needed = f"{title} {sidecar.builder['version']}"
+        return f"it needs {needed}, which is not installed: pip install 'opal-deploy[{EXTRAS[name]}]'"
+    if not _same_version(sidecar, version):
+        return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
+    made_on = sidecar.builder.get("platform")
+    if name == TENSORRT and made_on not in (None, here()):
+        return f"it was built on {made_on}, and this is {here()}"
+    capability = _capability(sidecar, gpu)
+    if capability:
+        return capability
+    cuda = int(sidecar.builder.get("cuda", 0))
+    if driver.cuda is not None and driver.cuda[0] < cuda:
+        newest = ".".join(map(str, driver.cuda))
+        return f"it needs CUDA {cuda}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
+    return ""
+
+
+def here() -> str:
+    """This machine's system and processor, which plans of TensorRT are bound to: `Linux x86_64`."""
+    return f"{platform.system()} {platform.machine()}"
+
+
+def incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
+    """`misfit` for one of the GPUs that CUDA shows this process."""
+    driver = visible_driver()
+    name = str(sidecar.builder["name"])
+    version = installed_version(name) if name in TITLES else None
+    return incompatibility(sidecar, driver.gpus[index] if index < len(driver.gpus) else None, driver, version)
+
+
+def _same_version(sidecar: Sidecar, version: str) -> bool:
+    built = str(sidecar.builder["version"])
+    if sidecar.options.get("version_compatible"):
+        # such a plan carries its own runtime and is read by newer libraries of the same major version
+        before, here = _numbers(built), _numbers(version)
+        return before[:1] == here[:1] and here >= before
+    return built == version
+
+
+def _capability(sidecar: Sidecar, gpu: Gpu) -> str:
+    target, here = str(sidecar.target["sm"]), sm_of(gpu.compute_capability)
+    if target == here:
+        return ""
+    if (
+        sidecar.builder["name"] == TENSORRT
+        and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
+        and gpu.compute_capability >= (8, 0)
+    ):
+        return ""
+    like = f" ({examples(target)})" if examples(target) else ""
+    return f"it was built for {target}{like}, and {gpu.name} is {here}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+# NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus), by the names that people say
+_GPUS = {
+    "sm75": ("t4", "rtx2060", "rtx2070", "rtx2080", "rtx2080ti", "rtx5000", "rtx6000", "rtx8000", "titanrtx"),
+    "sm80": ("a100", "a30", "a800"),
+    "sm86": ("a10", "a10g", "a16", "a2", "a40", "a2000", "a4000", "a4500", "a5000", "a5500", "a6000", "rtxa6000",
+             "rtx3050", "rtx3060", "rtx3070", "rtx3080", "rtx3080ti", "rtx3090", "rtx3090ti"),
+    "sm89": ("l4", "l40", "l40s", "l20", "rtx4000ada", "rtx5000ada", "rtx6000ada", "rtx4060", "rtx4070", "rtx4080",
+             "rtx4090"),
+    "sm90": ("h100", "h200", "h800", "h20", "gh200"),
+    "sm100": ("b100", "b200", "gb200"),
+    "sm120": ("rtx5060", "rtx5070", "rtx5080", "rtx5090", "rtxpro6000"),
+    "sm121": ("gb10", "dgxspark"),
+}  # fmt: skip
+_BY_NAME = {name: sm for sm, names in _GPUS.items() for name in names}
+
+# what TensorRT for RTX builds without a GPU
+AHEAD_OF_TIME = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+DEFAULT_TARGET = "sm80"
+
+
+def parse_target(text: str) -> str:
+    """`sm80`, `8.0` or a GPU's name, such as `a100`, `RTX 4090` or `L4`, to `sm80` and so on.
+
+    Raises:
+        UsageError: neither.
+    """
+    name = re.sub(r"[\s_-]", "", text.lower())
+    for maker in ("nvidia", "geforce", "tesla"):
+        name = name.removeprefix(maker)
+    if re.fullmatch(r"sm\d{2,3}", name):
+        return name
+    if match := re.fullmatch(r"(\d{1,2})\.(\d)", name):
+        return f"sm{match[1]}{match[2]}"
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    known = "a100, a10, l4, l40s, t4, rtx4090, h100"
+    raise UsageError(
+        f"--target {text!r}: not a GPU that is known here; give sm80 and the like, or a name such as {known}"
+    )
+
+
+def sm_of(compute_capability: tuple[int, int]) -> str:
+    """`sm80` for (8, 0)."""
+    return f"sm{compute_capability[0]}{compute_capability[1]}"
+
+
+def examples(sm: str) -> str:
+    """GPUs of a compute capability, for messages: `A100, A30`; empty for one that is not in the table."""
+    return ", ".join(name.upper() for name in _GPUS.get(sm, ())[:2])

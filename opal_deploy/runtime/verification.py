@@ -1,0 +1,300 @@
+"""Is this artifact the model that it claims to be? The gates that outputs must pass against a reference.
+
+fp32: every cosine within 1e-6, every cell equal except ties (best and second within 1e-4 of each other). fp16 and
+bf16: at least 99.5 % of the predicted block's cells, int8 at least 97 %; the class equal wherever the margin exceeds
+twice the cosine difference measured. Logits are compared where |logit| > 1e-2: the root magnifies rounding near zero.
+
+Some networks do not even agree with themselves to 1e-6: PyTorch's own answers move by more when its convolutions sum in
+another order. For those, and only those, the exporter measures that movement (`rounding`) and the gate opens to four
+times its size, within `WIDEST`: one other order shows a part of what another runtime's kernels may do. The gate that
+was used is written into the artifact.
+
+An artifact against its own test vectors, on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from opal_deploy.artifact import test_vectors
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import VerificationError
+from opal_deploy.runtime.session import Session
+
+# how many times a network's own movement its gate opens to
+_MOVEMENTS = 4
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a precision is allowed to change.
+
+    Attributes:
+        cosine: largest difference of any class's cosine.
+        logit: largest difference of a logit, relative to max(1, |logit|).
+        score: largest difference of a score.
+        tie: relative lead of the best cell under which two cells count as equal.
+        cells: share of the predicted class's untied cells that must agree; all untied cells of all classes for 1.0.
+        all_cells: share of the untied cells of all classes that must agree: what no rounding explains.
+    """
+
+    cosine: float
+    logit: float
+    score: float
+    tie: float
+    cells: float
+    all_cells: float = 0.0
+
+    def opened_for(self, rounding: Rounding) -> Gate:
+        """The gate that a network with this much rounding of its own can pass; never beyond WIDEST."""
+        return replace(
+            self,
+            cosine=max(self.cosine, min(_MOVEMENTS * rounding.cosine, WIDEST.cosine)),
+            score=max(self.score, min(_MOVEMENTS * rounding.score, WIDEST.score)),
+            tie=max(self.tie, min(_MOVEMENTS * rounding.relative_score, WIDEST.tie)),
+        )
+
+    def elsewhere(self) -> Gate:
+        """For another machine than the one that exported, whose kernels sum in an order of their own.
+
+        Ten times as wide where rounding is what the gate allows for; a lower precision's gate is wide enough already.
+        But the few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much: there the
+        share of all cells counts, and near ties do not.
+        """
+
+        def wider(own: float, widest: float) -> float:
+            return min(10 * own, max(own, widest))
+
+        return replace(
+            self,
+            cosine=wider(self.cosine, WIDEST.cosine),
+            score=wider(self.score, WIDEST.score),
+            tie=wider(self.tie, WIDEST.tie) if self.cells >= 1.0 else NEAR_TIE,
+            cells=1.0 if self.cells >= 1.0 else min(self.cells, self.all_cells),
+        )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far a network's float32 answers move when nothing but the order of summation changes.
+
+    Attributes:
+        cosine, score: largest absolute movement. relative_score: largest movement of a score relative to itself.
+    """
+
+    cosine: float
+    score: float
+    relative_score: float
+
+    @staticmethod
+    def between(one: Outputs, other: Outputs, metadata: Metadata) -> Rounding:
+        """The movement between two runs of one network on the same pictures; nothing without scores."""
+        if one.scores is None or other.scores is None:
+            return Rounding(0.0, 0.0, 0.0)
+        difference = np.abs(one.scores - other.scores)
+        return Rounding(
+            float(np.abs(_cosines(one, metadata) - _cosines(other, metadata)).max()),
+            float(difference.max()),
+            float((difference / np.maximum(np.abs(one.scores), 1e-30)).max()),
+        )
+
+
+# a network noisier than this has no answers to reproduce
+WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
+
+# float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
+_RESOLUTION = 1e-6
+
+GATES = {
+    "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
+    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=1e-4, cells=0.995, all_cells=0.9),
+    "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=1e-4, cells=0.995, all_cells=0.7),
+    "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=1e-4, cells=0.97, all_cells=0.3),
+}
+# a differing cell whose lead is under this is called a near tie in reports
+NEAR_TIE = 1e-2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """True when the candidate passed. Every figure is a measurement over `images` pictures.
+
+    Attributes:
+        max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
+        cells, cells_tied, cells_different: of all K channels of all pictures: compared, left out as ties, different.
+        block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
+        block_near_ties: those of block_cells_different whose best cell leads by less than NEAR_TIE.
+        classes_different: pictures whose predicted class differs although the margin is large enough to tell.
+        worst: index of the picture that is furthest from the reference.
+        failures: what was wrong, one sentence each; empty when it passed.
+    """
+
+    images: int
+    max_logit: float
+    max_cosine: float | None = None
+    max_score: float | None = None
+    cells: int = 0
+    cells_tied: int = 0
+    cells_different: int = 0
+    block_cells: int = 0
+    block_cells_different: int = 0
+    block_near_ties: int = 0
+    classes_different: int = 0
+    worst: int = 0
+    failures: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the verification report in the metadata."""
+        return {**asdict(self), "failures": list(self.failures), "passed": bool(self)}
+
+
+def compare(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
+    """Hold a candidate's outputs for the reference's pictures against the reference."""
+    expected = reference.outputs
+    failures = _shape_failures(expected, candidate)
+    if failures:
+        return Comparison(len(expected), float("nan"), failures=failures)
+    logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
+    other_class = expected.logits.argmax(1) != candidate.logits.argmax(1)
+    if expected.scores is None or candidate.scores is None:
+        flipped = other_class & _decided(expected.logits, logit)
+        distance = np.abs(expected.logits - candidate.logits).max(axis=1)
+        failed = [logit_failure, _classes_failure(int(flipped.sum()))]
+        return Comparison(
+            len(expected), logit, classes_different=int(flipped.sum()), worst=_worst(flipped, distance),
+            failures=tuple(f for f in failed if f),
+        )  # fmt: skip
+    score = float(np.abs(expected.scores - candidate.scores).max())
+    before, after = _cosines(expected, metadata), _cosines(candidate, metadata)
+    distance = np.abs(before - after).max(axis=1)
+    cosine = float(distance.max())
+    cells, moved = _cells(reference, candidate, metadata, gate)
+    flipped = other_class & _decided(before, cosine)
+    failed = [
+        logit_failure,
+        "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
+        "" if score <= gate.score else f"a score differs by {score:.3g}, more than {gate.score:g}",
+        _cells_failure(cells, gate),
+        _all_cells_failure(cells, gate),
+        _classes_failure(int(flipped.sum())),
+    ]
+    return Comparison(
+        len(expected), logit, cosine, score, **cells, classes_different=int(flipped.sum()),
+        worst=_worst(flipped, moved, distance), failures=tuple(f for f in failed if f),
+    )  # fmt: skip
+
+
+def _worst(*criteria: Any) -> int:
+    """The picture that is largest by the first criterion, of equals by the next; each is [N]."""
+    return int(np.lexsort(criteria[::-1])[-1])
+
+
+def _cosines(outputs: Outputs, metadata: Metadata) -> Any:
+    return cosines(cast(FloatArray, outputs.scores), metadata.prototypes_per_class, metadata.epsilon)
+
+
+def _shape_failures(expected: Outputs, candidate: Outputs) -> tuple[str, ...]:
+    failures = []
+    for name in ("logits", "argmax", "scores"):
+        before, after = getattr(expected, name), getattr(candidate, name)
+        if before is None:
+            continue
+        if after is None or before.shape != after.shape or before.dtype != after.dtype:
+            found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
+            failures.append(f"{name}: {found}, expected {before.dtype} {list(before.shape)}")
+        elif not np.isfinite(after).all():
+            failures.append(f"{name}: {int((~np.isfinite(after)).sum())} values are not finite")
+        elif not np.isfinite(before).all():
+            failures.append(f"{name}: {int((~np.isfinite(before)).sum())} values of the reference are not finite")
+    return tuple(failures)
+
+
+def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[float, str]:
+    telling = np.abs(expected) > 1e-2
+    difference = np.where(telling, np.abs(expected - candidate), 0.0)
+    relative = float((difference / np.maximum(1.0, np.abs(expected))).max())
+    failure = (
+        "" if relative <= gate.logit else f"a logit differs by {relative:.3g} (relative), more than {gate.logit:g}"
+    )
+    return float(difference.max()), failure
+
+
+def _decided(values: FloatArray, difference: float) -> Any:
+    """Pictures whose best class leads by more than twice the difference measured: bool [N]."""
+    best = np.sort(values, axis=1)
+    return best[:, -1] - best[:, -2] > 2 * max(difference, _RESOLUTION)
+
+
+def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> tuple[dict[str, int], Any]:
+    """Counts for the report, and how many of the cells that the gate counts differ in each picture, [N]."""
+    expected, gap = reference.outputs, reference.gap
+    if expected.argmax is None or candidate.argmax is None or gap is None:
+        return {}, np.zeros(len(expected))
+    untied = gap >= gate.tie
+    differs = (expected.argmax != candidate.argmax) & untied
+    m = metadata.prototypes_per_class
+    predicted = expected.logits.argmax(axis=1)
+    in_block = np.arange(expected.argmax.shape[1])[None] // m == predicted[:, None]
+    counts = {
+        "cells": int(untied.sum()),
+        "cells_tied": int((~untied).sum()),
+        "cells_different": int(differs.sum()),
+        "block_cells": int((untied & in_block).sum()),
+        "block_cells_different": int((differs & in_block).sum()),
+        "block_near_ties": int((differs & in_block & (gap < NEAR_TIE)).sum()),
+    }
+    return counts, (differs if gate.cells >= 1.0 else differs & in_block).sum(axis=1)
+
+
+def _cells_failure(cells: dict[str, int], gate: Gate) -> str:
+    if not cells:
+        return "there are no cells to compare"
+    if gate.cells >= 1.0:
+        count, different = cells["cells"], cells["cells_different"]
+        return f"{different} of {count} cells differ; none may" if different else ""
+    count, different = cells["block_cells"], cells["block_cells_different"]
+    if different <= (1.0 - gate.cells) * count:
+        return ""
+    agree = 100.0 * (1.0 - different / count)
+    return f"{agree:.2f} % of the predicted classes' {count} cells agree; at least {100 * gate.cells:g} % must"
+
+
+def _all_cells_failure(cells: dict[str, int], gate: Gate) -> str:
+    if gate.cells >= 1.0 or not cells or cells["cells_different"] <= (1.0 - gate.all_cells) * cells["cells"]:
+        return ""
+    agree = 100.0 * (1.0 - cells["cells_different"] / cells["cells"])
+    return f"{agree:.1f} % of all classes' {cells['cells']} cells agree; at least {100 * gate.all_cells:g} % must"
+
+
+def _classes_failure(different: int) -> str:
+    return f"the predicted class differs on {different} pictures with a clear margin" if different else ""
+
+
+def verify_vectors(session: Session, origin: str) -> Comparison:
+    """Run the test vectors that a model carries and hold the answers against the stored ones.
+
+    Args:
+        session: the model, loaded.
+        origin: names the file in errors.
+
+    Raises:
+        ArtifactError: it carries no vectors. VerificationError: an answer is beyond the gate of its precision.
+    """
+    metadata = session.metadata
+    reference = test_vectors.unpack(metadata.test_vectors, origin)
+    recorded = metadata.verification.get("gate")
+    gate = (Gate(**recorded) if recorded else GATES[metadata.precision]).elsewhere()
+    comparison = compare(reference, session.run(reference.images), metadata, gate)
+    if not comparison:
+        raise VerificationError(
+            f"{origin} does not reproduce its own test vectors in {session.description}: "
+            f"{'; '.join(comparison.failures)}; do not use it here"
+        )
+    return comparison

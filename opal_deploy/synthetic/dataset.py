@@ -1,0 +1,193 @@
+"""A data set of creatures on disk: an ImageFolder, and where every part of every creature is.
+
+out/train/<species>/0000.png ...   out/val/...   out/test/...
+out/classes.txt                    one species a line, in the order of their class ids
+out/parts.jsonl                    one JSON object an image, see `Annotation`; written last
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from opal_deploy.errors import UsageError
+from opal_deploy.synthetic.creatures import Creature, PartBox, check_size, draw
+from opal_deploy.synthetic.species import list_species
+
+SPLITS = ("train", "val", "test")
+PARTS_FILE = "parts.jsonl"
+CLASSES_FILE = "classes.txt"
+_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What is known about one image.
+
+    Attributes:
+        image: path relative to the data set's folder, with forward slashes.
+        species: its class's name.
+        width, height: in pixels.
+        parts: part name -> where it is, in pixels.
+        runs: the foreground, row by row from the top left, as lengths of alternating runs; the first is background
+            (0 if the first pixel is foreground).
+    """
+
+    image: str
+    species: str
+    width: int
+    height: int
+    parts: dict[str, PartBox]
+    runs: tuple[int, ...]
+
+    def foreground(self) -> NDArray[np.bool_]:
+        """bool [H, W], True on the creature."""
+        values = np.arange(len(self.runs)) % 2 == 1
+        return np.repeat(values, self.runs).reshape(self.height, self.width)
+
+
+@dataclass(frozen=True)
+class DatasetSummary:
+    """What `generate` wrote.
+
+    Attributes:
+        root: the data set's folder.
+        classes: species by class id.
+        images: split -> number of images.
+        annotations: the parts file.
+    """
+
+    root: Path
+    classes: tuple[str, ...]
+    images: dict[str, int]
+    annotations: Path
+
+
+def generate(
+    out: Path,
+    *,
+    num_species: int = 8,
+    train_per_class: int = 120,
+    val_per_class: int = 20,
+    test_per_class: int = 40,
+    size: tuple[int, int] = (160, 160),
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> DatasetSummary:
+    """Draw a data set into a new or empty folder.
+
+    An image depends on (seed, split, class id, its number in the class) and on nothing else: more images, or fewer,
+    leave the others as they are.
+
+    Args:
+        out: the folder; made if missing.
+        num_species: number of classes, 2 ... `MAX_SPECIES`.
+        train_per_class, val_per_class, test_per_class: images a class; 0 leaves the split out.
+        size: (H, W) of every image in pixels, each at least 32.
+        seed: not negative.
+        progress: called with (images written, images in all) after each.
+
+    Raises:
+        UsageError: the folder is not empty or not a folder, or a number is out of range.
+    """
+    kinds = list_species(num_species)
+    check_size(size)
+    counts = dict(zip(SPLITS, (train_per_class, val_per_class, test_per_class), strict=True))
+    if min(counts.values()) < 0 or not any(counts.values()):
+        raise UsageError(f"images per class must not be negative, nor all 0: got {counts}")
+    if seed < 0:
+        raise UsageError(f"the seed must not be negative: got {seed}")
+    jobs = [
+        (split, class_id, index)
+        for split, class_id in product(SPLITS, range(num_species))
+        for index in range(counts[split])
+    ]
+    _claim(out)
+    lines = []
+    for done, (split, class_id, index) in enumerate(jobs, 1):
+        kind = kinds[class_id]
+        rng = np.random.default_rng(np.random.SeedSequence([seed, SPLITS.index(split), class_id, index]))
+        creature = draw(kind, rng, size)
+        name = f"{split}/{kind.name}/{index:04d}.png"
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        # the fastest level: the files are read far more often than they are moved
+        Image.fromarray(creature.image).save(out / name, compress_level=1)
+        lines.append(_to_json(annotate(creature, name, kind.name)))
+        if progress is not None:
+            progress(done, len(jobs))
+    classes = tuple(kind.name for kind in kinds)
+    (out / CLASSES_FILE).write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
+    (out / PARTS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    totals = {split: count * num_species for split, count in counts.items() if count}
+    return DatasetSummary(out, classes, totals, out / PARTS_FILE)
+
+
+def annotate(creature: Creature, image: str, species_name: str) -> Annotation:
+    """The annotation of a drawn creature."""
+    height, width = creature.foreground.shape
+    return Annotation(image, species_name, width, height, creature.parts, encode_runs(creature.foreground))
+
+
+def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Lengths of the alternating runs of False and True in a mask [H, W], row by row, False first."""
+    flat = mask.ravel()
+    edges = np.flatnonzero(flat[1:] != flat[:-1]) + 1
+    bounds = np.concatenate([[0] if flat.size and flat[0] else [], [0], edges, [flat.size]])
+    return tuple(int(length) for length in np.diff(bounds))
+
+
+def read_annotations(path: Path) -> list[Annotation]:
+    """Read a parts file, or the one in a data set's folder, in the file's order.
+
+    Raises:
+        UsageError: there is no such file, or a line of it is not an annotation.
+    """
+    file = path / PARTS_FILE if path.is_dir() else path
+    try:
+        lines: Sequence[str] = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read part annotations from {file}: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(_from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{file}, line {number} is not a part annotation of schema {_SCHEMA}: {error!r}"
+            ) from error
+    return found
+
+
+def _claim(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        occupied = any(out.iterdir())
+    except OSError as error:
+        raise UsageError(f"cannot write a data set to {out}: {error.strerror}") from error
+    if occupied:
+        raise UsageError(f"{out} is not empty: a data set is written to a new or empty folder only")
+
+
+def _to_json(annotation: Annotation) -> str:
+    return json.dumps({"schema": _SCHEMA, **asdict(annotation)}, separators=(",", ":"))
+
+
+def _from_json(record: dict[str, Any]) -> Annotation:
+    if record["schema"] != _SCHEMA:
+        raise ValueError(f"schema {record['schema']}")
+    parts = {}
+    for name, part in record["parts"].items():
+        (x0, y0, x1, y1), (x, y) = part["box"], part["centre"]
+        parts[name] = PartBox(part["variant"], (x0, y0, x1, y1), (x, y), part["distinguishing"], part["visible"])
+    width, height, runs = record["width"], record["height"], tuple(record["runs"])
+    if sum(runs) != width * height:
+        raise ValueError(f"runs add up to {sum(runs)} pixels, not {width} x {height}")
+    return Annotation(record["image"], record["species"], width, height, parts, runs)

@@ -1,0 +1,92 @@
+"""`atlas.html`: the atlas to look through; it opens from the disk and loads nothing but its own patches."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+
+from opal_deploy.artifact.files import written_atomically
+from opal_deploy.visualization.atlas.exemplars import SlotEntry
+from opal_deploy.visualization.atlas.storage import PAGE, Atlas
+from opal_deploy.visualization.legend import format_number
+from opal_deploy.visualization.palette import css, slot_color, text_color
+from opal_deploy.visualization.text import visible
+
+_POLICY = "default-src 'none'; img-src 'self' file:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fafaf8; --faint: #565656; --rule: #d0d0cb; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececea; --paper: #17181a; --faint: #a9a9a6; --rule: #3a3b3e; } }
+body { margin: 0 auto; max-width: 1100px; padding: 1rem; font: 16px/1.45 system-ui, sans-serif; color: var(--ink);
+  background: var(--paper); }
+h2 { margin: 2.2rem 0 .2rem; border-top: 1px solid var(--rule); padding-top: 1rem; overflow-wrap: anywhere; }
+p, small { color: var(--faint); } li { overflow-wrap: anywhere; }
+.slot { display: flex; gap: .8rem; align-items: flex-start; margin: .7rem 0; flex-wrap: wrap; }
+.about { flex: 0 0 11rem; font-size: .85rem; color: var(--faint); }
+.about b { display: inline-block; min-width: 1.6rem; text-align: center; border: 1px solid var(--ink); }
+figure { margin: 0; width: 92px; }
+figure img { width: 92px; height: 72px; object-fit: contain; object-position: left bottom;
+  display: block; }
+figcaption { font-size: .72rem; color: var(--faint); overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+"""
+
+
+def write_page(atlas: Atlas) -> None:
+    """Write the page into the atlas's folder.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    with (
+        written_atomically(atlas.root / PAGE) as temporary,
+        temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as page,
+    ):
+        page.writelines(_page(atlas))
+
+
+def _page(atlas: Atlas) -> Iterator[str]:
+    data, model = atlas.data, atlas.model
+    yield (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>Atlas of {_text(str(model['file']))}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>Atlas of {_text(str(model['file']))}</h1>\n"
+        f"<p>{data.get('answered', 0):,} pictures of {_text(str(data.get('description', '')))}; "
+        f"the best {atlas.top} patches of each slot. Model sha256 {_text(str(model['sha256']))}.</p>\n"
+    )
+    if atlas.findings:
+        listed = "".join(f"<li>{_text(finding.message)}</li>\n" for finding in atlas.findings)
+        yield f"<h2>To do</h2>\n<ul>\n{listed}</ul>\n"
+    m = model["prototypes_per_class"]
+    for class_id, label in enumerate(atlas.class_names):
+        images = atlas.entries[class_id, 0].figures.images
+        yield f'<h2 id="class-{class_id}"><bdi>{_text(label)}</bdi></h2>\n<p>predicted for {images:,} pictures</p>\n'
+        for slot in range(m if images else 0):
+            yield _slot(atlas.entries[class_id, slot])
+    yield "</body>\n</html>\n"
+
+
+def _slot(entry: SlotEntry) -> str:
+    figures, color = entry.figures, slot_color(entry.slot)
+    mean = figures.mean_score if figures.mean_contribution is None else figures.mean_contribution
+    patches = "".join(
+        f'<figure><img loading="lazy" src="{patch.file}" alt="slot {entry.slot} in {_text(patch.image)}">'
+        f'<figcaption title="{_text(patch.image)}">'
+        f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
+        f"{_text(patch.image.rpartition('/')[2])}</figcaption></figure>"
+        for patch in entry.patches
+    )
+    return (
+        f'<div class="slot"><div class="about"><b style="background:{css(color)};color:{css(text_color(color))}">'
+        f"{entry.slot}</b> adds {format_number(mean)} on average; a cell to itself in {_share(figures.own_cell)}, "
+        f"the strongest in {_share(figures.strongest)}, its favourite cell in {_share(figures.top_cell_share)}</div>"
+        f"{patches}</div>\n"
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _text(text: str) -> str:
+    return html.escape(visible(text))

@@ -1,0 +1,223 @@
+"""The photograph with the slots' boxes on it and a legend: what a person checks an answer with.
+
+Photograph first: it keeps its own resolution and every pixel outside boxes and tags. Only a picture whose smaller side
+is under 160 pixels is shown enlarged, each pixel as k x k, so that boxes and numbers can be read (`display_scale`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable
+
+from PIL import Image, ImageDraw
+
+from opal_deploy.records.record import Record, Slot
+from opal_deploy.visualization.legend import INK, MIN_WIDTH_EM, PAPER, Legend, prediction_of
+from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
+from opal_deploy.visualization.text import font, put_text, text_length
+
+Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
+
+_TINY, _ENLARGED, _LONGEST_ENLARGED = 160, 256, 1600
+_BESIDE = 1.6  # height over width from which the legend stands beside the photograph
+_JPEG_LIMIT = 65_500
+
+
+def display_scale(width: int, height: int) -> int:
+    """How many times a picture is enlarged: 1 unless its smaller side is under 160 pixels.
+
+    A tiny picture's smaller side grows to about 256 pixels, unless the longer one would pass 1600.
+    """
+    small, long = min(width, height), max(width, height)
+    if small >= _TINY:
+        return 1
+    return max(1, min(-(-_ENLARGED // small), _LONGEST_ENLARGED // long))
+
+
+def photograph_size(width: int, height: int) -> tuple[int, int]:
+    """Width and height of the photograph on the overlay; its upper left corner is the overlay's."""
+    scale = display_scale(width, height)
+    return width * scale, height * scale
+
+
+def overlay_width(width: int, height: int) -> int:
+    """Width of the overlay of a picture of that size; its photograph is `photograph_size` large."""
+    width, height = photograph_size(width, height)
+    room = MIN_WIDTH_EM * _letters(width, height)
+    return width + room if height > _BESIDE * width else max(width, room)
+
+
+def _letters(width: int, height: int) -> int:
+    return max(12, round(math.sqrt(width * height) / 30))
+
+
+def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
+    """The photograph with a box for each slot, and the legend under it, or beside it where it is tall and narrow.
+
+    Slots that share a cell share one border, dashed in their colours in turn, with their tags side by side.
+    Lines lie wholly inside their boxes, so boxes of neighbouring cells never cover each other.
+
+    Args:
+        image: the whole picture, EXIF orientation applied; not changed.
+        record: its record; without `evidence` there is only the legend, and it says so.
+
+    Returns:
+        RGB; the photograph in the upper left corner, `photograph_size` large.
+
+    Raises:
+        ValueError: the record is of another picture size, or has no prediction.
+    """
+    prediction_of(record)
+    expected = (record.get("width"), record.get("height"))
+    if image.size != expected:
+        raise ValueError(f"the picture is {image.size} pixels but its record says {expected}")
+    scale = display_scale(*image.size)
+    width, height = photograph_size(*image.size)
+    photograph = image if image.mode == "RGB" else image.convert("RGB")
+    if scale > 1:
+        photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
+
+    size = _letters(width, height)
+    beside = height > _BESIDE * width
+    legend = Legend(record, MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size), size)
+    if beside:
+        canvas = Image.new("RGB", (width + MIN_WIDTH_EM * size, max(height, legend.height)), PAPER)
+    else:
+        canvas = Image.new("RGB", (max(width, MIN_WIDTH_EM * size), height + legend.height), PAPER)
+    canvas.paste(photograph, (0, 0))
+    draw = ImageDraw.Draw(canvas)
+    legend.draw(draw, width if beside else 0, 0 if beside else height)
+    _draw_boxes(draw, record.get("evidence", []), scale, (width, height))
+    return canvas
+
+
+def encode_overlay(image: Image.Image, record: Record, quality: int = 90) -> bytes:
+    """`draw_overlay`, encoded by `as_jpeg`."""
+    return as_jpeg(draw_overlay(image, record), quality)
+
+
+def as_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
+    """An overlay as JPEG, colour at full resolution: thin coloured lines are what it is for."""
+    overlay.thumbnail((_JPEG_LIMIT, _JPEG_LIMIT))
+    buffer = io.BytesIO()
+    overlay.save(buffer, "JPEG", quality=quality, subsampling=0)
+    return buffer.getvalue()
+
+
+def pixel_box(box: Iterable[float], scale: int, size: tuple[int, int]) -> Rectangle:
+    """A record's box on the displayed photograph of `size`: the pixels it covers, at least one, none outside."""
+    x0, y0, x1, y1 = (round(v * scale) for v in box)
+    left, top = min(max(x0, 0), size[0] - 1), min(max(y0, 0), size[1] - 1)
+    return left, top, min(max(x1 - 1, left), size[0] - 1), min(max(y1 - 1, top), size[1] - 1)
+
+
+def _draw_boxes(draw: ImageDraw.ImageDraw, slots: list[Slot], scale: int, size: tuple[int, int]) -> None:
+    cells: dict[Rectangle, list[int]] = {}
+    for slot in slots:
+        cells.setdefault(pixel_box(slot["box"], scale, size), []).append(slot["slot"])
+    line = max(2, round(min(size) / 125))
+    for box, group in cells.items():
+        _draw_border(draw, box, [slot_color(s) for s in group], line)
+    # after all borders: a number may cover a line, never the other way round
+    tags: list[Rectangle] = []
+    for box, group in cells.items():
+        _draw_tags(draw, box, group, size, line, list(cells), tags)
+
+
+def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
+    """Dark, coloured and white frames, each inside the other: one of them shows on any background."""
+    room = (min(box[2] - box[0], box[3] - box[1]) + 1) // 3  # the middle third always stays the photograph's
+    line = max(1, min(line, room - 2))
+    casing = min(max(1, line // 2), max(0, (room - line) // 2))
+    if casing:
+        draw.rectangle(box, outline=INK, width=casing)
+    _draw_frame(draw, _inset(box, casing), colors, line)
+    inner = _inset(box, casing + line)
+    if casing and inner[2] >= inner[0] and inner[3] >= inner[1]:
+        draw.rectangle(inner, outline=WHITE, width=casing)
+
+
+def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
+    draw.rectangle(box, outline=colors[0], width=line)
+    if len(colors) == 1:
+        return
+    x0, y0, x1, y1 = box
+    width, height = x1 - x0 + 1, y1 - y0 + 1
+    # every side shows every colour, in dashes about six lines long; opposite sides start with different colours
+    for side, length in enumerate((width, height, width, height)):
+        count = max(1, length // (6 * line * len(colors))) * len(colors)
+        for i in range(count):
+            a, b = length * i // count, length * (i + 1) // count - 1
+            if b < a:
+                continue
+            color = colors[(i + side) % len(colors)]
+            dash = (
+                (x0 + a, y0, x0 + b, y0 + line - 1),
+                (x1 - line + 1, y0 + a, x1, y0 + b),
+                (x1 - b, y1 - line + 1, x1 - a, y1),
+                (x0, y1 - b, x0 + line - 1, y1 - a),
+            )[side]
+            if dash[2] >= dash[0] and dash[3] >= dash[1]:
+                draw.rectangle(dash, fill=color)
+
+
+def _draw_tags(
+    draw: ImageDraw.ImageDraw,
+    box: Rectangle,
+    group: list[int],
+    size: tuple[int, int],
+    line: int,
+    boxes: list[Rectangle],
+    tags: list[Rectangle],
+) -> None:
+    letters = max(11, round(min(size) / 24))
+    face, casing = font(letters), max(1, line // 2)
+    chip_width = round(text_length(str(max(group)), face)) + round(letters * 0.6)
+    chip_height = round(letters * 1.15)
+    per_row = max(1, min(len(group), (size[0] - casing) // (chip_width + casing)))
+    rows = -(-len(group) // per_row)
+    width, height = per_row * (chip_width + casing) + casing, rows * (chip_height + casing) + casing
+    if width > size[0] or height > size[1]:
+        return  # the legend's swatches still name the colours
+    left, top = _place(box, (width, height), size, boxes, tags)
+    tags.append((left, top, left + width - 1, top + height - 1))
+    for i, slot in enumerate(group):
+        row, column = divmod(i, per_row)
+        x, y = left + column * (chip_width + casing), top + row * (chip_height + casing)
+        edge = (x, y, x + chip_width + 2 * casing - 1, y + chip_height + 2 * casing - 1)
+        color = slot_color(slot)
+        draw.rectangle(edge, fill=color, outline=INK, width=casing)
+        center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
+        put_text(draw, center, str(slot), text_color(color), face, "mm")
+
+
+def _place(
+    box: Rectangle, tag: tuple[int, int], size: tuple[int, int], boxes: list[Rectangle], tags: list[Rectangle]
+) -> tuple[int, int]:
+    """Upper left corner for a tag: at the box, in the picture, where it hides least of other tags, then of boxes."""
+    (x0, y0, x1, y1), (width, height) = box, tag
+    right, below = x1 + 1 - width, y1 + 1
+    corners = (
+        (x0, y0 - height), (right, y0 - height), (x0, below), (right, below), (x1 + 1, y0), (x0 - width, y0), (x0, y0),
+    )  # fmt: skip
+    best, least = (0, 0), float("inf")
+    for corner_x, corner_y in corners:
+        x, y = min(max(corner_x, 0), size[0] - width), min(max(corner_y, 0), size[1] - height)
+        place = (x, y, x + width - 1, y + height - 1)
+        hidden = 8 * sum(_overlap(place, t) for t in tags) + sum(_overlap(place, b) for b in boxes)
+        if hidden < least:
+            best, least = (x, y), hidden
+        if not hidden:
+            break
+    return best
+
+
+def _overlap(a: Rectangle, b: Rectangle) -> int:
+    width = min(a[2], b[2]) - max(a[0], b[0]) + 1
+    height = min(a[3], b[3]) - max(a[1], b[1]) + 1
+    return width * height if width > 0 and height > 0 else 0
+
+
+def _inset(box: Rectangle, by: int) -> Rectangle:
+    return box[0] + by, box[1] + by, box[2] - by, box[3] - by

@@ -1,0 +1,170 @@
+"""The report's page around its records: templates with every text escaped, and a policy that lets nothing else in.
+
+The page's one script and its one style sheet are named in the policy by their digests; no other script, no style
+attribute, no frame, no form and no fetch is possible, whatever a file's name tries to be.
+
+The picture of a card: an overlay's photograph, small enough to be embedded."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
+
+from opal_deploy.records.record import Record
+from opal_deploy.visualization.legend import NO_EVIDENCE, format_number
+from opal_deploy.visualization.overlay import photograph_size
+from opal_deploy.visualization.report.cards import MEANINGS, Card
+from opal_deploy.visualization.text import visible
+
+if TYPE_CHECKING:
+    import jinja2
+
+
+Pictures = Literal["embed", "files"]
+
+# cards on one page of the grid, and so many are in the file for browsers without scripts
+PAGE_SIZE = 48
+
+# what does nothing without scripts
+_WITHOUT_SCRIPTS = ".script{display:none!important}"
+_SOURCES = {"embed": "data:", "files": "'self' file:"}
+
+
+def render_head(pictures: Pictures, first: Sequence[Card], **content: Any) -> str:
+    """Everything up to the first page's cards.
+
+    Args:
+        pictures: where pictures come from.
+        first: cards of the first page, whose sizes go into the style sheet.
+        content: what the template names: title, facts, counts, tables.
+    """
+    style = asset("style.css") + "".join(_size_rule(card, pictures) for card in first)
+    policy = (
+        f"default-src 'none'; img-src {_SOURCES[pictures]}; script-src '{_digest(asset('script.js'))}'; "
+        f"style-src '{_digest(style)}' '{_digest(_WITHOUT_SCRIPTS)}'; base-uri 'none'; form-action 'none'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return (
+        _environment()
+        .get_template("head.html.jinja")
+        .render(policy=policy, style=_raw(style), without_scripts=_raw(_WITHOUT_SCRIPTS), **content)
+    )
+
+
+def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
+    """One card; `source`: its picture's address, None without a picture."""
+    template = _environment().get_template("card.html.jinja")
+    return template.render(card=card, labels=labels, source=source, meanings=MEANINGS, no_evidence=NO_EVIDENCE)
+
+
+def render_tables(**content: Any) -> str:
+    """What follows the cards: tables and dialogs, up to the data."""
+    return _environment().get_template("tables.html.jinja").render(**content)
+
+
+def render_tail() -> str:
+    """The script and the end."""
+    return f"<script>{asset('script.js')}</script>\n</body>\n</html>\n"
+
+
+def island(name: str, value: object) -> str:
+    """A value for the page's script, as a block of data that no browser runs."""
+    return f'<script type="application/json" id="{name}">{to_json(value)}</script>\n'
+
+
+def to_json(value: object) -> str:
+    """JSON that cannot end the block that it stands in, nor begin a comment."""
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def asset(name: str) -> str:
+    """One of the package's own files."""
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _size_rule(card: Card, pictures: Pictures) -> str:
+    """Room for a picture that is not there yet, and in a drawing the photograph alone without its legend."""
+    if not card.width:
+        return ""
+    share = 100 * card.overlay_width if pictures == "files" else 100
+    size = f"{card.width:d}/{card.height:d}"
+    figure = f"#f{card.number:d}"
+    return f"{figure}{{aspect-ratio:{size};max-width:calc(18rem*{size})}}{figure} img{{width:{share:.2f}%}}\n"
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _raw(text: str) -> object:
+    import markupsafe
+
+    return markupsafe.Markup(text)  # our own style sheet, and numbers
+
+
+def _breakable(text: str) -> object:
+    """A long name breaks after its folders and words."""
+    import markupsafe
+
+    return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["number"] = format_number
+    environment.filters["breakable"] = _breakable
+    environment.filters["visible"] = visible
+    environment.filters["thousands"] = lambda count: f"{count:,}"
+    environment.filters["several"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
+    return environment
+
+
+THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
+# a picture that would shrink by less than this is embedded at its own size
+_SMALL_ENOUGH = 0.75
+
+
+class Thumbnail(bytes):
+    """What `thumbnail` makes: the JPEG that a card shows."""
+
+
+def thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
+    """The overlay's photograph as JPEG, at most 480 x 640 pixels, or a little more where that spares a resize."""
+    image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
+    whole = image.size
+    width, height = photograph_size(record.get("width", whole[0]), record.get("height", whole[1]))
+    share = min(1.0, THUMBNAIL_WIDTH / width, THUMBNAIL_HEIGHT / height)
+    if share > _SMALL_ENOUGH:
+        share = 1.0
+    if isinstance(overlay, bytes):
+        # the decoder itself halves large pictures: a 24-megapixel overlay costs little
+        image.draft("RGB", (round(whole[0] * share), round(whole[1] * share)))
+    # cut first: a resize of a part would blend the legend into its last rows
+    part = (max(1, width * image.size[0] // whole[0]), max(1, height * image.size[1] // whole[1]))
+    size = (max(1, round(width * share)), max(1, round(height * share)))
+    cut = image.convert("RGB").crop((0, 0, *part))
+    small = cut if cut.size == size else cut.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
+    buffer = io.BytesIO()
+    small.save(buffer, "JPEG", quality=THUMBNAIL_QUALITY, subsampling=0)
+    return Thumbnail(buffer.getvalue())

@@ -1,0 +1,117 @@
+"""The sheet's sentences: what its numbers mean, for those who see it and for those who have it read to them."""
+
+from __future__ import annotations
+
+from opal_deploy.visualization.legend import format_number
+from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
+
+HEADINGS = {
+    "cosine": "what each slot adds to the cosine",
+    "distance": "each slot's part of the distance",
+    "score": "each slot's score",
+}
+_NO_SUM = "This head's distance ({}) is decided by one extreme entry, so slots have scores but no contributions."
+
+
+def title(content: SheetContent) -> str:
+    """What the sheet is called."""
+    return f"{content.predicted.label}: evidence in {content.image or 'an image'}"
+
+
+def places(view: ClassView) -> str:
+    """How many places a class's slots looked at."""
+    m = len(view.slots)
+    if view.distinct_cells == 1 and m > 1:
+        return f"All {m} slots at one place."
+    if m == 1:
+        return "One slot, so one place."
+    if view.distinct_cells == m:
+        return f"{m} slots, each at a place of its own."
+    return f"{m} slots at {view.distinct_cells} different places."
+
+
+def sum_of(content: SheetContent, view: ClassView) -> str:
+    """What the bars of a class come to; empty where they come to nothing."""
+    if view.total is None:
+        return ""
+    what = {"l2": "cosine", "l3": "part of the third power of the distance"}.get(
+        content.distance, "part of the distance"
+    )
+    return f"sum = {what}"
+
+
+def explanations(content: SheetContent) -> list[str]:
+    """How the pictures and bars are to be read."""
+    found = []
+    if content.crop != (0, 0, content.width, content.height):
+        found.append("The model was shown what lies inside the white frame.")
+    if content.meaning == "score":
+        found.append(_NO_SUM.format(content.distance))
+    if content.meaning == "distance":
+        found.append(
+            f"This head decides by distance ({content.distance}). The bars are the part of it that a class's own "
+            "channels have; the rest comes from the other classes' channels. Slots stand in the order of their scores."
+        )
+    return found
+
+
+def difference(content: SheetContent) -> list[str]:
+    """What made the difference, in sentences."""
+    if content.runner_up is None:
+        return []
+    found = []
+    what = content.difference
+    if what is not None and content.margin is not None:
+        slots = [str(slot) + _called(content.predicted, slot) for slot in what.leading]
+        several = len(slots) > 1
+        listed = ", ".join(slots[:-1]) + " and " + slots[-1] if several else slots[0]
+        found.append(
+            f"Slot{'s' if several else ''} {listed} made most of the difference: {format_number(what.given)} of the "
+            f"margin of {format_number(content.margin)}, set against the runner-up's "
+            f"slot{'s' if several else ''} of the same rank."
+        )
+    shared = content.shared_places()
+    if not shared:
+        found.append("The two classes looked at different places.")
+    elif shared == 1:
+        found.append("One place is the same for both classes.")
+    else:
+        found.append(f"{shared} places are the same for both classes.")
+    return found
+
+
+def place(slot: SlotView) -> str:
+    """Where a slot found its maximum."""
+    return f"cell {slot.cell[0]}, {slot.cell[1]}{' (shared)' if slot.shared else ''}"
+
+
+def describe_slot(slot: SlotView) -> str:
+    """A slot's name, if it has one, and its place."""
+    return f"{slot.name}, {place(slot)}" if slot.name else place(slot)
+
+
+def description(content: SheetContent) -> str:
+    """All that the sheet says, in one paragraph."""
+    predicted, runner_up = content.predicted, content.runner_up
+    parts = [f"Predicted {predicted.label}, cosine {format_number(predicted.cosine)}"]
+    if runner_up is not None:
+        parts[0] += (
+            f", margin {format_number(content.margin)} over the runner-up {runner_up.label}, "
+            f"cosine {format_number(runner_up.cosine)}"
+        )
+    parts[0] += "."
+    parts += content.cautions()
+    parts.append(places(predicted))
+    for view in (predicted, runner_up):
+        if view is None:
+            continue
+        slots = "; ".join(f"slot {s.slot}, {describe_slot(s)}: {format_number(s.value)}" for s in view.slots)
+        total = sum_of(content, view)
+        end = f"; {total} {format_number(view.total)}" if total else ""
+        parts.append(f"{view.label}, {HEADINGS[content.meaning]}: {slots}{end}.")
+    return " ".join([*parts, *difference(content), *explanations(content)])
+
+
+def _called(view: ClassView, slot: int) -> str:
+    name = next(s.name for s in view.slots if s.slot == slot)
+    return f" ({name})" if name else ""

@@ -1,0 +1,282 @@
+"""What an evidence sheet says, as plain data: computed from one forward pass's outputs, and from nothing else.
+
+A sheet sets the predicted class beside the runner-up. Slots of two classes do not correspond one to one, so both are
+put in the order of their strength: then the differences rank by rank add up to the difference of the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.record import Slot, build_record, class_evidence
+from opal_deploy.visualization.slot_names import SlotNames
+
+Meaning = Literal["cosine", "distance", "score"]
+# the distances whose contributions are parts of the distance, or of a power of it
+_PARTS = ("l1", "l3", "kl")
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """One slot of one class.
+
+    Attributes:
+        slot, channel, score, contribution: as in a record.
+        cell: (row, col) of the feature map. box: (x0, y0, x1, y1) in pixels of the whole picture.
+        name: what a person calls it; None if nobody named it.
+        value: what its bar shows: the contribution, or the score where there is none.
+        start, stop: the bar's ends as shares of the room for bars, on one scale for both classes.
+        shared: another slot of the class has its maximum in the same cell.
+        attention: float32 [H, W], where the model gives it.
+    """
+
+    slot: int
+    channel: int
+    cell: tuple[int, int]
+    box: tuple[float, float, float, float]
+    score: float
+    contribution: float | None
+    name: str | None
+    value: float
+    start: float
+    stop: float
+    shared: bool
+    attention: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class ClassView:
+    """One class and its evidence, the strongest slot first: by contribution to the cosine, else by score.
+
+    Attributes:
+        cosine: <z, a_c>. logit: minus the distance.
+        total: sum of the slots' contributions; None where they have none.
+        distinct_cells: how many different cells its slots chose.
+    """
+
+    class_id: int
+    label: str
+    logit: float
+    cosine: float
+    slots: tuple[SlotView, ...]
+    total: float | None
+    distinct_cells: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the margin comes from.
+
+    Attributes:
+        by_rank: contribution of the k-th strongest slot of the predicted class minus that of the runner-up's; they add
+            up to the margin.
+        leading: the fewest slots of the predicted class whose differences reach half of the margin, greatest first.
+        given: what these give together.
+    """
+
+    by_rank: tuple[float, ...]
+    leading: tuple[int, ...]
+    given: float
+
+
+@dataclass(frozen=True)
+class SheetContent:
+    """Everything that a sheet shows, but for pixels.
+
+    Attributes:
+        image: the name in the record. width, height, crop: see `Geometry`.
+        grid: (H, W).
+        distance: the head's distance. meaning: what bars show.
+        margin: cosine of the predicted class minus that of the runner-up; None for a model of one class.
+        min_margin: below which the answer is abstained from; None: never.
+        runner_up: the class with the second logit; None for a model of one class.
+        difference: None unless contributions add up to cosines and the margin is positive.
+    """
+
+    image: str | None
+    width: int
+    height: int
+    crop: tuple[int, int, int, int]
+    grid: tuple[int, int]
+    distance: str
+    meaning: Meaning
+    predicted: ClassView
+    runner_up: ClassView | None
+    margin: float | None
+    min_margin: float | None
+    difference: Difference | None
+
+    @property
+    def abstained(self) -> bool:
+        """Whether the margin is below the threshold."""
+        return self.margin is not None and self.min_margin is not None and self.margin < self.min_margin
+
+    def cautions(self) -> list[str]:
+        """Reasons to doubt the answer, a sentence each, that follow from its numbers alone."""
+        found = []
+        slots, m = self.predicted.slots, len(self.predicted.slots)
+        if self.abstained:
+            found.append(f"Abstained: the margin is below the threshold of {self.min_margin:g}.")
+        if m > 1 and self.predicted.distinct_cells == 1:
+            found.append(f"All {m} slots chose the same cell: the answer rests on one place.")
+        elif 2 * self.predicted.distinct_cells < m:
+            found.append(f"The {m} slots chose only {self.predicted.distinct_cells} different cells.")
+        if self.meaning == "cosine" and self.margin is not None and m > 1 and self.margin < slots[0].value:
+            found.append(f"The margin is smaller than what slot {slots[0].slot} alone adds.")
+        if self.runner_up is not None and self.margin is not None and self.margin < 0:
+            found.append("By the cosine the runner-up would be closer; this head decides by its distance.")
+        return found
+
+    def shared_places(self) -> int:
+        """How many cells both classes chose."""
+        if self.runner_up is None:
+            return 0
+        return len({s.cell for s in self.predicted.slots} & {s.cell for s in self.runner_up.slots})
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: everything but attention maps and the bars' ends."""
+        document = asdict(self)
+        for view in (document["predicted"], document["runner_up"]):
+            for slot in view["slots"] if view else []:
+                for key in ("attention", "start", "stop", "value"):
+                    del slot[key]
+        return {**document, "abstained": self.abstained, "cautions": self.cautions()}
+
+
+def build_sheet_content(
+    image: str | None,
+    geometry: Geometry,
+    outputs: Outputs,
+    row: int,
+    metadata: Metadata,
+    *,
+    min_margin: float | None = None,
+    names: SlotNames | None = None,
+) -> SheetContent:
+    """The content of image `row`'s sheet.
+
+    Raises:
+        ValueError: the model's evidence is not `exact`.
+    """
+    record = build_record(image, geometry, outputs, row, metadata, top=2, min_margin=min_margin)
+    answers = record["top"]
+    ids = [answer["class_id"] for answer in answers]
+    evidence = [class_evidence(class_id, geometry, outputs, row, metadata) for class_id in ids]
+    if outputs.scores is None:  # class_evidence has refused it already
+        raise ValueError("no scores")
+    cosine = cosines(outputs.scores[row : row + 1], metadata.prototypes_per_class, metadata.epsilon)[0]
+    meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
+    if metadata.distance in _PARTS:
+        meaning = "distance"
+    scale = _Scale.of([slot for slots in evidence for slot in slots], meaning, metadata.prototypes_per_class)
+    names = names or SlotNames()
+    views = [
+        ClassView(
+            class_id,
+            metadata.class_names[class_id],
+            float(outputs.logits[row, class_id]),
+            float(cosine[class_id]),
+            _slots(class_id, slots, scale, outputs, row, names),
+            None if meaning == "score" else math.fsum(_value(slot, meaning) for slot in slots),
+            len({tuple(slot["cell"]) for slot in slots}),
+        )
+        for class_id, slots in zip(ids, evidence, strict=True)
+    ]
+    runner_up = views[1] if len(views) > 1 else None
+    return SheetContent(
+        image,
+        geometry.width,
+        geometry.height,
+        geometry.crop,
+        metadata.grid,
+        metadata.distance,
+        meaning,
+        views[0],
+        runner_up,
+        record.get("margin"),
+        min_margin,
+        None if runner_up is None or meaning != "cosine" else _difference(views[0], runner_up),
+    )
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """What the room for bars spans."""
+
+    meaning: Meaning
+    low: float
+    high: float
+
+    @staticmethod
+    def of(slots: list[Slot], meaning: Meaning, m: int) -> _Scale:
+        # where every bar of a class reaches 1/m its cosine is 1; scores lie in [0, 1]
+        full = {"cosine": 1.0 / m, "distance": 0.0, "score": 1.0}[meaning]
+        finite = [value for slot in slots if math.isfinite(value := _value(slot, meaning))]
+        low, high = min([0.0, *finite]), max([full, *finite])
+        return _Scale(meaning, low, high if high > low else low + 1.0)
+
+    def ends(self, value: float) -> tuple[float, float]:
+        length = value if math.isfinite(value) else 0.0
+        span = self.high - self.low
+        start, stop = sorted((-self.low / span, (length - self.low) / span))
+        return start, stop
+
+
+def _value(slot: Slot, meaning: Meaning) -> float:
+    contribution = slot["contribution"]
+    return slot["score"] if meaning == "score" or contribution is None else contribution
+
+
+def _slots(
+    class_id: int, slots: list[Slot], scale: _Scale, outputs: Outputs, row: int, names: SlotNames
+) -> tuple[SlotView, ...]:
+    cells = [tuple(slot["cell"]) for slot in slots]
+    views = []
+    for slot in slots:
+        value = _value(slot, scale.meaning)
+        start, stop = scale.ends(value)
+        maps = outputs.attention
+        x0, y0, x1, y1 = slot["box"]
+        views.append(
+            SlotView(
+                slot["slot"],
+                slot["channel"],
+                (slot["cell"][0], slot["cell"][1]),
+                (x0, y0, x1, y1),
+                slot["score"],
+                slot["contribution"],
+                names.name(class_id, slot["slot"]),
+                value,
+                start,
+                stop,
+                cells.count(tuple(slot["cell"])) > 1,
+                None if maps is None else maps[row, slot["channel"]],
+            )
+        )
+    # parts of a distance do not tell strong from weak: that of kl is not even monotone in the score
+    by_value = scale.meaning == "cosine"
+    return tuple(sorted(views, key=lambda view: (-(view.value if by_value else view.score), view.slot)))
+
+
+def _difference(predicted: ClassView, runner_up: ClassView) -> Difference | None:
+    by_rank = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
+    margin = math.fsum(by_rank)
+    if margin <= 0:
+        return None
+    order = sorted(range(len(by_rank)), key=lambda rank: (-by_rank[rank], rank))
+    leading: list[int] = []
+    given = 0.0
+    for rank in order:
+        leading.append(predicted.slots[rank].slot)
+        given += by_rank[rank]
+        if 2 * given >= margin:
+            break
+    return Difference(by_rank, tuple(leading), given)

@@ -1,0 +1,183 @@
+"""What changed between two sets of records, on examples that can be worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from opal_deploy.auditing.model_diff import Changes, compare_records
+from opal_deploy.auditing.model_diff_page import page
+from opal_deploy.auditing.results_reader import RecordIndex
+from opal_deploy.errors import UsageError
+from opal_deploy.records.record import error_record
+
+HOSTILE = "</title><script>alert(1)</script>\"'<img src=x onerror=alert(1)>"
+
+
+def record(name: str, label: str = "ash", margin: float = 0.5, **changes: Any) -> Any:
+    answer = {"class_id": 0, "label": label, "logit": -0.5, "cosine": 0.75}
+    slots = [
+        {"slot": s, "channel": s, "cell": [0, s], "score": 0.5, "contribution": 0.375,
+         "box": [10.0 * s, 0.0, 10.0 * s + 10, 10.0]}
+        for s in range(2)
+    ]  # fmt: skip
+    made = {"schema": 1, "image": name, "status": "ok", "file_sha256": "0" * 64, "width": 40, "height": 40,
+            "prediction": answer, "margin": margin, "top": [answer], "evidence": slots}  # fmt: skip
+    return copy.deepcopy({**made, **changes})
+
+
+def moved(name: str, slots: int = 1) -> Any:
+    made = record(name)
+    for slot in made["evidence"][:slots]:
+        slot.update(cell=[3, slot["slot"]], box=[slot["box"][0], 30.0, slot["box"][2], 40.0])
+    return made
+
+
+def compared(folder: Path, before: list[Any], after: list[Any], keep: int = 20) -> Changes:
+    path = folder / "after.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in after))
+    index = RecordIndex(path)
+    try:
+        return compare_records(iter(before), index, 0.01, keep)
+    finally:
+        index.close()
+
+
+def kinds(changes: Changes) -> dict[str, int]:
+    return {kind: count for kind, count in changes.kinds.items() if count}
+
+
+def test_records_against_themselves_have_not_changed(tmp_path: Path) -> None:
+    both = [record("a"), error_record("b", "not_found", "no such file")]
+    changes = compared(tmp_path, both, both)
+    assert (kinds(changes), changes.worst, changes.changed) == ({"same": 2}, [], 0)
+    assert not changes.has("any")
+
+
+def test_every_kind_is_told_apart_and_the_worst_comes_first(tmp_path: Path) -> None:
+    contribution = record("contribution")
+    contribution["evidence"][1]["contribution"] += 0.02
+    pairs = [
+        (record("same"), record("same", margin=0.505)),
+        (record("margin"), record("margin", margin=0.45)),
+        (record("abstained"), record("abstained", status="abstained")),
+        (record("contribution"), contribution),
+        (record("one cell"), moved("one cell")),
+        (record("two cells"), moved("two cells", 2)),
+        (record("unsure", margin=0.01), record("unsure", "birch")),
+        (record("sure", margin=0.4), record("sure", "birch")),
+        (record("gone"), error_record("gone", "truncated_image", "")),
+        (error_record("back", "not_found", ""), record("back")),
+    ]
+    changes = compared(tmp_path, [old for old, _ in pairs], [new for _, new in pairs])
+    assert kinds(changes) == {"error": 2, "class": 2, "cell": 2, "contribution": 1, "margin": 2, "same": 1}
+    assert [change.image for change, _, _ in changes.worst][2:] == [
+        "sure", "unsure", "two cells", "one cell", "contribution", "margin", "abstained",
+    ]  # fmt: skip
+    assert {change.image for change, _, _ in changes.worst[:2]} == {"gone", "back"}
+    assert (changes.slots, changes.moved) == (12, 3)
+    assert changes.largest_contribution == pytest.approx(0.02)
+    assert changes.worst[2][0].before == "ash"
+    assert changes.worst[2][0].after == "birch"
+    assert changes.worst[4][0].moved == (0, 1)
+
+
+def test_only_the_worst_are_kept(tmp_path: Path) -> None:
+    names = [str(number) for number in range(30)]
+    after = [record(name, "birch") if name == "17" else moved(name) for name in names]
+    changes = compared(tmp_path, [record(name) for name in names], after, keep=3)
+    assert [change.image for change, _, _ in changes.worst] == ["17", "0", "1"]
+    assert kinds(changes) == {"class": 1, "cell": 29}
+    assert compared(tmp_path, [record("a")], [moved("a")], keep=0).worst == []
+
+
+def test_images_are_paired_by_name_and_the_rest_is_counted(tmp_path: Path) -> None:
+    before = [record("a"), record("b"), record("b"), record(None)]  # type: ignore[arg-type]
+    after = [record("c"), record("a"), record("a"), record("d"), record(None)]  # type: ignore[arg-type]
+    changes = compared(tmp_path, before, after)
+    assert (changes.paired, changes.only_before, changes.only_after, changes.unpaired) == (1, 1, 2, 4)
+
+
+def test_classes_are_compared_by_label_whatever_their_numbers(tmp_path: Path) -> None:
+    other = record("a")
+    other["prediction"]["class_id"] = 7
+    for slot in other["evidence"]:
+        slot["channel"] += 14
+    assert kinds(compared(tmp_path, [record("a")], [other])) == {"same": 1}
+
+
+def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path: Path) -> None:
+    finer = record("a")
+    finer["evidence"][0].update(cell=[1, 1], box=[5.0, 5.0, 10.0, 10.0])
+    finer["evidence"][1].update(cell=[0, 7], box=[35.0, 0.0, 40.0, 5.0])
+    changes = compared(tmp_path, [record("a")], [finer])
+    assert changes.worst[0][0].moved == (1,)
+
+
+def test_another_file_under_the_same_name_is_said(tmp_path: Path) -> None:
+    changes = compared(tmp_path, [record("a")], [record("a", "birch", file_sha256="1" * 64)])
+    assert changes.file_changed == 1
+    assert "the image is another" in str(changes.worst[0][0])
+
+
+@pytest.mark.parametrize(
+    ("after", "fails"),
+    [
+        (record("a"), set()),
+        (record("a", margin=0.3), {"margin", "any"}),
+        (moved("a"), {"cell", "contribution", "margin", "any"}),
+        (record("a", "birch"), {"class", "cell", "contribution", "margin", "any"}),
+        (error_record("a", "not_found", ""), {"error", "class", "cell", "contribution", "margin", "any"}),
+    ],
+)
+def test_a_gate_closes_for_what_it_names_and_for_worse(tmp_path: Path, after: Any, fails: set[str]) -> None:
+    changes = compared(tmp_path, [record("a")], [after])
+    assert {kind for kind in ("error", "class", "cell", "contribution", "margin", "any") if changes.has(kind)} == fails
+
+
+def test_a_missing_image_closes_every_gate(tmp_path: Path) -> None:
+    assert compared(tmp_path, [record("a"), record("b")], [record("a")]).has("error")
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record("a")) + '\n{"schema": 1')
+    with pytest.raises(UsageError, match="line 2 is not a whole record"):
+        RecordIndex(tmp_path / "a.jsonl")
+
+
+def test_nothing_from_outside_becomes_markup_on_the_page(tmp_path: Path) -> None:
+    changes = compared(tmp_path, [record(HOSTILE, HOSTILE)], [record(HOSTILE, HOSTILE + "2")])
+    text = page(changes, (HOSTILE, HOSTILE), lambda record: Image.new("RGB", (40, 40)))
+    tags: list[tuple[str, dict[str, str | None]]] = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append((tag, dict(attrs)))
+
+    Parser().feed(text)
+    assert "script" not in {tag for tag, _ in tags}
+    assert not any(name.startswith("on") for _, attributes in tags for name in attributes)
+    sources = [attributes["src"] or "" for tag, attributes in tags if tag == "img"]
+    assert len(sources) == 2
+    assert all(source.startswith("data:image/jpeg;base64,") for source in sources)
+    (policy,) = [a["content"] or "" for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_the_pages_policy_allows_its_own_style(tmp_path: Path) -> None:
+    import base64
+    import hashlib
+
+    text = page(compared(tmp_path, [record("a")], [record("a")]), ("x", "y"), lambda record: None)
+    style = re.search("<style>(.*?)</style>", text, re.DOTALL)
+    assert style is not None
+    assert base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode() in text
+    assert "Nothing changed." in text

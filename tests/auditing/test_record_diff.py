@@ -1,0 +1,145 @@
+"""When a recorded explanation equals a computed one: discrete things exactly, numbers nearly, ties by their rule."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import pytest
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.auditing.record_diff import Tolerance, diff_records
+from opal_deploy.records.record import Record
+
+TOLERANCE = Tolerance(cosine=1e-3, logit=1e-3, score=1e-3, tie=1e-2)
+
+
+def answer(class_id: int, cosine: float) -> dict[str, Any]:
+    return {"class_id": class_id, "label": "abc"[class_id], "logit": -cosine, "cosine": cosine}
+
+
+def computed(first: int = 0, margin: float = 0.5) -> Record:
+    """All three classes are listed, as `recheck` asks for."""
+    rest = [c for c in range(3) if c != first]
+    top = [answer(first, 0.75), answer(rest[0], 0.75 - margin), answer(rest[1], 0.125)]
+    slots = [
+        {"slot": s, "channel": 2 * first + s, "cell": [1, s], "score": 0.5, "contribution": 0.375,
+         "box": [10.0 * s, 20.0, 10.0 * s + 10, 40.0]}
+        for s in range(2)
+    ]  # fmt: skip
+    record = {"schema": 1, "image": "a", "status": "ok", "width": 20, "height": 80, "prediction": top[0],
+              "margin": margin, "top": top, "evidence": slots}  # fmt: skip
+    return cast(Record, copy.deepcopy(record))
+
+
+def recorded(**changes: Any) -> Any:
+    """What `infer --top 2` wrote."""
+    record: Any = computed()
+    record["top"] = record["top"][:2]
+    return {**record, **changes}
+
+
+def fields(old: Any, new: Record | None = None, **options: Any) -> list[str]:
+    return [d.field for d in diff_records(old, computed() if new is None else new, TOLERANCE, **options)]
+
+
+def test_the_same_record_has_no_difference() -> None:
+    assert fields(recorded()) == []
+
+
+@pytest.mark.parametrize(("name", "within", "beyond"), [("logit", 0.0009, 0.0012), ("cosine", 0.0009, 0.0012)])
+def test_numbers_of_an_answer_may_differ_within_the_tolerance(name: str, within: float, beyond: float) -> None:
+    for change, expected in ((within, []), (beyond, [f"prediction.{name}", f"top[0].{name}"])):
+        old = recorded()
+        old["prediction"][name] += change
+        old["top"][0] = old["prediction"]
+        assert fields(old) == expected
+
+
+@pytest.mark.parametrize("name", ["score", "contribution"])
+def test_numbers_of_a_slot_may_differ_within_the_tolerance(name: str) -> None:
+    for change, expected in ((0.0009, []), (-0.0011, [f"evidence[1].{name}"])):
+        old = recorded()
+        old["evidence"][1][name] += change
+        assert fields(old) == expected
+
+
+@pytest.mark.parametrize("value", [None, "0.5", True, [0.5], float("nan"), float("inf"), 10**400, {}])
+def test_what_is_no_number_is_a_difference(value: Any) -> None:
+    old = recorded(margin=value)
+    old["evidence"][0]["score"] = value
+    assert fields(old) == ["margin", "evidence[0].score"]
+
+
+@pytest.mark.parametrize("value", [None, 3, "x", [], {}, [1], [None, None]])
+@pytest.mark.parametrize("name", ["prediction", "top", "evidence"])
+def test_anything_may_stand_in_a_record(name: str, value: Any) -> None:
+    assert fields(recorded(**{name: value})) != []
+
+
+def test_keys_that_are_missing_or_unknown_are_differences() -> None:
+    old = recorded(note="trust me")
+    del old["margin"]
+    old["evidence"][0]["weight"] = 1
+    del old["evidence"][1]["box"]
+    assert fields(old) == ["margin", "evidence[0].weight", "evidence[1].box", "note"]
+
+
+def test_a_boolean_is_no_number() -> None:
+    assert fields(recorded(schema=True)) == ["schema"]
+
+
+def test_what_people_said_is_not_the_models() -> None:
+    old = recorded(truth="c", overlay="overlays/x.jpg")
+    old["evidence"][0]["name"] = "beak"
+    assert fields(old) == []
+
+
+def test_another_cell_is_a_difference_unless_it_is_tied() -> None:
+    old = recorded()
+    old["evidence"][1].update(cell=[0, 0], box=[0.0, 0.0, 10.0, 20.0])
+    assert fields(old) == ["evidence[1].cell", "evidence[1].box"]
+    asked = []
+
+    def tied(channel: int, cell: list[int]) -> bool:
+        asked.append((channel, cell))
+        return True
+
+    assert fields(old, tied=tied) == []
+    assert asked == [(1, [0, 0])]
+    # the box has to be the recorded cell's own
+    old["evidence"][1]["box"] = [10.0, 20.0, 20.0, 40.0]
+    assert fields(old, tied=tied) == ["evidence[1].box"]
+
+
+def test_the_class_may_be_another_only_where_the_margin_is_nothing() -> None:
+    close = recorded(margin=0.0004)
+    close["top"] = [answer(0, 0.75), answer(1, 0.7496)]
+    assert fields(close, computed(1, 0.0004)) == []
+    assert "prediction.class_id" in fields(recorded(), computed(1, 0.5))
+    # the recorded class's own numbers still have to be right
+    close["prediction"]["cosine"] = 0.8
+    assert "prediction.cosine" in fields(close, computed(1, 0.0004))
+
+
+def test_the_list_of_classes_has_to_be_the_best_in_their_order() -> None:
+    old = recorded()
+    old["top"][1] = answer(2, 0.125)
+    assert fields(old) == ["top[1].class_id"]
+    old["top"] = [old["top"][0]] * 2
+    assert fields(old) == ["top[1].class_id"]
+    assert fields(recorded(top=[answer(1, 0.25)])) == ["top[0].class_id", "top[0]"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
+def test_every_precision_has_a_tolerance(precision: Any) -> None:
+    metadata = Metadata(("a",), 1, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (1, 1), (8, 8),
+                        precision=precision)  # fmt: skip
+    assert 0 < Tolerance.of(metadata).cosine < 0.05
+
+
+def test_fp32_opens_as_far_as_verify_does_and_no_further() -> None:
+    gate = {"cosine": 5e-5, "logit": 1e-4, "score": 5e-5, "tie": 1e-4, "cells": 1.0, "all_cells": 0.0}
+    metadata = Metadata(("a",), 1, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (1, 1), (8, 8),
+                        verification={"gate": gate})  # fmt: skip
+    assert Tolerance.of(metadata).cosine == pytest.approx(1e-4)

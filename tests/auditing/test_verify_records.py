@@ -1,0 +1,206 @@
+"""Records computed again: whatever was changed in one, in its image or in the model, is found and named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+import opal_deploy
+from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.auditing.verify_records import Check, Report, sample_lines, verify_records
+from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.sources.annotations import FolderLabels
+from opal_deploy.runtime.onnx_session import OnnxSession
+
+# what no model computes; `image` is found by the file that it names instead
+GIVEN = {"truth"}
+
+
+@pytest.fixture(scope="module")
+def folder(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    make_pictures(folder, 4)
+    (folder / "broken.png").write_bytes((folder / "000.png").read_bytes()[:200])
+    (folder / "a\\b <i>\n.png").write_bytes((folder / "001.png").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def records(exact_model: Path, folder: Path) -> list[Any]:
+    paths = sorted(folder.iterdir())
+    return json.loads(json.dumps(opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, top=3)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def check(exact_model: Path) -> Check:
+    return Check(sha256_of_file(exact_model), engine=InferenceOptions(batch=8))
+
+
+def written(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to everything in a record that holds nothing else."""
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from leaves(value[key], (*path, key))
+    else:
+        yield path
+
+
+def tampered(record: Any, path: tuple[Any, ...]) -> Any:
+    """The record with one value changed to another of its kind, by as little as somebody would bother to."""
+    changed = copy.deepcopy(record)
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    old = holder[path[-1]]
+    if isinstance(old, str):
+        holder[path[-1]] = "abstained" if path == ("status",) else old + "x"
+    elif isinstance(old, int):
+        holder[path[-1]] = old + 1
+    else:
+        holder[path[-1]] = 0.5 if old is None else old + 0.001
+    return changed
+
+
+def test_untouched_records_are_what_the_model_computes(
+    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+) -> None:
+    report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, check)
+    assert (report.records, report.checked, report.different, report.findings) == (6, 6, 0, [])
+    assert report.identical == 6
+
+
+def test_a_change_of_any_field_is_found_and_named(
+    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+) -> None:
+    answered = next(record for record in records if record["status"] == "ok")
+    failed = next(record for record in records if record["status"] == "error")
+    cases = [(record, path) for record in (answered, failed) for path in leaves(record)]
+    assert len(cases) > 50
+    report = verify_records(
+        written(tmp_path / "results.jsonl", [tampered(record, path) for record, path in cases]), exact_session, check
+    )
+    found = {finding.line: finding for finding in report.findings}
+    for line, (_, path) in enumerate(cases, 1):
+        assert line in found, path
+        named = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+        told = [difference.field for difference in found[line].differences]
+        if path[0] in ("schema", "status"):
+            # such a line is no record at all, or one of another kind
+            assert found[line].why == "it is not a whole record" or told == ["status"], path
+        elif path[0] == "image":
+            assert found[line].why == "the image is not there"
+        elif path[0] == "top":
+            # another number may mean another class, whose label and cosine are then wrong
+            assert any(field.startswith(f"top[{path[1]}]") for field in told), (path, told)
+        else:
+            # a cell and a box are each one thing
+            assert any(named == field or named.startswith(f"{field}[") for field in told), (path, told)
+
+
+def test_a_field_that_is_taken_away_or_put_in_is_found(
+    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+) -> None:
+    answered = next(record for record in records if record["status"] == "ok")
+    cases = [{k: v for k, v in answered.items() if k != key} for key in answered]
+    cases += [{**answered, "note": 1}, {**answered, "overlay": "../../etc/passwd"}]
+    cases += [{**answered, "evidence": answered["evidence"][::-1]}, {**answered, "evidence": answered["evidence"][:-1]}]
+    report = verify_records(written(tmp_path / "results.jsonl", cases), exact_session, check)
+    assert {finding.line for finding in report.findings} == set(range(1, len(cases) + 1))
+
+
+def test_one_pixel_of_an_image_is_enough(
+    records: list[Any], exact_session: OnnxSession, check: Check, folder: Path, tmp_path: Path
+) -> None:
+    path = Path(next(record["image"] for record in records if record["image"].endswith("002.png")))
+    before = path.read_bytes()
+    with Image.open(path) as image:
+        image.load()
+    image.putpixel((0, 0), (1, 2, 3))
+    try:
+        image.save(path)
+        report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, check)
+    finally:
+        path.write_bytes(before)
+    (finding,) = report.findings
+    assert finding.image == str(path)
+    assert "the image is another one than was explained" in str(finding)
+
+
+def test_another_model_is_found_by_its_digest(records: list[Any], exact_session: OnnxSession, tmp_path: Path) -> None:
+    report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, Check("0" * 64))
+    assert report.different == len(records)
+    assert "another model" in str(report.findings[0])
+
+
+def test_images_are_found_below_a_root(
+    records: list[Any], exact_session: OnnxSession, check: Check, folder: Path, tmp_path: Path
+) -> None:
+    moved = [{**record, "image": record["image"].removeprefix(f"{folder}/")} for record in records]
+    path = written(tmp_path / "results.jsonl", moved)
+    assert verify_records(path, exact_session, Check(check.model_sha256, root=folder)).different == 0
+    assert verify_records(path, exact_session, check).different == len(records)
+
+
+def test_a_truth_is_checked_where_somebody_knows_it(
+    records: list[Any], exact_session: OnnxSession, check: Check, folder: Path, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "results.jsonl", [{**record, "truth": folder.name} for record in records])
+    assert verify_records(path, exact_session, check).truths_unchecked == len(records)
+    with_labels = Check(check.model_sha256, labels=FolderLabels())
+    assert verify_records(path, exact_session, with_labels).different == 0
+    path = written(tmp_path / "results.jsonl", [{**records[0], "truth": "birch"}])
+    (finding,) = verify_records(path, exact_session, with_labels).findings
+    assert finding.differences[0].field == "truth"
+
+
+def test_fewer_classes_than_the_run_listed_are_found(
+    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+) -> None:
+    answered = next(record for record in records if record["status"] == "ok")
+    path = written(tmp_path / "results.jsonl", [{**answered, "top": answered["top"][:2]}, answered])
+    report = verify_records(path, exact_session, Check(check.model_sha256, top=3))
+    assert [finding.line for finding in report.findings] == [1]
+
+
+def test_an_error_of_a_busy_machine_need_not_happen_again(
+    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+) -> None:
+    answered = next(record for record in records if record["status"] == "ok")
+    late = {key: answered[key] for key in ("schema", "image", "model_sha256")}
+    late |= {"status": "error", "file_sha256": None, "error": {"code": "decode_timeout", "message": "30 s"}}
+    report = verify_records(written(tmp_path / "results.jsonl", [late]), exact_session, check)
+    assert (report.different, report.not_repeatable) == (0, 1)
+
+
+def test_a_sample_is_as_large_as_wanted_and_the_same_for_a_seed(records: list[Any], tmp_path: Path) -> None:
+    path = written(tmp_path / "results.jsonl", records)
+    assert sample_lines(path, None, 0) == (6, None)
+    assert sample_lines(path, 6, 0) == (6, None)
+    total, lines = sample_lines(path, 3, 7)
+    assert lines is not None
+    assert total == 6
+    assert len(lines) == 3
+    assert lines <= set(range(1, 7))
+    assert sample_lines(path, 3, 7) == (6, lines)
+    assert len({sample_lines(path, 3, seed)[1] for seed in range(30)}) > 5
+
+
+def test_a_damaged_line_is_found_in_any_sample(
+    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "results.jsonl", records)
+    path.write_text(path.read_text() + '{"schema": 1, "ima')
+    report: Report = verify_records(path, exact_session, check, frozenset([1]))
+    assert (report.checked, report.different) == (1, 1)
+    assert report.findings[0].line == 7

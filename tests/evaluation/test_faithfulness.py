@@ -1,0 +1,304 @@
+"""Faithfulness of models whose evidence is known: the right cells must show it, and the controls must not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.faithfulness.figures import OrderFigures
+from opal_deploy.evaluation.faithfulness.measure import Faithfulness, check, measure, most_passes
+from opal_deploy.evaluation.faithfulness.rankings import known
+from opal_deploy.evaluation.faithfulness.tables import draw, lines
+
+GRID, CELL = (4, 4), 8
+INPUT_SIZE = (GRID[0] * CELL, GRID[1] * CELL)
+CLASSES = ("shown", "rival", "other")
+METADATA = Metadata(CLASSES, 2, {"distance": "l2", "epsilon": 0.0}, "exact", "none", GRID, INPUT_SIZE)
+
+# mean brightness of every cell, float64 [N, 16], to scores [N, 6] and cells [N, 6]
+Rule = Callable[[NDArray[np.float64]], tuple[NDArray[np.float64], NDArray[np.int64]]]
+
+
+class KnownSession:
+    """Three classes of two slots, decided by a rule over the brightness of the 4 x 4 cells of 32 x 32 pictures."""
+
+    metadata = METADATA
+    description = "a rule"
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self.batches: list[int] = []
+
+    def run(self, images: NDArray[np.uint8]) -> Outputs:
+        """See `Session.run`."""
+        assert images.dtype == np.uint8
+        assert images.shape[1:] == (*INPUT_SIZE, 3)
+        self.batches.append(len(images))
+        scores, cells = self._rule(brightness(images))
+        narrow = scores.astype(np.float32)
+        cosine = cosines(narrow, 2, 0.0)
+        logits = -np.sqrt(np.maximum(2 - 2 * cosine, 0)).astype(np.float32)
+        return Outputs(logits, cells.astype(np.int32), narrow)
+
+
+def brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """float64 [N, 16], 0 ... 1, of each cell."""
+    cells = images.reshape(len(images), GRID[0], CELL, GRID[1], CELL, 3).mean(axis=(2, 4, 5))
+    found: NDArray[np.float64] = cells.reshape(len(images), -1) / 255
+    return found
+
+
+# the evidence of class 0, the stronger first
+STRONG, WEAK = 5, 10
+
+
+def two_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The class `shown` depends on the cells STRONG and WEAK; everything else is constant."""
+    n = len(bright)
+    scores = np.tile([0.0, 0.0, 0.45, 0.45, 0.4, 0.4], (n, 1))
+    scores[:, 0], scores[:, 1] = 0.8 * bright[:, STRONG] + 0.001, 0.3 * bright[:, WEAK] + 0.001
+    return scores, np.tile([STRONG, WEAK, 0, 15, 3, 12], (n, 1))
+
+
+def shown_cosine(strong: float, weak: float) -> float:
+    """What `two_cells` answers, by hand, for these brightnesses."""
+    a, b = 0.8 * strong + 0.001, 0.3 * weak + 0.001
+    return (a + b) / math.sqrt(2) / math.sqrt(a * a + b * b + 2 * 0.45**2 + 2 * 0.4**2)
+
+
+def brightest_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """The slots of `shown` look at the brightest and the second brightest cell."""
+    n = len(bright)
+    order = np.argsort(-bright, axis=1, kind="stable")[:, :2]
+    cells = np.concatenate([order, np.tile([0, 15, 3, 12], (n, 1))], axis=1)
+    return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), cells
+
+
+def fixed_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Always the cells of the leftmost column, whatever the picture."""
+    n = len(bright)
+    return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), np.tile([4, 8, 0, 15, 3, 12], (n, 1))
+
+
+def painted(folder: Path, cells: list[dict[int, int]]) -> list[Sample]:
+    """Grey pictures of 32 x 32 on black: of each, cell -> grey value; labelled 0."""
+    samples = []
+    for number, greys in enumerate(cells):
+        pixels = np.zeros((*INPUT_SIZE, 3), np.uint8)
+        for cell, grey in greys.items():
+            row, col = divmod(cell, GRID[1])
+            pixels[row * CELL : (row + 1) * CELL, col * CELL : (col + 1) * CELL] = grey
+        path = folder / f"{number:03}.png"
+        Image.fromarray(pixels).save(path)
+        samples.append(Sample(path, 0))
+    return samples
+
+
+def _measure(session: KnownSession, samples: list[Sample], **options: object) -> Faithfulness:
+    foreground = known(samples, None, GRID, boxes=True)
+    chosen = options.pop("chosen", range(len(samples)))
+    return measure(session, samples, list(chosen), foreground, **options)  # type: ignore[arg-type,call-overload]
+
+
+def _by_order(found: Faithfulness, fill: str) -> dict[str, OrderFigures]:
+    return {figures.order: figures for figures in found.orders if figures.fill == fill}
+
+
+@pytest.fixture(scope="module")
+def greys() -> list[tuple[int, int]]:
+    generator = np.random.default_rng(0)
+    return [(int(a), int(b)) for a, b in generator.integers(230, 256, (12, 2))]
+
+
+@pytest.fixture(scope="module")
+def two_cell_pictures(greys: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+    return painted(tmp_path_factory.mktemp("two"), [{STRONG: a, WEAK: b} for a, b in greys])
+
+
+@pytest.fixture(scope="module")
+def found(two_cell_pictures: list[Sample]) -> Faithfulness:
+    return _measure(KnownSession(two_cells), two_cell_pictures, fills=("mean", "noise", "blur"), batch=5)
+
+
+def test_the_curves_are_what_the_rule_says_by_hand(found: Faithfulness, greys: list[tuple[int, int]]) -> None:
+    evidence, reverse = (_by_order(found, "mean")[name] for name in ("contribution", "reverse"))
+    # a removed cell has the picture's mean colour: two of sixteen cells are not black
+    steps = []
+    for a, b in greys:
+        paint = round((a + b) / 16) / 255
+        strong, weak = a / 255, b / 255
+        steps.append([
+            [shown_cosine(strong, weak), shown_cosine(paint, weak), shown_cosine(paint, paint)],
+            [shown_cosine(strong, weak), shown_cosine(strong, paint), shown_cosine(paint, paint)],
+            [shown_cosine(paint, paint), shown_cosine(strong, paint), shown_cosine(strong, weak)],
+            [shown_cosine(paint, paint), shown_cosine(paint, weak), shown_cosine(strong, weak)],
+        ])  # fmt: skip
+    expected = np.mean(steps, axis=0)
+
+    assert evidence.deletion == pytest.approx(expected[0], abs=1e-6)
+    assert reverse.deletion == pytest.approx(expected[1], abs=1e-6)
+    assert evidence.insertion == pytest.approx(expected[2], abs=1e-6)
+    assert reverse.insertion == pytest.approx(expected[3], abs=1e-6)
+    assert evidence.drop.value == pytest.approx(expected[0][0] - expected[0][2], abs=1e-6)
+    assert evidence.deletion_area.value == pytest.approx(np.trapezoid(expected[0], dx=0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("fill", ["mean", "noise", "blur"])
+def test_the_right_order_falls_at_once_and_the_reverse_late(found: Faithfulness, fill: str) -> None:
+    evidence, reverse = (_by_order(found, fill)[name] for name in ("contribution", "reverse"))
+
+    assert evidence.deletion[1] < reverse.deletion[1] - 0.02
+    assert evidence.insertion[1] > reverse.insertion[1] + 0.02
+    assert evidence.deletion[2] == pytest.approx(reverse.deletion[2], abs=1e-12)
+    assert reverse.better is not None
+    assert reverse.better.deletion.interval[0] > 0
+    assert reverse.better.insertion.interval[0] > 0
+    # the same cells in the end: nothing to compare
+    assert reverse.better.drop is None
+
+
+@pytest.mark.parametrize("fill", ["mean", "noise", "blur"])
+@pytest.mark.parametrize("control", ["random", "runner-up", "another class"])
+def test_controls_show_nothing_and_the_evidence_beats_them(found: Faithfulness, fill: str, control: str) -> None:
+    orders = _by_order(found, fill)
+    evidence, other = orders["contribution"], orders[control]
+
+    assert other.deletion == pytest.approx([other.deletion[0]] * 3, abs=1e-12)
+    assert other.drop.interval == pytest.approx((0.0, 0.0), abs=1e-12)
+    assert (other.overlap, other.kept, other.cells) == (0.0, 1.0, 2.0)
+    assert other.better is not None
+    assert other.better.drop is not None
+    assert other.better.drop.value == pytest.approx(evidence.drop.value, abs=1e-12)
+    assert other.better.deletion.interval[0] > 0.1
+    assert other.better.insertion.interval[0] > 0.05
+    # the class is lost with its evidence only
+    assert evidence.kept == 0.0
+
+
+def test_an_answer_that_depends_on_no_cell_more_than_on_another_is_not_found_faithful(tmp_path: Path) -> None:
+    def everywhere(bright: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # the evidence it names is made up from the picture, the score is its mean
+        named = (bright * np.arange(1, 17) * 1000).sum(axis=1).astype(int) % 16
+        scores = np.tile([0.0, 0.0, 0.3, 0.3, 0.2, 0.2], (len(bright), 1))
+        scores[:, 0] = scores[:, 1] = bright.mean(axis=1)
+        cells = np.tile([0, 0, 0, 15, 3, 12], (len(bright), 1))
+        cells[:, 0], cells[:, 1] = named, (named + 7) % 16
+        return scores, cells
+
+    generator = np.random.default_rng(1)
+    pictures = painted(tmp_path, [dict(enumerate(row.tolist())) for row in generator.integers(100, 256, (40, 16))])
+    orders = _by_order(_measure(KnownSession(everywhere), pictures, fills=("noise",)), "noise")
+
+    for control in ("random", "runner-up", "another class"):
+        better = orders[control].better
+        assert better is not None
+        assert better.drop is not None
+        for difference in (better.deletion, better.insertion, better.drop):
+            assert difference.interval[0] < 0 < difference.interval[1]
+
+
+def test_a_picture_depends_on_its_number_and_the_seed_not_on_the_others(two_cell_pictures: list[Sample]) -> None:
+    whole, alone, other, batched = (
+        _measure(KnownSession(two_cells), two_cell_pictures, fills=("noise",), **options)
+        for options in ({"chosen": [7], "batch": 1}, {"chosen": [7]}, {"chosen": [7], "seed": 1}, {"batch": 3})
+    )
+
+    assert whole == alone
+    assert other != alone
+    assert batched == _measure(KnownSession(two_cells), two_cell_pictures, fills=("noise",), batch=12)
+
+
+def test_passes_are_counted_and_no_more_than_was_said(two_cell_pictures: list[Sample]) -> None:
+    session = KnownSession(two_cells)
+    done: list[tuple[int, int | None]] = []
+    found = _measure(
+        session, two_cell_pictures, fills=("mean",), batch=5, report=lambda *what: done.append((what[0], what[1]))
+    )
+
+    assert found.passes == sum(session.batches)
+    assert max(session.batches) == 5
+    assert found.passes <= most_passes(12, session.metadata, ("mean",))
+    # of a picture: itself and seven changes; deletion of no cell, of 1 and 2 with 5 orders, of which two end alike; as
+    # many insertions. A random cell may be another class's too
+    assert 12 * 25 < found.passes <= 12 * (1 + 7 + 2 * (1 + 5 * 2 - 1))
+    assert done == [(4, 12), (8, 12), (12, 12)]
+
+
+def test_cells_of_the_brightest_places_stay_and_are_mirrored_by_a_flip(tmp_path: Path) -> None:
+    generator = np.random.default_rng(2)
+    places = [generator.choice(16, 2, replace=False).tolist() for _ in range(10)]
+    pictures = painted(tmp_path, [{first: 250, second: 180} for first, second in places])
+    found = _measure(KnownSession(brightest_cells), pictures, fills=("mean",))
+
+    assert [change.change for change in found.stability] == [
+        "JPEG quality 90", "JPEG quality 75", "JPEG quality 50", "resize by a pixel", "noise, 2 counts",
+        "noise, 5 counts", "horizontal flip",
+    ]  # fmt: skip
+    for change in found.stability:
+        assert (change.exactly.value, change.nearly.value, change.answer) == (1.0, 1.0, 1.0)
+
+
+def test_cells_that_never_move_do_not_follow_a_flip(tmp_path: Path) -> None:
+    pictures = painted(tmp_path, [{4: 255}, {8: 200}])
+    *others, flip = _measure(KnownSession(fixed_cells), pictures, fills=("mean",)).stability
+
+    assert {change.exactly.value for change in others} == {1.0}
+    assert (flip.exactly.value, flip.nearly.value, flip.answer) == (0.0, 0.0, 1.0)
+
+
+def test_noise_moves_cells_of_which_nothing_but_noise_is_there(tmp_path: Path) -> None:
+    pictures = painted(tmp_path, [dict.fromkeys(range(16), 128)] * 8)
+    found = {change.change: change for change in _measure(KnownSession(brightest_cells), pictures).stability}
+
+    assert found["noise, 5 counts"].exactly.value < 0.5
+    # a flat picture is the same after JPEG; and mirrored, of equal cells the first stays the first
+    assert found["JPEG quality 50"].exactly.value == 1.0
+    assert found["horizontal flip"].exactly.value == 0.0
+
+
+def test_the_text_the_figure_and_the_json_say_it_all(found: Faithfulness, tmp_path: Path) -> None:
+    text = "\n".join(lines(found))
+    for part in (
+        "12 of 12 pictures",
+        "2.0 different cells",
+        "mean: contribution",
+        "blur: another class",
+        "grad-cam: an ",
+    ):
+        assert part in text
+    document = json.loads(json.dumps(found.to_dict()))
+    assert len(document["removal"]) == 3 * 5
+    row = next(row for row in document["removal"] if (row["fill"], row["order"]) == ("mean", "random"))
+    assert row["evidence_better_by"]["drop"]["low"] <= row["evidence_better_by"]["drop"]["mean"]
+    assert row["evidence_better_by"]["drop"]["count"] == 12
+    assert document["forward_passes"] == found.passes
+    draw(found, "a $model$", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("evidence", "why"), [("map", "averages over all cells"), ("none", "has no prototypes")])
+def test_a_model_without_cells_of_evidence_is_refused(evidence: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"m.onnx: it {why}.*needs a model with evidence exact"):
+        check(replace(METADATA, evidence=evidence), "m.onnx")
+
+
+def test_logits_that_are_no_numbers_stop_it(tmp_path: Path) -> None:
+    def broken(bright: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        scores, cells = two_cells(bright)
+        scores[bright[:, STRONG] < 0.5] = np.nan
+        return scores, cells
+
+    with pytest.raises(UsageError, match="are not finite numbers"):
+        _measure(KnownSession(broken), painted(tmp_path, [{STRONG: 255, WEAK: 255}]))

@@ -1,0 +1,339 @@
+"""Decoders with a GPU: what it decodes, what it leaves to the CPU, and what its failing costs.
+
+The codec is the real one, on the CPU; where it has to fail, it is made to.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opal_deploy.errors import ImageError
+from opal_deploy.inference.decoding.gpu import GpuDecoders, open_decoders
+from opal_deploy.inference.decoding.pool import Decoders
+from opal_deploy.inference.decoding.prepare import Prepared, Request
+from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.timing import StageTimer
+from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg
+
+pytest.importorskip("nvidia.nvimgcodec")
+INPUT = (32, 48)
+
+
+class Counting(GpuDecoder):
+    """Counts what it is given, and fails where a test says so."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.batches: list[int] = []
+        self.error: Exception | None = None
+        self.most: int | None = None
+        self.refuse: set[int] = set()
+        self.fail_on: set[int] = set()
+        self.dead = False
+        self.gate = threading.Event()
+        self.gate.set()
+        super().__init__("cpu")
+        self.ready = True
+
+    def decode(self, files: Sequence[Jpeg]) -> list[torch.Tensor | None]:
+        widths = {file.stored[0] for file in files}
+        if self.ready and not widths & {64}:  # not its own test picture
+            self.gate.wait()
+            self.batches.append(len(files))
+            if self.error is not None and (self.most is None or len(files) > self.most):
+                raise self.error
+            if widths & self.fail_on:
+                raise RuntimeError("Provided interpolation parameters can not be handled")
+        elif self.ready and self.error is not None and self.most is None:
+            raise self.error
+        if self.dead:
+            return [None] * len(files)
+        found = super().decode(files)
+        return [None if file.stored[0] in self.refuse else one for file, one in zip(files, found, strict=True)]
+
+
+@pytest.fixture
+def gpu() -> Counting:
+    return Counting()
+
+
+def photograph(path: Path, width: int = 90) -> Path:
+    coarse = np.random.default_rng(width).integers(0, 255, (5, 6, 3), np.uint8)
+    Image.fromarray(coarse).resize((width, 70), Image.Resampling.BICUBIC).save(path, "JPEG", quality=95)
+    return path
+
+
+@pytest.fixture
+def jpegs(tmp_path: Path) -> list[Path]:
+    return [photograph(tmp_path / f"{index}.jpg", 90 + index) for index in range(12)]
+
+
+def prepared(decoders: GpuDecoders | Decoders, sources: Sequence[object]) -> list[Prepared]:
+    with decoders:
+        futures = [decoders.submit(Request(str(source), source)) for source in sources]  # type: ignore[arg-type]
+        return [future.result(timeout=60) for future in futures]
+
+
+def on_gpu(gpu: GpuDecoder, **options: object) -> GpuDecoders:
+    return GpuDecoders([gpu], InferenceOptions(**{"workers": 2, **options}), INPUT)  # type: ignore[arg-type]
+
+
+def on_cpu(**options: object) -> Decoders:
+    return Decoders(InferenceOptions(**{"workers": 2, **options}), INPUT)  # type: ignore[arg-type]
+
+
+def assert_alike(found: Sequence[Prepared], expected: Sequence[Prepared], counts: int = 1) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.request, ours.geometry, ours.file_sha256, ours.error) == (
+            theirs.request, theirs.geometry, theirs.file_sha256, theirs.error,
+        )  # fmt: skip
+        assert (ours.pixels is None) == (theirs.pixels is None)
+        if ours.pixels is not None and theirs.pixels is not None:
+            assert np.abs(ours.pixels.astype(int) - theirs.pixels).max() <= counts
+
+
+def test_jpegs_go_to_the_gpu_and_the_rest_to_the_cpu(gpu: Counting, jpegs: list[Path], tmp_path: Path) -> None:
+    png = tmp_path / "picture.png"
+    Image.open(jpegs[0]).save(png)
+    (tmp_path / "text.jpg").write_text("not an image")
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "folder.jpg").mkdir()
+    cut = tmp_path / "cut.jpg"
+    cut.write_bytes(jpegs[0].read_bytes()[:-50])
+    array = np.zeros((9, 9, 3), np.uint8)
+    sources = [*jpegs, png, cut, tmp_path / "text.jpg", tmp_path / "empty.jpg", tmp_path / "folder.jpg",
+               tmp_path / "nothing.jpg", jpegs[1].read_bytes(), array]  # fmt: skip
+    found = prepared(on_gpu(gpu), sources)
+    assert_alike(found, prepared(on_cpu(), sources))
+    assert sum(gpu.batches) == len(jpegs) + 1
+    codes = [entry.error["error"]["code"] for entry in found if entry.error is not None]
+    assert codes == ["truncated_image", "not_an_image", "empty_file", "not_a_file", "not_found"]
+
+
+@pytest.mark.data
+def test_every_odd_image_has_the_verdict_that_it_has_on_the_cpu(gpu: Counting, odd_images: Path) -> None:
+    sources = sorted(path for path in odd_images.rglob("*") if path.is_file())
+    assert len(sources) > 100
+    found = prepared(on_gpu(gpu), sources)
+    assert_alike(found, prepared(on_cpu(), sources))
+    assert sum(gpu.batches) > 10
+
+
+def test_what_the_codec_refuses_is_decoded_on_the_cpu(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.refuse = {93, 95}
+    assert_alike(prepared(on_gpu(gpu), jpegs), prepared(on_cpu(), jpegs))
+    # those two are the CPU's own, bit for bit
+    found, expected = prepared(on_gpu(gpu), jpegs), prepared(on_cpu(), jpegs)
+    for index in (3, 5):
+        np.testing.assert_array_equal(found[index].pixels, expected[index].pixels)
+
+
+def test_boxes_and_kept_pictures(gpu: Counting, jpegs: list[Path]) -> None:
+    requests = [
+        Request("crop", jpegs[0], (5.0, 6.0, 50.0, 60.0)),
+        Request("outside", jpegs[0], (500.0, 6.0, 550.0, 60.0)),
+        Request("wrong", jpegs[0], ImageError("bad_box", "there is none")),
+        Request("whole", jpegs[0]),
+    ]
+    results = []
+    for decoders in (on_gpu(gpu, keep_pictures=True), on_cpu(keep_pictures=True)):
+        with decoders:
+            results.append([decoders.submit(request).result(60) for request in requests])
+    assert_alike(*results)
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours.picture is None) == (theirs.picture is None)
+        if ours.picture is not None and theirs.picture is not None:
+            assert ours.picture.mode == "RGB"
+            np.testing.assert_array_equal(np.asarray(ours.picture), np.asarray(theirs.picture))
+
+
+def test_a_gpu_that_fails_costs_no_image_and_says_so_once(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+    said: list[str] = []
+    decoders = GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append)
+    found = prepared(decoders, jpegs)
+    assert_alike(found, prepared(on_cpu(), jpegs), counts=0)
+    assert said == [
+        "decoding on cpu failed (CUDA error: an illegal memory access was encountered); "
+        "pictures are decoded on the CPU from here on"
+    ]
+
+
+def test_a_codec_that_refuses_everything_is_found_out(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.dead = True
+    said: list[str] = []
+    decoders = GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append)
+    assert_alike(prepared(decoders, jpegs * 5), prepared(on_cpu(), jpegs * 5), counts=0)
+    (line,) = said
+    assert "nvImageCodec decodes nothing there" in line
+
+
+def test_a_listener_that_fails_costs_nobody_a_picture(gpu: Counting, jpegs: list[Path]) -> None:
+    def say(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    gpu.error = RuntimeError("gone")
+    found = prepared(GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=say), jpegs * 3)
+    assert all(entry.error is None for entry in found)
+
+
+def test_a_picture_on_which_the_gpu_fails_is_the_cpus_and_the_others_are_not(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.gate.clear()
+    gpu.fail_on = {94}
+    said: list[str] = []
+    with GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append) as decoders:
+        futures = [decoders.submit(Request(str(path), path)) for path in jpegs]
+        time.sleep(0.3)
+        gpu.gate.set()
+        found = [future.result(60) for future in futures]
+        # and it goes on afterwards
+        before = sum(gpu.batches)
+        assert decoders.submit(Request(None, jpegs[0])).result(60).error is None
+        assert sum(gpu.batches) == before + 1
+    assert_alike(found, prepared(on_cpu(), jpegs))
+    assert said == []
+
+
+def test_a_gpu_that_fails_leaves_the_work_to_one_that_does_not(jpegs: list[Path]) -> None:
+    good, bad = Counting(), Counting()
+    bad.error = RuntimeError("gone")
+    said: list[str] = []
+    with GpuDecoders([bad, good], InferenceOptions(workers=2), INPUT, say=said.append) as decoders:
+        futures = [decoders.submit(Request(None, path)) for path in jpegs * 20]
+        assert all(future.result(60).error is None for future in futures)
+    assert all(line == "decoding on cpu failed (gone); the other GPUs go on" for line in said)
+    # all but what the bad one had when it failed
+    assert sum(good.batches) >= len(futures) - 64
+
+
+def test_too_little_memory_means_fewer_at_a_time(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.gate.clear()
+    gpu.error, gpu.most = torch.OutOfMemoryError("CUDA out of memory"), 4
+    said: list[str] = []
+    with GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append) as decoders:
+        futures = [decoders.submit(Request(None, path)) for path in jpegs for _ in range(3)]
+        time.sleep(0.3)
+        gpu.gate.set()
+        found = [future.result(60) for future in futures]
+        gpu.batches.clear()
+        again = [decoders.submit(Request(None, path)) for path in jpegs]
+        assert all(future.result(60).error is None for future in again)
+        # the limit stays
+        assert max(gpu.batches) <= 4
+    with on_cpu() as cpu:
+        expected = [cpu.submit(Request(None, path)).result() for path in jpegs for _ in range(3)]
+    assert_alike(found, expected)
+    assert said == []
+
+
+def test_what_waits_is_bounded_by_its_bytes(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.gate.clear()
+    size = max(path.stat().st_size for path in jpegs)
+    decoders = on_gpu(gpu, workers=1)
+    decoders._waiting._most_bytes = 3 * size
+    futures = [decoders.submit(Request(None, path)) for path in jpegs * 4]
+    time.sleep(0.5)
+    assert decoders._waiting._bytes <= 3 * size
+    gpu.gate.set()
+    assert all(future.result(60).error is None for future in futures)
+    decoders.close()
+    assert decoders._waiting._bytes == 0
+
+
+def test_an_idle_pool_keeps_no_picture(gpu: Counting, jpegs: list[Path]) -> None:
+    with on_gpu(gpu) as decoders:
+        kept = []
+        for path in jpegs[:4]:
+            future = decoders.submit(Request(None, path))
+            future.result(60)
+            kept.append(weakref.ref(future))
+            del future
+        until = time.monotonic() + 10
+        while any(ref() is not None for ref in kept) and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.05)
+        assert [ref() for ref in kept] == [None] * 4
+
+
+def test_files_that_wait_are_decoded_together(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.gate.clear()
+    with on_gpu(gpu) as decoders:
+        futures = [decoders.submit(Request(None, path)) for path in jpegs]
+        time.sleep(0.3)
+        gpu.gate.set()
+        for future in futures:
+            assert future.result(60).error is None
+    assert sum(gpu.batches) == len(jpegs)
+    assert len(gpu.batches) <= 3
+
+
+def test_what_is_cancelled_is_not_decoded_and_closing_leaves_nobody_waiting(gpu: Counting, jpegs: list[Path]) -> None:
+    gpu.gate.clear()
+    decoders = on_gpu(gpu, workers=1)
+    futures = [decoders.submit(Request(None, path)) for path in jpegs * 20]
+    assert futures[-1].cancel()
+    closing = threading.Thread(target=decoders.close)
+    closing.start()
+    time.sleep(0.1)
+    gpu.gate.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    for future in futures:
+        try:
+            assert future.result(0).error is None
+        except CancelledError:
+            continue
+    assert any(future.cancelled() for future in futures)
+
+
+def test_two_gpus_share_the_work(jpegs: list[Path]) -> None:
+    first, second = Counting(), Counting()
+    decoders = GpuDecoders([first, second], InferenceOptions(workers=2), INPUT)
+    assert_alike(prepared(decoders, jpegs * 10), prepared(on_cpu(), jpegs * 10))
+    assert sum(first.batches) + sum(second.batches) == 120
+
+
+def test_isolation_holds_for_what_the_cpu_decodes(gpu: Counting, jpegs: list[Path], tmp_path: Path) -> None:
+    png = tmp_path / "picture.png"
+    Image.open(jpegs[0]).save(png)
+    sources = [jpegs[0], png]
+    assert_alike(prepared(on_gpu(gpu, isolate=True), sources), prepared(on_cpu(isolate=True), sources))
+
+
+def test_the_stages_of_a_gpu_are_the_decoders_stages(gpu: Counting, jpegs: list[Path]) -> None:
+    clock = StageTimer()
+    prepared(GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, clock), jpegs)
+    stages = {row.stage: row.calls for row in clock.read().of_station("decoders")}
+    assert stages["resize"] == len(gpu.batches)
+    assert stages["decode"] == len(gpu.batches) + len(jpegs)
+
+
+def test_which_decoders_are_opened(gpu: Counting) -> None:
+    for options, expected in ((InferenceOptions(gpus=(gpu,)), GpuDecoders), (InferenceOptions(), Decoders)):
+        with open_decoders(options, INPUT) as decoders:
+            assert isinstance(decoders, expected)
+
+
+def test_a_bug_reaches_whoever_waits(gpu: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Iterator[None]:
+        raise KeyError("ours")
+
+    monkeypatch.setattr("opal_deploy.inference.decoding.gpu.read_header", fail)
+    stream = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(stream, "JPEG")
+    with on_gpu(gpu) as decoders:
+        waiting: Future[Prepared] = decoders.submit(Request(None, stream.getvalue()))
+        with pytest.raises(KeyError, match="ours"):
+            waiting.result(60)

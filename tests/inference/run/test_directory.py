@@ -1,0 +1,194 @@
+"""Whose a folder is: a run goes on where it ended, and two runs never mix."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.errors import UsageError
+from opal_deploy.inference.run.directory import RunDirectory, acquire_run_dir
+from opal_deploy.inference.run.summary import Summary
+
+IDENTITY: dict[str, Any] = {
+    "images": ["in/"],
+    "model": {"file": "ckpt.onnx", "sha256": "ab12"},
+    "top": 3,
+    "explain": False,
+    "boxes": None,
+}
+
+
+def begin(root: Path | None, **changes: Any) -> Path:
+    """A run that is killed after its first record."""
+    with acquire_run_dir(root, {**IDENTITY, **changes}, resume=True, overwrite=False) as folder:
+        folder.begin()
+        (folder.root / "results.jsonl").write_text("{}\n")
+        return folder.root
+
+
+def finish(root: Path) -> None:
+    with acquire_run_dir(root, IDENTITY, resume=True, overwrite=False) as folder:
+        folder.begin()
+        (folder.root / "results.jsonl").write_text("{}\n")
+        folder.end(Summary(), {})
+
+
+def look(root: Path | None, *, resume: bool = True, overwrite: bool = False, **changes: Any) -> RunDirectory:
+    with acquire_run_dir(root, {**IDENTITY, **changes}, resume=resume, overwrite=overwrite) as folder:
+        return folder
+
+
+def test_an_empty_place_holds_a_new_run(tmp_path: Path) -> None:
+    assert look(tmp_path / "out").state == "new"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_other_files_is_used(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    assert look(tmp_path).state == "new"
+    assert (tmp_path / "mine.txt").read_text() == "x"
+
+
+def test_the_same_run_goes_on(tmp_path: Path) -> None:
+    begin(tmp_path)
+    found = look(tmp_path)
+    assert found.state == "unfinished"
+    assert found.started
+    assert found.resumed == []
+    begin(tmp_path)
+    assert len(look(tmp_path).resumed) == 1
+
+
+def test_a_finished_run_is_finished(tmp_path: Path) -> None:
+    finish(tmp_path)
+    assert look(tmp_path).state == "finished"
+
+
+@pytest.mark.parametrize("damage", ["results gone", "results cut", "summary gone", "summary of another time"])
+def test_a_run_whose_end_is_in_doubt_goes_on(tmp_path: Path, damage: str) -> None:
+    finish(tmp_path)
+    if damage == "results gone":
+        (tmp_path / "results.jsonl").unlink()
+    elif damage == "results cut":
+        (tmp_path / "results.jsonl").write_text("{")
+    elif damage == "summary gone":
+        (tmp_path / "summary.json").unlink()
+    else:
+        (tmp_path / "summary.json").write_text('{"schema": 1, "complete": true, "results_bytes": 1000}')
+    assert look(tmp_path).state == "unfinished"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top": 5}, "--top 3 there, 5 here"),
+        ({"top": 1}, "--top 3 there, 1 here"),
+        ({"explain": True}, "--explain no there, yes here"),
+        ({"boxes": "b.csv, sha256 12"}, "--boxes none there, b.csv, sha256 12 here"),
+        ({"images": ["in/", "more/"]}, "images in/ there, in/ more/ here"),
+        ({"model": {"file": "ckpt.onnx", "sha256": "cd"}}, "--model ckpt.onnx ab12 there, ckpt.onnx cd here"),
+        ({"min_margin": 0.5}, "--min-margin none there, 0.5 here"),
+        ({"top": 5, "explain": True}, "--top 3 there, 5 here; --explain no there, yes here"),
+    ],
+)
+def test_another_run_is_refused_with_the_difference(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    begin(tmp_path)
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(UsageError, match="choose another --out, or give --overwrite") as refused:
+        look(tmp_path, **change)
+    assert f"it holds a run of its own: {message}; choose" in str(refused.value)
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_without_resuming_an_unfinished_run_is_left_alone(tmp_path: Path) -> None:
+    begin(tmp_path)
+    with pytest.raises(UsageError, match="an unfinished run, and --no-resume was given"):
+        look(tmp_path, resume=False)
+
+
+def test_results_that_nothing_is_known_of_are_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("precious")
+    with pytest.raises(UsageError, match="holds the results of an earlier run; choose another --out, or give --overwr"):
+        look(tmp_path)
+    assert (tmp_path / "results.jsonl").read_text() == "precious"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 1}', '{"schema": 99, "run": {}}', "\0" * 50])
+def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
+    begin(tmp_path)
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UsageError, match="damaged, or of another version"):
+        look(tmp_path)
+
+
+def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path: Path) -> None:
+    finish(tmp_path)
+    for name in ("report.html", "results.csv", "overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "mine.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / ".results.parquet.abc.part.parquet").write_text("half")
+    assert look(tmp_path, overwrite=True, top=5).state == "new"
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine.txt"]
+
+
+def test_the_default_folder_is_the_first_free_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "explanations-2").mkdir()
+    assert str(begin(None)) == "explanations"
+    assert str(begin(None, top=9)) == "explanations-3"
+
+
+def test_the_default_folder_is_that_of_the_latest_unfinished_run_of_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in ("", "-2", "-10"):
+        begin(Path(f"explanations{number}"))
+    begin(Path("explanations-11"), top=9)
+    begin(Path("explanations-old"))
+    finish(Path("explanations-12"))
+    assert str(look(None).root) == "explanations-10"
+    assert str(look(None, resume=False).root) == "explanations-3"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_place_that_cannot_be_a_folder_is_a_wrong_call(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match=r"cannot be written \(.*\); give another --out"):
+        look(tmp_path / name)
+
+
+def _hold(root: Path, held: Any, leave: Any) -> None:
+    with acquire_run_dir(root, IDENTITY, resume=True, overwrite=False) as folder:
+        folder.begin()
+        held.set()
+        leave.wait(60)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_second_process_is_refused_and_disturbs_nothing(tmp_path: Path, overwrite: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    held, leave = context.Event(), context.Event()
+    process = context.Process(target=_hold, args=(tmp_path, held, leave))
+    process.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(UsageError, match="another process is at work there"):
+            look(tmp_path, overwrite=overwrite)
+        assert (tmp_path / "run.json").is_file()
+    finally:
+        leave.set()
+        process.join(60)
+    # and can go on once the other is gone
+    assert look(tmp_path).state == "unfinished"
+
+
+def test_what_a_run_is_can_be_read(tmp_path: Path) -> None:
+    begin(tmp_path)
+    document = json.loads((tmp_path / "run.json").read_text())
+    assert document["schema"] == 1
+    assert document["run"] == IDENTITY

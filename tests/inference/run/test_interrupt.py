@@ -1,0 +1,93 @@
+"""The first signal ends a run in good order, the second at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from opal_deploy.inference.run.interrupt import Interrupt, signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_a_run_is_under_way_a_signal_is_a_request(number: signal.Signals) -> None:
+    said: list[str] = []
+    with signals(said.append) as interrupt, interrupt.running():
+        items = interrupt.until(range(10))
+        assert next(items) == 0
+        os.kill(os.getpid(), number)
+        assert list(items) == []
+    assert interrupt.stopped
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_and_after_a_run_a_signal_interrupts_as_ever(number: signal.Signals) -> None:
+    with signals(lambda _: None) as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+        with interrupt.running():
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert not interrupt.requested
+
+
+def test_images_that_end_by_themselves_were_not_stopped() -> None:
+    interrupt = Interrupt()
+    assert list(interrupt.until(range(3))) == [0, 1, 2]
+    assert not interrupt.stopped
+
+
+def test_handlers_are_what_they_were_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with signals(lambda _: None):
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def _fail() -> None:
+    with signals(lambda _: None):
+        raise ValueError("x")
+
+
+def test_handlers_are_what_they_were_after_an_exception() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ValueError, match="x"):
+        _fail()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def work() -> None:
+        with signals(lambda _: None) as interrupt:
+            seen.append((signal.getsignal(signal.SIGINT), interrupt.requested))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [(before, False)]
+
+
+TWICE = """
+import os, signal, sys
+from opal_deploy.inference.run.interrupt import signals
+with signals(lambda text: print(text, file=sys.stderr)) as interrupt, interrupt.running():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("never here", flush=True)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stdout == "still here\n"
+    assert len(done.stderr.splitlines()) == 2

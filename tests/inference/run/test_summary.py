@@ -1,0 +1,122 @@
+"""Counts of a run, accuracy against given labels, and the limit on errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
+from opal_deploy.records.record import Record, error_record
+
+
+def answered(label: str, truth: str | None = None, status: Any = "ok") -> Record:
+    record: Record = {
+        "schema": 1,
+        "image": "a",
+        "status": status,
+        "prediction": {"class_id": "abc".index(label), "label": label, "logit": -1.0, "cosine": 0.5},
+    }
+    return record if truth is None else {**record, "truth": truth}
+
+
+def failed(code: str = "not_found", truth: str | None = None) -> Record:
+    record = error_record("a", code, "")
+    return record if truth is None else {**record, "truth": truth}
+
+
+def summary_of(*records: Record, labels: bool = False) -> Summary:
+    summary = Summary(accuracy=Accuracy(frozenset("abc")) if labels else None)
+    for record in records:
+        summary.count(record)
+    return summary
+
+
+def test_answers_are_counted_by_class_and_errors_by_code() -> None:
+    document = summary_of(
+        answered("b"), answered("a"), answered("b", status="abstained"), failed("empty_file"), failed()
+    ).to_dict()
+    assert document["images"] == 5
+    assert document["statuses"] == {"abstained": 1, "error": 2, "ok": 2}
+    assert document["errors"] == {"empty_file": 1, "not_found": 1}
+    assert document["classes"] == [
+        {"class_id": 1, "label": "b", "images": 2},
+        {"class_id": 0, "label": "a", "images": 1},
+    ]
+    assert document["accuracy"] is None
+    json.dumps(document)
+
+
+def test_accuracy_is_of_answers_to_images_whose_label_is_a_class() -> None:
+    found = summary_of(
+        answered("a", "a"),
+        answered("b", "b", status="abstained"),
+        answered("b", "a"),
+        answered("b", "lion"),
+        answered("b"),
+        failed(truth="a"),
+        failed(truth="lion"),
+        labels=True,
+    ).accuracy
+    assert found is not None
+    assert found.to_dict() == {
+        "accuracy": 2 / 3,
+        "correct": 2,
+        "wrong": 1,
+        "failed": 1,
+        "label_is_no_class": 2,
+        "without_label": 1,
+    }
+    assert found.unknown_examples == ["lion"]
+
+
+def test_without_an_answer_there_is_no_accuracy() -> None:
+    found = summary_of(failed(truth="a"), labels=True).accuracy
+    assert found is not None
+    assert found.value is None
+
+
+def test_the_rate_is_of_this_times_records() -> None:
+    summary = summary_of(*[answered("a")] * 10)
+    summary.kept, summary.seconds = 6, 2.0
+    assert (summary.new, summary.rate) == (4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "good", "bad", "stops"),
+    [
+        ("0", 5, 0, False),
+        ("0", 5, 1, True),
+        ("3", 0, 3, False),
+        ("3", 0, 4, True),
+        ("50%", 0, 99, False),  # too few to judge
+        ("50%", 0, 100, True),
+        ("50%", 50, 50, False),
+        ("50%", 50, 51, True),
+        ("0%", 99, 1, True),
+        ("100%", 0, 1000, False),
+        ("2.5%", 975, 25, False),
+        ("2.5%", 974, 26, True),
+    ],
+)
+def test_more_errors_than_the_limit_stop_the_run(limit: str, good: int, bad: int, stops: bool) -> None:
+    summary = summary_of(*[answered("a")] * good, *[failed()] * bad)
+    if stops:
+        with pytest.raises(StoppedEarly, match=f"{bad} of {good + bad} images failed, more than --max-errors {limit};"):
+            ErrorLimit.parse(limit).check(summary)
+    else:
+        ErrorLimit.parse(limit).check(summary)
+
+
+def test_the_most_frequent_code_is_named() -> None:
+    summary = summary_of(failed("a_code"), failed("b_code"), failed("b_code"))
+    with pytest.raises(StoppedEarly, match=r"most often b_code \(2\); look at these images, or raise the limit"):
+        ErrorLimit.parse("2").check(summary)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "%", "101%", "-1%", "nan%", "inf%", "5 %%"])
+def test_a_limit_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected a number of images, or a share such as 5%"):
+        ErrorLimit.parse(text)

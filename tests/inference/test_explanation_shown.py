@@ -1,0 +1,126 @@
+"""What Python prints and a notebook shows of a record, which stays a plain dictionary."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from PIL import Image
+
+import opal_deploy
+from opal_deploy.inference.explanation import Explanation, Explanations, explained_all
+from opal_deploy.records.record import Record, error_record
+
+HOSTILE = "<script>alert(1)</script>\"'\n&.png"
+
+
+@pytest.fixture(scope="module")
+def model(exact_model: Path) -> opal_deploy.Model:
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
+
+
+def page(shown: Any) -> list[tuple[str, dict[str, str | None]]]:
+    """The elements that a browser would make of what a notebook is given."""
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Parser().feed(shown._repr_html_())
+    return found
+
+
+def test_a_record_is_a_plain_dictionary_in_every_respect(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    paths = make_pictures(tmp_path, 2)
+    record, both = model.explain(paths[0]), model.explain(paths)
+    plain = json.loads(json.dumps(record))
+    assert record == plain
+    assert both == [plain, model.explain(paths[1])]
+    assert json.dumps(record) == json.dumps(dict(record))
+    assert repr(record) == repr(dict(record))
+    assert copy.deepcopy(record) == record
+    assert isinstance(both, list)
+
+
+def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    paths = [*make_pictures(tmp_path, 2), tmp_path / "none.jpg"]
+    both = model.explain(paths)
+    line = str(both[0])
+    answer = both[0]["prediction"]
+    assert line == f"{paths[0]}: {answer['label']}, cosine {answer['cosine']:.4f}, margin {both[0]['margin']:.4f}"
+    assert str(both).splitlines() == [str(record) for record in both]
+    assert str(both[2]).endswith("none.jpg: error not_found: no such file")
+
+
+def test_a_notebook_shows_the_drawing_and_each_slot(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    record = model.explain(path)
+    tags = page(record)
+    (image,) = [attributes for tag, attributes in tags if tag == "img"]
+    assert (image["src"] or "").startswith("data:image/jpeg;base64,")
+    assert image["alt"] == str(record)
+    assert [tag for tag, _ in tags].count("tr") == 1 + len(record["evidence"])
+
+
+def test_a_file_that_is_another_by_now_is_not_shown(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    record = model.explain(path)
+    Image.new("RGB", (96, 96)).save(path)
+    assert "img" not in [tag for tag, _ in page(record)]
+    assert "img" not in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
+
+
+def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    record = cast(dict[str, Any], {**model.explain(path), "image": HOSTILE})
+    record["prediction"] = {**record["prediction"], "label": HOSTILE}
+    record["evidence"][0]["name"] = HOSTILE
+    failed = cast(dict[str, Any], error_record(HOSTILE, "code", HOSTILE))
+    for shown in (
+        Explanation(record),
+        Explanation(failed),
+        explained_all([cast(Record, record), cast(Record, failed)]),
+    ):
+        assert {tag for tag, _ in page(shown)} <= {
+            "div",
+            "p",
+            "strong",
+            "table",
+            "thead",
+            "tbody",
+            "tr",
+            "th",
+            "td",
+            "span",
+        }
+        assert not any(name.startswith("on") for _, attributes in page(shown) for name in attributes)
+    assert "\n" not in str(Explanation(record))
+
+
+def test_a_long_list_says_how_many_more_there_are() -> None:
+    shown = Explanations([error_record("a", "b", "c")] * 60)._repr_html_()
+    assert "and 10 more" in shown
+
+
+def test_a_service_answers_with_the_same_objects(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    with model.serve() as service:
+        record = service.submit(path).result()
+    assert isinstance(record, Explanation)
+    assert record == model.explain(path)

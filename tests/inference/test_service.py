@@ -1,0 +1,218 @@
+"""Pictures that come one by one, from many threads: as a server would use the library."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import opal_deploy
+from opal_deploy.errors import StoppedEarly
+from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.service import Service
+from opal_deploy.records.record import Record
+
+
+def array(shade: int) -> np.ndarray:
+    image = np.full((40, 40, 3), 10, np.uint8)
+    row, col = divmod(shade % 16, 4)
+    image[row * 10 : row * 10 + 10, col * 10 : col * 10 + 10] = 100 + shade % 100
+    return image
+
+
+def cell(record: Record) -> int:
+    row, col = record["evidence"][0]["cell"]
+    return row * 4 + col
+
+
+def ours() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith(("decode", "service-"))}
+
+
+@pytest.fixture(scope="module")
+def model(exact_model: Path) -> opal_deploy.Model:
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
+
+
+def test_an_asyncio_program_answers_200_requests_as_explain_does(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    paths: list[Path] = make_pictures(tmp_path, 40)
+    paths[17].write_bytes(paths[17].read_bytes()[:200])
+    expected = model.explain(paths)
+    assert expected[17]["status"] == "error"
+
+    async def client(service: Service, first: int) -> list[Record]:
+        """One caller's requests, all in flight together; its answers in the order in which it asked."""
+        futures = [service.submit(paths[(first + step) % 40], wait=False) for step in range(40)]
+        return await asyncio.gather(*map(asyncio.wrap_future, futures))
+
+    async def program(service: Service, firsts: list[int]) -> list[list[Record]]:
+        return await asyncio.gather(*(client(service, first) for first in firsts))
+
+    answers: dict[int, list[Record]] = {}
+    with model.serve(batch=8) as service:
+
+        def thread(firsts: list[int]) -> None:
+            answers.update(zip(firsts, asyncio.run(program(service, firsts)), strict=True))
+
+        threads = [threading.Thread(target=thread, args=(firsts,)) for firsts in ([0, 3], [11], [19, 30])]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+    assert sum(map(len, answers.values())) == 200
+    for first, found in answers.items():
+        assert found == [expected[(first + step) % 40] for step in range(40)]
+
+
+def test_a_box_crops_and_other_kinds_of_images_are_taken(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    with model.serve() as service:
+        boxed = service.submit(path, (10, 20, 70, 80))
+        data = service.submit(path.read_bytes())
+        assert boxed.result(30) == model.explain(path, boxes=(10, 20, 70, 80))
+        assert data.result(30) == {**model.explain(path), "image": None}
+
+
+def test_explain_may_be_called_beside_a_service(bright_session: Callable) -> None:
+    busy = threading.Semaphore(1)
+    session = bright_session()
+    run = session.run
+
+    def alone(images: np.ndarray) -> object:
+        assert busy.acquire(blocking=False), "two batches at a time in one session"
+        time.sleep(0.002)
+        busy.release()
+        return run(images)
+
+    session.run = alone
+    model = opal_deploy.Model([session])
+    with model.serve(batch=2) as service:
+        futures = [service.submit(array(shade)) for shade in range(40)]
+        assert [cell(record) for record in model.explain([array(s) for s in range(40)], batch=2)] == [
+            s % 16 for s in range(40)
+        ]
+        assert [cell(future.result(30)) for future in futures] == [s % 16 for s in range(40)]
+
+
+def test_what_waits_is_answered_in_full_batches_and_one_alone_without_company(bright_session: Callable) -> None:
+    hold = threading.Event()
+    session = bright_session(hold=hold)
+    with Service([session], InferenceOptions(batch=4), max_wait=0.0) as service:
+        first = service.submit(array(0))
+        time.sleep(0.2)
+        rest = [service.submit(array(shade)) for shade in range(1, 10)]
+        time.sleep(0.3)
+        hold.set()
+        assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
+    assert session.batches == [1, 4, 4, 1]
+
+
+def test_a_picture_waits_for_company_as_long_as_told(bright_session: Callable) -> None:
+    session = bright_session()
+    with Service([session], InferenceOptions(batch=3), max_wait=20) as service:
+        started = time.monotonic()
+        futures = [service.submit(array(shade)) for shade in range(3)]
+        wait(futures, 30)
+        # full before its time
+        assert time.monotonic() - started < 10
+    assert session.batches == [3]
+
+
+def test_a_full_service_raises_or_waits(bright_session: Callable) -> None:
+    hold = threading.Event()
+    with Service([bright_session(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
+        taken = [service.submit(array(shade)) for shade in range(5)]
+        with pytest.raises(queue.Full, match="5 pictures are in work"):
+            service.submit(array(5), wait=False)
+        late: list[Future[Record]] = []
+        waiting = threading.Thread(target=lambda: late.append(service.submit(array(5))))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        hold.set()
+        waiting.join(30)
+        assert [cell(future.result(30)) for future in [*taken, *late]] == list(range(6))
+
+
+def test_a_cancelled_picture_is_never_computed(bright_session: Callable) -> None:
+    hold = threading.Event()
+    session = bright_session(hold=hold)
+    with Service([session], InferenceOptions(batch=1), max_wait=0.0, capacity=4) as service:
+        first, second, third, fourth = (service.submit(array(shade)) for shade in range(4))
+        while not first.running():
+            time.sleep(0.001)
+        assert not first.cancel()
+        assert second.cancel()
+        assert fourth.cancel()
+        hold.set()
+        assert [cell(future.result(30)) for future in (first, third)] == [0, 2]
+        with pytest.raises(CancelledError):
+            second.result()
+        # their places are free again
+        again = [service.submit(array(shade)) for shade in range(4)]
+        assert [cell(future.result(30)) for future in again] == [0, 1, 2, 3]
+    assert session.batches == [1] * 6
+
+
+def test_closing_under_load_answers_what_was_taken_and_takes_no_more(bright_session: Callable) -> None:
+    before = ours()
+    sessions = [bright_session(), bright_session()]
+    service = Service(sessions, InferenceOptions(batch=4), capacity=64)
+    taken: list[tuple[int, Future[Record]]] = []
+    refused = threading.Event()
+
+    def caller() -> None:
+        for shade in itertools.count():
+            try:
+                future = service.submit(array(shade))
+            except RuntimeError:
+                refused.set()
+                return
+            taken.append((shade, future))
+
+    threads = [threading.Thread(target=caller) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(taken) < 100:
+        time.sleep(0.001)
+    service.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert refused.is_set()
+    assert all(future.done() for _, future in taken)
+    assert all(cell(future.result()) == shade % 16 for shade, future in taken)
+    assert sum(sum(session.batches) for session in sessions) == len(taken)
+    assert ours() == before
+    service.close()
+    with pytest.raises(RuntimeError, match="the service is closed"):
+        service.submit(array(0))
+
+
+def test_a_lost_device_is_told_to_those_who_wait_and_the_next_may_do_better(bright_session: Callable) -> None:
+    session = bright_session(fails_at=0)
+    with Service([session], InferenceOptions(batch=1)) as service:
+        with pytest.raises(StoppedEarly, match="device was lost"):
+            service.submit(array(0)).result(30)
+        session.fails_at = None
+        assert cell(service.submit(array(3)).result(30)) == 3
+
+
+def test_a_service_waits_without_work(bright_session: Callable) -> None:
+    with Service([bright_session()]) as service:
+        service.submit(array(0)).result(30)
+        spent = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - spent < 0.25

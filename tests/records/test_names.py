@@ -1,0 +1,47 @@
+"""File names as text that any JSON reader accepts, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pytest
+
+from opal_deploy.records.names import escape_name, unescape_name
+
+
+@pytest.mark.parametrize(
+    ("name", "escaped"),
+    [
+        (b"a b.jpg", "a b.jpg"),
+        (b"a\nb.jpg", "a\nb.jpg"),
+        (b"<script>\"'&.jpg", "<script>\"'&.jpg"),
+        ("für.jpg".encode(), "für.jpg"),
+        (b"a\xff.jpg", "a\\xff.jpg"),
+        (b"a\\xff.jpg", "a\\\\xff.jpg"),
+        (b"\\", "\\\\"),
+        (b"\\\xff\\", "\\\\\\xff\\\\"),
+        # the first half of a two-byte character
+        (b"\xc3.jpg", "\\xc3.jpg"),
+    ],
+)
+def test_what_is_not_utf8_is_escaped_and_nothing_else(name: bytes, escaped: str) -> None:
+    assert escape_name(os.fsdecode(name)) == escaped
+
+
+def test_escaping_is_reversible_for_every_name_a_file_can_have() -> None:
+    source = random.Random(7)
+    # weighted towards what escaping could trip over
+    alphabet = b"\\\\\\\\xxffdc80\xff\x80\xc3\xa9\n\"'<>" + bytes(range(1, 256))
+    for _ in range(20_000):
+        name = os.fsdecode(bytes(source.choice(alphabet) for _ in range(source.randrange(1, 12))))
+        text = escape_name(name)
+        assert unescape_name(text) == name
+        # as it will be written and read
+        assert json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8")) == text
+
+
+def test_different_names_stay_different() -> None:
+    names = [b"\xff", b"\\xff", b"\\\\xff", b"\\\xff", "ÿ".encode()]
+    assert len({escape_name(os.fsdecode(name)) for name in names}) == len(names)

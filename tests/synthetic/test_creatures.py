@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from opal_deploy.errors import UsageError
+from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, Creature, background, draw, list_species
+
+SIDE = 224
+KINDS = list_species(MAX_SPECIES)
+
+
+def drawn(kind: int, seed: int, size: tuple[int, int] = (SIDE, SIDE)) -> Creature:
+    return draw(KINDS[kind], np.random.default_rng(seed), size)
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Creature]:
+    return [drawn(i % MAX_SPECIES, i) for i in range(240)]
+
+
+def within(boxes: list[tuple[float, float, float, float]], size: tuple[int, int]) -> NDArray[np.bool_]:
+    """bool [H, W]: pixels that lie in one of the boxes, at least in part."""
+    y, x = np.mgrid[: size[0], : size[1]]
+    inside = np.zeros(size, dtype=bool)
+    for x0, y0, x1, y1 in boxes:
+        inside |= (x + 1 > x0) & (x < x1) & (y + 1 > y0) & (y < y1)
+    return inside
+
+
+@pytest.mark.parametrize("size", [(128, 128), (160, 224), (224, 160), (32, 32)])
+def test_picture_and_foreground_have_the_size_asked_for(size: tuple[int, int]) -> None:
+    creature = drawn(3, 0, size)
+    assert (creature.image.shape, creature.image.dtype) == ((*size, 3), np.uint8)
+    assert (creature.foreground.shape, creature.foreground.dtype) == (size, np.bool_)
+    assert creature.image.flags.writeable
+
+
+def test_every_part_lies_within_the_picture(many: list[Creature]) -> None:
+    for part in (part for creature in many for part in creature.parts.values()):
+        (x0, y0, x1, y1), (x, y) = part.box, part.centre
+        assert 0 <= x0 < x < x1 <= SIDE
+        assert 0 <= y0 < y < y1 <= SIDE
+
+
+def test_a_part_spans_at_most_two_cells_and_is_large_enough_to_see(many: list[Creature]) -> None:
+    cell = SIDE / 7
+    for part in (part for creature in many for part in creature.parts.values()):
+        x0, y0, x1, y1 = part.box
+        assert 0.6 * cell <= max(x1 - x0, y1 - y0) <= 2 * cell, part
+        assert 0.4 * cell <= min(x1 - x0, y1 - y0), part
+
+
+def test_parts_are_apart_from_each_other(many: list[Creature]) -> None:
+    for creature in many:
+        for a, b in combinations(creature.parts.values(), 2):
+            assert np.hypot(a.centre[0] - b.centre[0], a.centre[1] - b.centre[1]) > SIDE / 7
+            overlap = np.minimum(a.box[2:], b.box[2:]) - np.maximum(a.box[:2], b.box[:2])
+            smaller = min((p.box[2] - p.box[0]) * (p.box[3] - p.box[1]) for p in (a, b))
+            assert overlap.clip(min=0).prod() < 0.1 * smaller
+
+
+def test_scene_depends_on_the_generator_only() -> None:
+    for seed in range(8):
+        scene = background(np.random.default_rng(seed), (96, 128))
+        for kind in range(MAX_SPECIES):
+            creature = drawn(kind, seed, (96, 128))
+            own = within([part.box for part in creature.parts.values()], (96, 128)) | creature.foreground
+            own[1:] |= own[:-1].copy()  # antialiased edges of the body: a pixel around the foreground
+            own[:-1] |= own[1:].copy()
+            own[:, 1:] |= own[:, :-1].copy()
+            own[:, :-1] |= own[:, 1:].copy()
+            np.testing.assert_array_equal(creature.image[~own], scene[~own])
+
+
+@pytest.mark.parametrize("size", [(160, 160), (128, 96)])
+def test_two_species_differ_exactly_inside_the_parts_that_differ(size: tuple[int, int]) -> None:
+    for seed, (a, b) in enumerate(combinations(range(MAX_SPECIES), 2)):
+        one, two = drawn(a, seed, size), drawn(b, seed, size)
+        changed = (one.image != two.image).any(axis=2)
+        differing = [part for part in VARIANTS if one.parts[part].variant != two.parts[part].variant]
+        assert not (changed & ~within([c.parts[p].box for c in (one, two) for p in differing], size)).any()
+        for part in differing:
+            assert changed[within([one.parts[part].box, two.parts[part].box], size)].mean() > 0.05, part
+        for part in VARIANTS.keys() - set(differing):
+            assert one.parts[part].box == two.parts[part].box
+
+
+@pytest.mark.parametrize("part", VARIANTS)
+def test_box_is_tight_around_what_the_part_paints(part: str) -> None:
+    for seed in range(24):
+        kind = KINDS[seed % MAX_SPECIES]
+        whole = draw(kind, np.random.default_rng(seed), (SIDE, SIDE))
+        without = draw(kind, np.random.default_rng(seed), (SIDE, SIDE), hide=[part])
+        rows, columns = np.nonzero((whole.image != without.image).any(axis=2))
+        x0, y0, x1, y1 = whole.parts[part].box
+        # where a part meets the creature its root lies under the head or the body
+        hidden = 0.0 if part == "wing" else 0.05 * SIDE
+        painted = np.array([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+        slack = (painted - [x0, y0, x1, y1]) * [1, 1, -1, -1]
+        assert slack.min() > -1
+        assert slack.max() < hidden + 2.5, (kind.name, slack)
+
+
+def test_hidden_part_is_not_visible_and_changes_nothing_else() -> None:
+    whole = drawn(0, 5)
+    without = draw(KINDS[0], np.random.default_rng(5), (SIDE, SIDE), hide={"tail", "crest"})
+    assert {name for name, part in without.parts.items() if not part.visible} == {"tail", "crest"}
+    assert without.parts["beak"] == whole.parts["beak"]
+    changed = (whole.image != without.image).any(axis=2)
+    assert changed.any()
+    assert not (changed & ~within([whole.parts["tail"].box, whole.parts["crest"].box], (SIDE, SIDE))).any()
+
+
+def test_distinguishing_parts_are_those_of_the_species(many: list[Creature]) -> None:
+    for i, creature in enumerate(many):
+        assert {name for name, part in creature.parts.items() if part.distinguishing} == KINDS[
+            i % MAX_SPECIES
+        ].distinguishing
+
+
+def test_same_generator_same_creature_other_generator_other_creature() -> None:
+    np.testing.assert_array_equal(drawn(2, 7).image, drawn(2, 7).image)
+    assert (drawn(2, 7).image != drawn(2, 8).image).mean() > 0.5
+
+
+def test_foreground_is_a_moderate_share_of_the_picture(many: list[Creature]) -> None:
+    shares = [creature.foreground.mean() for creature in many]
+    assert min(shares) > 0.08
+    assert max(shares) < 0.3
+
+
+def test_too_small_a_picture_is_refused() -> None:
+    with pytest.raises(UsageError, match="at least 32"):
+        drawn(0, 0, (224, 31))
+
+
+def test_hiding_what_is_no_part_is_refused() -> None:
+    with pytest.raises(UsageError, match="no such part to hide: horn"):
+        draw(KINDS[0], np.random.default_rng(0), (64, 64), hide=["horn"])
+
+
+def test_colours_hardly_tell_the_species() -> None:
+    linear = pytest.importorskip("sklearn.linear_model")
+    kinds = list_species(8)
+
+    def histograms(per_class: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        rows, labels = [], []
+        for label, kind in enumerate(kinds):
+            for i in range(per_class):
+                image = draw(kind, np.random.default_rng([seed, label, i]), (64, 64)).image
+                bins = (image // 64).astype(np.int64) @ np.array([16, 4, 1])
+                rows.append(np.bincount(bins.ravel(), minlength=64) / bins.size)
+                labels.append(label)
+        return np.sqrt(np.array(rows)), np.array(labels)
+
+    train, train_labels = histograms(90, 0)
+    test, test_labels = histograms(40, 1)
+    model = linear.LogisticRegression(C=30.0, max_iter=1000).fit(train, train_labels)
+    accuracy = model.score(test, test_labels)
+    print(f"colour histogram: {accuracy:.3f} of 8 species, chance is 0.125")
+    assert model.score(train, train_labels) > 0.2  # it did learn something, so the test is not vacuous
+    assert accuracy < 0.35

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from opal_deploy.errors import UsageError
+from opal_deploy.synthetic import draw, generate, list_species, read_annotations
+from opal_deploy.synthetic.dataset import encode_runs
+
+SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
+
+
+def pixels(path: Path) -> NDArray[np.uint8]:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def test_layout_is_an_image_folder_with_annotations(tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    summary = generate(tmp_path / "a" / "b", **SMALL, progress=lambda done, total: steps.append((done, total)))
+    root = tmp_path / "a" / "b"
+    assert summary.root == root
+    assert summary.images == {"train": 6, "val": 3, "test": 3}
+    assert steps == [(i, 12) for i in range(1, 13)]
+    assert sorted(path.name for path in root.iterdir()) == ["classes.txt", "parts.jsonl", "test", "train", "val"]
+    for split in ("train", "val", "test"):
+        # an ImageFolder numbers its classes alphabetically
+        assert sorted(path.name for path in (root / split).iterdir()) == list(summary.classes)
+    assert (root / "classes.txt").read_text().split() == list(summary.classes)
+    on_disk = {path.relative_to(root).as_posix() for path in root.glob("*/*/*.png")}
+    assert {annotation.image for annotation in read_annotations(summary.annotations)} == on_disk
+
+
+def test_annotations_read_back_are_those_of_the_drawings(tmp_path: Path) -> None:
+    generate(tmp_path, **SMALL, seed=5)
+    found = {annotation.image: annotation for annotation in read_annotations(tmp_path)}
+    kind = list_species(3)[2]
+    creature = draw(kind, np.random.default_rng(np.random.SeedSequence([5, 0, 2, 1])), (64, 96))
+    annotation = found[f"train/{kind.name}/0001.png"]
+    assert annotation.species == kind.name
+    assert (annotation.height, annotation.width) == (64, 96)
+    assert annotation.parts == creature.parts
+    np.testing.assert_array_equal(annotation.foreground(), creature.foreground)
+    np.testing.assert_array_equal(pixels(tmp_path / annotation.image), creature.image)
+
+
+def test_an_image_depends_on_its_own_place_only(tmp_path: Path) -> None:
+    generate(tmp_path / "few", **SMALL)
+    generate(tmp_path / "more", **{**SMALL, "num_species": 4, "train_per_class": 3, "val_per_class": 0})
+    name = f"test/{list_species(3)[1].name}/0000.png"
+    np.testing.assert_array_equal(pixels(tmp_path / "few" / name), pixels(tmp_path / "more" / name))
+    assert not (tmp_path / "more" / "val").exists()
+
+
+def test_splits_classes_and_seeds_have_pictures_of_their_own(tmp_path: Path) -> None:
+    generate(tmp_path / "0", **SMALL)
+    generate(tmp_path / "1", **SMALL, seed=1)
+    files = sorted(tmp_path.glob("*/*/*/*.png"))
+    assert len({pixels(path).tobytes() for path in files}) == len(files) == 24
+
+
+def test_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep")
+    with pytest.raises(UsageError, match="is not empty"):
+        generate(tmp_path, **SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write a data set"):
+        generate(tmp_path / "file", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_species": 1}, "2 to"),
+        ({"train_per_class": -1}, "must not be negative"),
+        ({"train_per_class": 0, "val_per_class": 0, "test_per_class": 0}, "nor all 0"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"size": (16, 64)}, "at least 32"),
+    ],
+)
+def test_impossible_request_is_refused_before_anything_is_written(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        generate(tmp_path / "new", **{**SMALL, **change})
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("mask", "runs"),
+    [
+        ([[0, 0], [0, 0]], (4,)),
+        ([[1, 1], [1, 1]], (0, 4)),
+        ([[0, 1], [1, 0]], (1, 2, 1)),
+        ([[1, 0], [0, 1]], (0, 1, 2, 1)),
+    ],
+)
+def test_runs_start_with_background_and_go_row_by_row(mask: list[list[int]], runs: tuple[int, ...]) -> None:
+    assert encode_runs(np.array(mask, dtype=bool)) == runs
+
+
+def test_missing_annotations_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read part annotations"):
+        read_annotations(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', "short"])
+def test_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
+    summary = generate(tmp_path, **SMALL)
+    first, second, *_ = summary.annotations.read_text().splitlines()
+    if damage == "short":
+        record = json.loads(second)
+        record["runs"].pop()
+        damage = json.dumps(record)
+    summary.annotations.write_text(f"{first}\n{damage}\n")
+    with pytest.raises(UsageError, match=r"line 2 is not a part annotation"):
+        read_annotations(summary.annotations)

@@ -1,0 +1,52 @@
+"""Records made by hand: what each slot scored and where, for a picture of a given size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.record import Record, build_record
+
+GRID = (5, 5)
+RecordMaker = Callable[..., Record]
+
+
+@pytest.fixture
+def make_record() -> RecordMaker:
+    def make(
+        size: tuple[int, int],
+        cells: Sequence[tuple[int, int]] = ((0, 0), (2, 3), (4, 4)),
+        scores: Sequence[float] | None = None,
+        *,
+        image: str | None = "a/b.jpg",
+        labels: tuple[str, str] = ("Sooty Albatross", "Crested Auklet"),
+        distance: str = "l2",
+        min_margin: float | None = None,
+    ) -> Record:
+        """Class 0 wins with its slots at `cells` of a 5 x 5 grid; class 1 scores low."""
+        m = len(cells)
+        metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet50", GRID, (224, 224))
+        own = np.full(m, 0.9) if scores is None else np.asarray(scores)
+        outputs = Outputs(
+            np.array([[-0.3, -1.2]], dtype=np.float32),
+            np.array([[row * GRID[1] + col for row, col in cells] + [0] * m], dtype=np.int32),
+            np.concatenate([own, np.full(m, 0.1)])[None].astype(np.float32),
+        )
+        return build_record(image, Geometry.whole(*size), outputs, 0, metadata, min_margin=min_margin)
+
+    return make
+
+
+@pytest.fixture
+def answer_without_evidence(make_record: RecordMaker) -> Record:
+    record = make_record((200, 200))
+    del record["evidence"]
+    record["margin"] = None
+    for answer in (record["prediction"], *record["top"]):
+        answer["cosine"] = None
+    return record

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.visualization.atlas.exemplars import AtlasPatch, Finding, SlotEntry, SlotFigures
+from opal_deploy.visualization.atlas.page import write_page
+from opal_deploy.visualization.atlas.storage import Atlas, check_place, write_atlas, write_patch
+
+MODEL = {
+    "file": "m.onnx", "sha256": "a" * 64, "checkpoint_sha256": "c" * 64, "backbone": "resnet18", "precision": "fp32",
+    "prototypes_per_class": 2, "grid": [7, 7], "distance": "l2",
+}  # fmt: skip
+HOSTILE = "<script>alert(1)</script>\"'&"
+
+
+def jpeg(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 10), (shade, 0, 0)).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+def built(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
+    """Two classes of two slots; class 1 was never predicted."""
+    figures = SlotFigures(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
+    entries = {}
+    for slot in range(2):
+        patches = tuple(
+            AtlasPatch(
+                f"{label}/{i}.jpg", f"{i}" * 64, (1, i), (0.5, 1.0, 20.25, 11.0), 0.9, 0.4 - i / 10,
+                write_patch(root, jpeg(shade + 10 * i + slot)),
+            )
+            for i in range(3)
+        )  # fmt: skip
+        entries[0, slot] = SlotEntry(0, slot, figures, patches)
+        entries[1, slot] = SlotEntry(1, slot, SlotFigures(0, *[None] * 8), ())
+    findings = (Finding("never_predicted", 1, None, 0.0, "ash: predicted for no picture"),)
+    atlas = Atlas(
+        root, MODEL, (label, "ash"), {"description": "train", "answered": 3}, 8, entries, findings, (6,) + (0,) * 48
+    )
+    write_atlas(atlas)
+    return atlas
+
+
+def edited(root: Path, edit: Any) -> Path:
+    document = json.loads((root / "atlas.json").read_text())
+    edit(document)
+    (root / "atlas.json").write_text(json.dumps(document))
+    return root
+
+
+def test_what_was_written_is_read_back_equal(tmp_path: Path) -> None:
+    atlas = built(tmp_path / "atlas")
+    assert Atlas.load(tmp_path / "atlas") == atlas
+
+
+def test_rows_are_best_first_and_leave_out_what_is_excluded(tmp_path: Path) -> None:
+    atlas = built(tmp_path)
+    assert [patch.image for patch in atlas.rows(0, 1)] == ["oak/0.jpg", "oak/1.jpg", "oak/2.jpg"]
+    assert [patch.image for patch in atlas.rows(0, 1, exclude={"1" * 64})] == ["oak/0.jpg", "oak/2.jpg"]
+    assert [patch.image for patch in atlas.rows(0, 0, exclude=["oak/0.jpg"])] == ["oak/1.jpg", "oak/2.jpg"]
+    assert atlas.rows(1, 0) == []
+    with pytest.raises(KeyError):
+        atlas.rows(0, 2)
+
+
+def test_a_patchs_picture_is_what_was_written(tmp_path: Path) -> None:
+    atlas = built(tmp_path)
+    found = atlas.picture(atlas.rows(0, 1)[2])
+    assert found.size == (20, 10)
+    assert np.abs(np.asarray(found, int) - (21, 0, 0)).max() <= 3
+
+
+@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1])])
+def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Any) -> None:
+    atlas = built(tmp_path)
+    patch = atlas.rows(0, 0)[0]
+    damage(tmp_path / patch.file)
+    with pytest.raises(ArtifactError, match="build the atlas again"):
+        atlas.picture(patch)
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda d: d.update(schema=2), "schema 2 found, 1 expected"),
+        (lambda d: d.update(kind="other"), "not an atlas"),
+        (lambda d: d.pop("model"), "damaged"),
+        (lambda d: d["model"].update(sha256=3), "damaged"),
+        (lambda d: d["classes"].reverse(), "damaged"),
+        (lambda d: d["classes"][0]["slots"].pop(), "damaged"),
+        (lambda d: d["classes"][0].update(label=None), "damaged"),
+        (lambda d: d["classes"][0]["slots"][0].pop("entropy"), "damaged"),
+        (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(file="../../secret.jpg"), "damaged"),
+        (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(box=[1, 2]), "damaged"),
+        (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(score="much"), "damaged"),
+        (lambda d: d["findings"].append({}), "damaged"),
+    ],
+)
+def test_a_damaged_atlas_is_refused_in_one_line(tmp_path: Path, edit: Any, complaint: str) -> None:
+    built(tmp_path)
+    with pytest.raises(ArtifactError, match=complaint) as error:
+        Atlas.load(edited(tmp_path, edit))
+    assert "\n" not in str(error.value)
+    assert "opal-deploy atlas" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"schema": 1', "\x00"])
+def test_what_is_no_atlas_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "atlas.json").write_text(text)
+    with pytest.raises(ArtifactError) as error:
+        Atlas.load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_an_atlas_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="No such file"):
+        Atlas.load(tmp_path / "nowhere")
+
+
+def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path: Path) -> None:
+    atlas = built(tmp_path)
+    atlas.check_model({"sha256": "a" * 64}, "m.onnx")
+    atlas.check_model({"sha256": "b" * 64, "checkpoint_sha256": "c" * 64}, "m.fp16.onnx")
+    for other in ({"sha256": "b" * 64}, {"sha256": "b" * 64, "checkpoint_sha256": "d" * 64}):
+        with pytest.raises(UsageError, match=r"built with m\.onnx .* n\.onnx is another model"):
+            atlas.check_model(other, "n.onnx")
+
+
+def test_a_new_atlas_leaves_no_patch_of_the_old_one(tmp_path: Path) -> None:
+    built(tmp_path)
+    (tmp_path / "names.toml").write_text("")
+    atlas = built(tmp_path, shade=100)
+    named = {patch.file for entry in atlas.entries.values() for patch in entry.patches}
+    assert {p.relative_to(tmp_path).as_posix() for p in (tmp_path / "patches").rglob("*.jpg")} == named
+    assert (tmp_path / "names.toml").exists()
+
+
+def test_until_the_new_one_is_whole_the_old_one_is(tmp_path: Path) -> None:
+    old = built(tmp_path)
+    write_patch(tmp_path, jpeg(200))  # and then the process is killed
+    loaded = Atlas.load(tmp_path)
+    assert loaded == old
+    for entry in loaded.entries.values():
+        for patch in entry.patches:
+            loaded.picture(patch)
+
+
+@pytest.mark.parametrize(
+    ("there", "overwrite", "complaint"),
+    [
+        ([], False, None),
+        (["names.toml"], False, None),
+        (["atlas.json", "patches"], True, None),
+        (["atlas.json"], False, "an atlas is there already"),
+        (["photo.jpg"], True, "other files are there"),
+    ],
+)
+def test_an_atlas_is_written_only_where_it_replaces_nothing_else(
+    tmp_path: Path, there: list[str], overwrite: bool, complaint: str | None
+) -> None:
+    for name in there:
+        (tmp_path / name).write_text("")
+    if complaint is None:
+        check_place(tmp_path, overwrite=overwrite)
+    else:
+        with pytest.raises(UsageError, match=complaint):
+            check_place(tmp_path, overwrite=overwrite)
+
+
+def test_a_file_is_no_place_for_an_atlas(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises(UsageError, match="a file is there"):
+        check_place(tmp_path / "a", overwrite=True)
+
+
+class _Elements(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sources: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.sources += [value or "" for key, value in attrs if key == "src"]
+        self.handlers += [key for key, _ in attrs if key.startswith("on")]
+
+
+def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path: Path) -> None:
+    atlas = built(tmp_path, label=HOSTILE)
+    write_page(atlas)
+    text = (tmp_path / "atlas.html").read_text("utf-8")
+    page = _Elements(text)
+    assert "script" not in page.names
+    assert page.handlers == []
+    named = [patch.file for entry in atlas.entries.values() for patch in entry.patches]
+    assert sorted(page.sources) == sorted(named)
+    assert all((tmp_path / source).is_file() for source in page.sources)
+    assert "predicted for no picture" in text
+    assert not re.search(r"https?://", text)

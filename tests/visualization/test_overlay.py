@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from opal_deploy.records.record import error_record
+from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_overlay, photograph_size, pixel_box
+from opal_deploy.visualization.palette import slot_color
+
+SIZE = (500, 400)
+
+
+def photograph(size: tuple[int, int]) -> Image.Image:
+    """Every pixel of its own colour, none of them one that is drawn with."""
+    y, x = np.mgrid[: size[1], : size[0]]
+    return Image.fromarray(np.stack([x % 97, y % 89, (x + y) % 83], axis=-1).astype(np.uint8))
+
+
+def colours_in(overlay: Image.Image, box: tuple[int, int, int, int]) -> set[tuple[int, ...]]:
+    x0, y0, x1, y1 = box
+    return {color for _, color in overlay.crop((x0, y0, x1 + 1, y1 + 1)).getcolors(1 << 24)}
+
+
+def test_the_photograph_is_untouched_outside_boxes_and_tags(make_record) -> None:
+    image, record = photograph(SIZE), make_record(SIZE)
+    overlay = draw_overlay(image, record)
+    changed = (np.asarray(overlay)[: SIZE[1], : SIZE[0]] != np.asarray(image)).any(axis=-1)
+    for slot in record["evidence"]:
+        x0, y0, x1, y1 = pixel_box(slot["box"], 1, SIZE)
+        changed[y0 : y1 + 1, x0 : x1 + 1] = False
+    # what is left are three tags of about 17 x 20 pixels
+    assert 0 < changed.sum() < 3 * 30 * 30
+
+
+def test_the_middle_of_every_box_is_the_photograph_and_the_input_is_not_changed(make_record) -> None:
+    image, record = photograph(SIZE), make_record(SIZE)
+    overlay = np.asarray(draw_overlay(image, record))
+    for slot in record["evidence"]:
+        x0, y0, x1, y1 = (round(v) for v in slot["box"])
+        dx, dy = (x1 - x0) // 3, (y1 - y0) // 3
+        part = np.s_[y0 + dy : y1 - dy, x0 + dx : x1 - dx]
+        assert (overlay[part] == np.asarray(image)[part]).all()
+    assert (np.asarray(image) == np.asarray(photograph(SIZE))).all()
+
+
+def test_boxes_have_their_slots_colours_at_their_coordinates(make_record) -> None:
+    record = make_record(SIZE)
+    overlay = draw_overlay(photograph(SIZE), record)
+    # cells of 100 x 80 pixels; a line of 3 pixels lies 1 pixel inside the box's dark edge
+    assert [s["box"] for s in record["evidence"]][1] == [300.0, 160.0, 400.0, 240.0]
+    for slot, (x, y) in enumerate([(2, 40), (302, 200), (402, 360)]):
+        assert overlay.getpixel((x, y)) == slot_color(slot)
+        assert overlay.getpixel((x + 95, y)) == slot_color(slot)
+
+
+@pytest.mark.parametrize("background", ["white", "black", *("#0072b2", "#e69f00", "#f0e442")])
+def test_a_box_shows_on_any_background(make_record, background: str) -> None:
+    image = Image.new("RGB", SIZE, background)
+    overlay = draw_overlay(image, make_record(SIZE, [(2, 2)]))
+    row = np.asarray(overlay.convert("L"), dtype=int)[200, 195:215]
+    assert np.abs(np.diff(row)).max() > 60
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5, 12])
+@pytest.mark.parametrize("size", [SIZE, (64, 64), (160, 1200)])
+def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slots: int, size) -> None:
+    record = make_record(size, [(2, 2)] * slots)
+    overlay = draw_overlay(Image.new("RGB", size, "#777"), record)
+    scale = display_scale(*size)
+    box = pixel_box(record["evidence"][0]["box"], scale, photograph_size(*size))
+    assert {slot_color(i) for i in range(slots)} <= colours_in(overlay, box)
+
+
+def test_slots_that_share_a_cell_have_tags_side_by_side(make_record) -> None:
+    overlay = draw_overlay(Image.new("RGB", SIZE, "#777"), make_record(SIZE, [(2, 2)] * 3))
+    above = [overlay.getpixel((x, 146)) for x in range(200, 300)]
+    order = [c for c in above if c in {slot_color(i) for i in range(3)}]
+    assert list(dict.fromkeys(order)) == [slot_color(0), slot_color(1), slot_color(2)]
+
+
+@pytest.mark.parametrize("cell", [(0, 0), (0, 4), (4, 0), (4, 4)])
+def test_tags_stay_inside_the_photograph(make_record, cell: tuple[int, int]) -> None:
+    size = (400, 400)
+    blank, record = Image.new("RGB", size, "#777"), make_record(size, [cell] * 12)
+    # nothing of the boxes reaches the legend: it is that of the same record with its boxes elsewhere
+    elsewhere = {**record, "evidence": [{**s, "box": [160.0, 160.0, 240.0, 240.0]} for s in record["evidence"]]}
+    below = (0, 400, *draw_overlay(blank, record).size)
+    assert draw_overlay(blank, record).crop(below).tobytes() == draw_overlay(blank, elsewhere).crop(below).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"), [((1, 1), 256), ((64, 64), 4), ((13, 169), 9), ((159, 400), 2), ((160, 160), 1), ((1, 1000), 1)]
+)
+def test_only_tiny_pictures_are_enlarged(size: tuple[int, int], scale: int) -> None:
+    assert display_scale(*size) == scale
+
+
+@pytest.mark.parametrize(
+    "size", [(1, 1), (2, 3), (1, 1000), (1000, 1), (13, 169), (169, 13), (64, 64), (2000, 161), (161, 2000)]
+)
+@pytest.mark.parametrize("slots", [1, 2, 10, 40])
+def test_odd_sizes_do_not_raise(make_record, size: tuple[int, int], slots: int) -> None:
+    cells = [(i * 7 % 5, i * 3 % 5) for i in range(slots)]
+    overlay = draw_overlay(photograph(size), make_record(size, cells))
+    width, height = photograph_size(*size)
+    assert overlay.size[0] >= width
+    assert overlay.size[1] >= height
+
+
+def test_an_enlarged_picture_keeps_every_pixel(make_record) -> None:
+    image = photograph((10, 10))
+    overlay = draw_overlay(image, make_record((10, 10), [(4, 4)]))
+    enlarged = image.crop((0, 0, 10, 6)).resize((260, 156), Image.Resampling.NEAREST)
+    assert overlay.crop((0, 0, 260, 156)).tobytes() == enlarged.tobytes()
+
+
+def test_the_legend_stands_beside_a_tall_picture_and_under_a_wide_one(make_record) -> None:
+    wide, tall = (draw_overlay(photograph(s), make_record(s)).size for s in ((600, 300), (300, 600)))
+    assert wide[0] == 600
+    assert wide[1] > 300
+    assert tall[0] > 300
+    assert tall[1] == 600
+
+
+@pytest.mark.parametrize("label", ["", "x" * 5000, "Möwe\nカモメ\x00\udcff", "word " * 200, "\u202e"])
+def test_any_label_can_be_drawn(make_record, label: str) -> None:
+    overlay = draw_overlay(photograph(SIZE), make_record(SIZE, labels=(label, "b")))
+    assert overlay.size[0] == SIZE[0]
+
+
+def test_an_abstention_is_written_on_the_legend(make_record) -> None:
+    sure, unsure = (draw_overlay(photograph(SIZE), make_record(SIZE, min_margin=m)) for m in (None, 1.5))
+    assert unsure.size[1] > sure.size[1]
+
+
+@pytest.mark.parametrize("distance", ["l1", "kl", "linf", "tropical"])
+def test_every_distance_can_be_drawn(make_record, distance: str) -> None:
+    draw_overlay(photograph(SIZE), make_record(SIZE, distance=distance))
+
+
+def test_without_evidence_the_photograph_has_no_boxes(answer_without_evidence) -> None:
+    image = photograph((200, 200))
+    overlay = draw_overlay(image, answer_without_evidence)
+    assert overlay.crop((0, 0, 200, 200)).tobytes() == image.tobytes()
+    assert overlay.size[1] > 200
+
+
+def test_a_record_of_another_picture_is_refused(make_record) -> None:
+    with pytest.raises(ValueError, match="its record says"):
+        draw_overlay(photograph((30, 20)), make_record((20, 30)))
+
+
+def test_an_error_record_has_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_overlay(photograph((30, 20)), error_record("a.jpg", "truncated_image", "cut"))
+
+
+def test_other_modes_are_drawn_as_rgb(make_record) -> None:
+    assert draw_overlay(Image.new("L", SIZE), make_record(SIZE)).mode == "RGB"
+
+
+def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record) -> None:
+    record = make_record(SIZE)
+    decoded = Image.open(io.BytesIO(encode_overlay(Image.new("RGB", SIZE, "#777"), record)))
+    assert decoded.format == "JPEG"
+    assert np.abs(np.subtract(decoded.getpixel((302, 200)), slot_color(1))).max() < 40
+
+
+def test_threads_draw_the_same_picture(make_record) -> None:
+    jobs = [(photograph((200 + 10 * i, 300)), make_record((200 + 10 * i, 300))) for i in range(8)]
+    alone = [encode_overlay(*job) for job in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda job: encode_overlay(*job), jobs)) == alone

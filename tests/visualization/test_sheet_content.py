@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs, cosines, embedding
+from opal_deploy.errors import UsageError
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.record import build_record, class_evidence
+from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
+from opal_deploy.visualization.slot_names import SlotNames, read_slot_names, with_names
+
+GRID = (7, 7)
+GEOMETRY = Geometry.whole(700, 350)
+CLASSES = ("ash", "birch", "oak")
+
+
+def metadata(m: int, distance: str = "l2", evidence: str = "exact", classes: Sequence[str] = CLASSES) -> Metadata:
+    head = {"distance": distance, "epsilon": 1e-8}
+    return Metadata(tuple(classes), m, head, evidence, "resnet18", GRID, (224, 224))  # type: ignore[arg-type]
+
+
+def outputs(m: int, seed: int = 0, classes: int = 3, images: int = 1) -> Outputs:
+    """What a forward pass with CWS gives, with the first class favoured."""
+    generator = np.random.default_rng(seed)
+    concentration = np.full(classes * m, 0.05)
+    concentration[:m] = 0.2
+    attention = generator.dirichlet(concentration, size=(images, 49)).transpose(0, 2, 1).astype(np.float32)
+    scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
+    return Outputs(logits, cells, scores, attention.reshape(images, -1, *GRID))
+
+
+def content(m: int = 5, *, seed: int = 0, distance: str = "l2", **how: object) -> SheetContent:
+    return build_sheet_content("a.jpg", GEOMETRY, outputs(m, seed), 0, metadata(m, distance), **how)  # type: ignore[arg-type]
+
+
+def of_scores(own: Sequence[float], other: Sequence[float], cells: Sequence[int] | None = None) -> SheetContent:
+    """Two classes whose slots' scores are given, unit length together."""
+    m = len(own)
+    scores = np.array([[*own, *other]], dtype=np.float32)
+    where = np.array([[*(cells or range(m)), *range(20, 20 + m)]], dtype=np.int32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
+    return build_sheet_content(None, GEOMETRY, Outputs(logits, where, scores), 0, metadata(m, classes=("a", "b")))
+
+
+@pytest.mark.parametrize("m", [1, 5, 10])
+def test_the_bars_of_both_classes_add_up_to_their_cosines(m: int) -> None:
+    found, given = content(m), outputs(m)
+    cosine = cosines(given.scores, m, 1e-8)[0]
+    for view in (found.predicted, found.runner_up):
+        assert math.fsum(slot.value for slot in view.slots) == pytest.approx(cosine[view.class_id], abs=1e-6)
+        assert view.total == pytest.approx(view.cosine, abs=1e-6)
+
+
+def test_the_runner_up_is_the_second_logit_and_its_evidence_is_what_the_outputs_say() -> None:
+    found, given = content(5, seed=3), outputs(5, 3)
+    order = np.argsort(-given.logits[0])
+    assert (found.predicted.class_id, found.runner_up.class_id) == (order[0], order[1])
+    z = embedding(given.scores, 1e-8)[0]
+    for view in (found.predicted, found.runner_up):
+        for slot in view.slots:
+            channel = view.class_id * 5 + slot.slot
+            row, col = divmod(int(given.argmax[0, channel]), 7)
+            assert (slot.channel, slot.cell) == (channel, (row, col))
+            assert slot.score == given.scores[0, channel]
+            assert slot.contribution == pytest.approx(z[channel] / math.sqrt(5), abs=1e-12)
+            assert slot.box == (100.0 * col, 50.0 * row, 100.0 * col + 100, 50.0 * row + 50)
+            assert (slot.attention == given.attention[0, channel]).all()
+
+
+def test_the_predicted_class_has_the_evidence_of_its_record() -> None:
+    given = outputs(4, images=3)
+    record = build_record("a.jpg", GEOMETRY, given, 2, metadata(4))
+    assert record["evidence"] == class_evidence(record["prediction"]["class_id"], GEOMETRY, given, 2, metadata(4))
+
+
+def test_the_differences_by_rank_add_up_to_the_margin() -> None:
+    found = content(10, seed=4)
+    assert math.fsum(found.difference.by_rank) == pytest.approx(found.margin, abs=1e-9)
+
+
+def test_the_slots_that_made_the_difference_are_the_fewest_that_give_half_of_the_margin() -> None:
+    found = of_scores([0.1, 0.8, 0.3], [0.1, 0.2, 0.1])
+    # by rank: 0.8 - 0.2, 0.3 - 0.1, 0.1 - 0.1
+    assert found.difference.leading == (1,)
+    even = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1])
+    assert even.difference.leading == (0, 1)
+    assert even.difference.given == pytest.approx(even.margin * 2 / 3, abs=1e-9)
+
+
+def test_slots_stand_in_the_order_of_their_strength() -> None:
+    found = of_scores([0.1, 0.8, 0.3], [0.1, 0.2, 0.15])
+    assert [slot.slot for slot in found.predicted.slots] == [1, 2, 0]
+    assert [slot.slot for slot in found.runner_up.slots] == [1, 2, 0]
+
+
+def test_both_classes_bars_share_one_scale() -> None:
+    found = of_scores([0.6, 0.4], [0.4, 0.2])
+    length = {slot.score: slot.stop - slot.start for slot in found.predicted.slots}
+    other = {slot.score: slot.stop - slot.start for slot in found.runner_up.slots}
+    shared = next(score for score in length if score in other)
+    assert length[shared] == other[shared]
+
+
+@pytest.mark.parametrize("distance", ["linf", "tropical"])
+def test_a_distance_without_contributions_has_no_sum_and_shows_scores(distance: str) -> None:
+    found = content(4, distance=distance)
+    assert found.meaning == "score"
+    assert found.predicted.total is None
+    assert found.difference is None
+    assert all(slot.value == slot.score and slot.contribution is None for slot in found.predicted.slots)
+
+
+def test_a_distance_of_parts_shows_their_sum() -> None:
+    found, given = content(4, distance="l1"), outputs(4)
+    z = embedding(given.scores, 1e-8)[0]
+    first = 4 * found.predicted.class_id
+    assert found.predicted.total == pytest.approx(np.abs(z[first : first + 4] - 0.5).sum(), abs=1e-9)
+    assert found.difference is None
+
+
+def test_collapse_is_counted_and_said() -> None:
+    found = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], cells=[4, 4, 4])
+    assert found.predicted.distinct_cells == 1
+    assert all(slot.shared for slot in found.predicted.slots)
+    assert any("one place" in caution for caution in found.cautions())
+    two = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], cells=[4, 9, 4])
+    assert two.predicted.distinct_cells == 2
+    assert [slot.shared for slot in two.predicted.slots] == [True, False, True]
+    assert two.cautions() == []
+
+
+def test_an_answer_that_one_slot_carries_is_doubted() -> None:
+    assert any("slot 0 alone" in caution for caution in of_scores([0.9, 0.1], [0.4, 0.4]).cautions())
+
+
+def test_abstaining_is_a_matter_of_the_threshold() -> None:
+    margin = content().margin
+    assert content(min_margin=margin + 1e-6).abstained
+    assert not content(min_margin=margin).abstained
+    assert not content().abstained
+
+
+def test_a_model_of_one_class_has_no_runner_up() -> None:
+    found = build_sheet_content(None, GEOMETRY, outputs(3, classes=1), 0, metadata(3, classes=("only",)))
+    assert found.runner_up is None
+    assert found.margin is None
+    assert found.difference is None
+
+
+@pytest.mark.parametrize("evidence", ["map", "none"])
+def test_there_is_no_sheet_where_no_cell_decided(evidence: str) -> None:
+    with pytest.raises(ValueError, match="no single cell"):
+        build_sheet_content(None, GEOMETRY, outputs(3), 0, metadata(3, evidence=evidence))
+
+
+def test_the_document_for_programs_says_what_the_sheet_says() -> None:
+    found = content(3, names=SlotNames({(content(3).predicted.class_id, 1): "beak"}))
+    document = found.to_dict()
+    assert [slot["name"] for slot in sorted(document["predicted"]["slots"], key=lambda s: s["slot"])] == [
+        None, "beak", None,
+    ]  # fmt: skip
+    assert "attention" not in document["predicted"]["slots"][0]
+    assert document["margin"] == found.margin
+
+
+def names_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "names.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_names_are_read_by_class_and_slot(tmp_path: Path) -> None:
+    names = read_slot_names(names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'), CLASSES, 3)
+    assert [names.name(2, 0), names.name(2, 2), names.name(0, 1), names.name(0, 0)] == ["leaf", "bark", "bud", None]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[oka]\n0 = 'x'", "did you mean 'oak'"),
+        ("[oak]\n3 = 'x'", "no slot '3'; expected 0 to 2"),
+        ("[oak]\nleaf = 'x'", "no slot 'leaf'"),
+        ("[oak]\n0 = 7", "not a text"),
+        ("[oak]\n0 = ''", "not a text"),
+        ("oak = 'x'", "expected a table"),
+        ("[oak", "not TOML"),
+    ],
+)
+def test_a_wrong_name_is_refused_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint) as error:
+        read_slot_names(names_file(tmp_path, text), CLASSES, 3)
+    assert "\n" not in str(error.value)
+
+
+def test_a_record_gets_names_beside_its_evidence_and_nothing_else_changes() -> None:
+    record = build_record("a.jpg", GEOMETRY, outputs(3), 0, metadata(3))
+    before = [dict(slot) for slot in record["evidence"]]
+    named = with_names(record, SlotNames({(record["prediction"]["class_id"], 2): "beak", (99, 0): "x"}))
+    assert [slot.get("name") for slot in named["evidence"]] == [None, None, "beak"]
+    assert record["evidence"] == before
+    assert {**named, "evidence": before} == record
+    assert with_names(record, SlotNames()) is record

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.visualization.palette import slot_color
+from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
+from opal_deploy.visualization.sheet.images import attention_map, enlarged, patch
+from opal_deploy.visualization.sheet.layout import Exemplar, Exemplars, layout_sheet
+from opal_deploy.visualization.sheet.rendering import (
+    Drawing,
+    Picture,
+    Rect,
+    Text,
+    draw_png,
+    encode_png,
+    encode_svg,
+    lines_of,
+    middle_cut,
+    text_width,
+)
+from opal_deploy.visualization.slot_names import SlotNames
+
+GRID = (7, 7)
+HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
+LONG = "Großer Übersee-Eichelhäher mit einem Namen, der auf keine zwei Zeilen einer Seite passt, 日本語の長い名前 " * 2
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def photograph(size: tuple[int, int]) -> Image.Image:
+    """Each cell of the grid has a colour of its own."""
+    y, x = np.mgrid[: size[1], : size[0]]
+    row, col = y * GRID[0] // size[1], x * GRID[1] // size[0]
+    return Image.fromarray(np.stack([row * 30, col * 30, 200 - row * 10 - col * 10], axis=-1).astype(np.uint8))
+
+
+def content(
+    m: int = 5,
+    size: tuple[int, int] = (700, 490),
+    labels: tuple[str, ...] = ("ash", "birch"),
+    *,
+    image: str | None = "a/b.jpg",
+    heatmap: bool = False,
+    crop: tuple[int, int, int, int] | None = None,
+    distance: str = "l2",
+    **how: object,
+) -> SheetContent:
+    generator = np.random.default_rng(m)
+    channels = m * len(labels)
+    attention = generator.dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
+    scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
+    logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
+    maps = attention.reshape(1, channels, *GRID) if heatmap else None
+    metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", GRID, (224, 224))
+    geometry = Geometry(*size, crop or (0, 0, *size))
+    return build_sheet_content(image, geometry, Outputs(logits, cells, scores, maps), 0, metadata, **how)  # type: ignore[arg-type]
+
+
+def looks(m: int, count: int = 4) -> Exemplars:
+    picture = Image.new("RGB", (70, 50), (1, 2, 3))
+    return Exemplars(
+        {slot: [Exemplar(picture, "0.123 some/name.jpg", "elsewhere")] * count for slot in range(m)}, "An atlas."
+    )
+
+
+CASES = {
+    "five slots": (content(), None),
+    "heat maps": (content(heatmap=True), None),
+    "one slot": (content(1), looks(1)),
+    "ten slots": (content(10, heatmap=True), looks(10)),
+    "twelve slots": (content(12), looks(12)),
+    "no picture in the atlas": (content(3), looks(3, 0)),
+    "tall": (content(size=(70, 700)), looks(5)),
+    "wide": (content(size=(1400, 70), heatmap=True), looks(5)),
+    "tiny": (content(size=(14, 7)), None),
+    "cropped": (content(crop=(100, 50, 600, 400)), None),
+    "abstained": (content(min_margin=0.99), None),
+    "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), looks(5)),
+    "no name": (content(labels=(" ", ""), image=None), None),
+    "one class": (content(labels=("only",)), None),
+    "no contributions": (content(distance="linf"), None),
+    "parts of a distance": (content(distance="kl"), None),
+}
+cases = pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
+
+
+def drawing(shown: SheetContent, others: Exemplars | None = None) -> Drawing:
+    return layout_sheet(shown, photograph((shown.width, shown.height)), others)
+
+
+def extent(text: Text) -> tuple[float, float, float, float]:
+    """Left, top, right, bottom of what a text covers: capitals are 0.7 of its size high."""
+    width = text_width(text.text, text.size)
+    left = {"start": text.x, "middle": text.x - width / 2, "end": text.x - width}[text.anchor]
+    return left, text.y - 0.7 * text.size, left + width, text.y + 0.1 * text.size
+
+
+@cases
+def test_everything_lies_on_the_sheet(shown: SheetContent, others: Exemplars | None) -> None:
+    page = drawing(shown, others)
+    assert page.width == 1200
+    for element in page.elements:
+        if isinstance(element, Text):
+            left, top, right, bottom = extent(element)
+        else:
+            size = element.image.size if isinstance(element, Picture) else (element.width, element.height)
+            left, top, right, bottom = element.x, element.y, element.x + size[0], element.y + size[1]
+        assert left >= 0
+        assert top >= 0
+        assert right <= page.width
+        assert bottom <= page.height
+
+
+@cases
+def test_no_text_lies_over_another_or_over_a_picture(shown: SheetContent, others: Exemplars | None) -> None:
+    page = drawing(shown, others)
+    boxes = [(extent(e), e.text) for e in page.elements if isinstance(e, Text) and e.text]
+    pictures = [
+        ((e.x, e.y, e.x + e.image.width, e.y + e.image.height), e.alt) for e in page.elements if isinstance(e, Picture)
+    ]
+    for (a, name), (b, other) in itertools.chain(itertools.combinations(boxes, 2), itertools.product(boxes, pictures)):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert apart, (name, other)
+
+
+def test_the_same_content_gives_the_same_bytes() -> None:
+    assert encode_png(drawing(content(heatmap=True), looks(5))) == encode_png(drawing(content(heatmap=True), looks(5)))
+    assert encode_svg(drawing(content())) == encode_svg(drawing(content()))
+
+
+def test_the_png_has_the_drawings_size_and_its_description() -> None:
+    page = drawing(content())
+    opened = Image.open(io.BytesIO(encode_png(page)))
+    assert opened.size == (page.width, page.height)
+    assert opened.info["Description"] == page.description
+
+
+def test_each_slots_patch_is_its_cell_of_the_photograph() -> None:
+    shown = content(size=(700, 490))
+    found = [e for e in drawing(shown).elements if isinstance(e, Picture) and e.alt.startswith("patch of slot")]
+    slots = [*zip(shown.predicted.slots, shown.runner_up.slots, strict=True)]
+    for picture, slot in zip(found, itertools.chain(*slots), strict=True):
+        row, col = slot.cell
+        expected = (row * 30, col * 30, 200 - row * 10 - col * 10)
+        assert picture.image.getcolors() == [(picture.image.width * picture.image.height, expected)]
+
+
+def test_the_patch_has_the_cells_aspect_ratio_and_its_slots_colour_around_it() -> None:
+    shown = content(size=(700, 490))
+    elements = drawing(shown).elements
+    first = next(e for e in elements if isinstance(e, Picture) and e.alt.startswith("patch of slot"))
+    assert first.image.width / first.image.height == pytest.approx(100 / 70, abs=0.03)
+    drawn = draw_png(drawing(shown))
+    assert drawn.getpixel((first.x - 2, first.y + 5)) == slot_color(shown.predicted.slots[0].slot)
+
+
+def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
+    shown = content(4)
+    slots = [slot for view in (shown.predicted, shown.runner_up) for slot in view.slots]
+    widths = {}
+    for element in drawing(shown).elements:
+        if isinstance(element, Rect) and element.height == 18 and element.edge is not None:
+            widths.setdefault(element.fill, []).append(element.width)
+    for slot in slots:
+        longest = max(s.value for s in slots)
+        full = max(max(each) for each in widths.values())
+        assert any(abs(w - full * slot.value / longest) <= 1.5 for w in widths[slot_color(slot.slot)])
+
+
+def test_the_sum_and_the_margin_stand_on_the_sheet() -> None:
+    shown = content()
+    texts = [e.text for e in drawing(shown).elements if isinstance(e, Text)]
+    assert texts.count("sum = cosine") == 2
+    assert f"{shown.predicted.total:.3f}" in texts
+    assert f"+{shown.margin:.3f}" in texts
+
+
+def test_names_stand_beside_their_slots() -> None:
+    first = content()
+    named = content(names=SlotNames({(first.predicted.class_id, 2): "beak"}))
+    texts = [e.text for e in drawing(named).elements if isinstance(e, Text)]
+    assert any(text.startswith("beak, cell") for text in texts)
+    assert "beak, cell" in drawing(named).description
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "]]>", "&amp;", "\x00\x1b[31m", "日本語", ""])
+def test_the_svg_is_well_formed_whatever_things_are_called(name: str) -> None:
+    shown = content(labels=(name, name + "2"), image=name, names=SlotNames({(0, 0): name or "x", (1, 1): name or "x"}))
+    hostile = Exemplars({0: [Exemplar(Image.new("RGB", (9, 9)), name, name)]}, name)
+    root = ET.fromstring(encode_svg(drawing(shown, hostile)))
+    allowed = {"svg", "title", "desc", "rect", "text", "image"}
+    assert {element.tag.removeprefix(SVG) for element in root.iter()} == allowed
+    attributes = {key for element in root.iter() for key in element.attrib}
+    assert not {key for key in attributes if key.startswith("on")}
+    for element in root.iter(f"{SVG}image"):
+        data = element.attrib["href"].removeprefix("data:image/jpeg;base64,")
+        assert Image.open(io.BytesIO(base64.b64decode(data))).format == "JPEG"
+
+
+def test_the_svg_has_text_as_text_and_says_what_it_shows() -> None:
+    shown = content(labels=("Sooty Albatross", "Auklet"))
+    root = ET.fromstring(encode_svg(drawing(shown)))
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert "Sooty Albatross" in texts
+    assert root.attrib["role"] == "img"
+    assert root.find(f"{SVG}title").text.startswith(shown.predicted.label)
+    assert f"margin {shown.margin:.3f}" in root.find(f"{SVG}desc").text
+    assert all(element.attrib["aria-label"] for element in root.iter(f"{SVG}image"))
+
+
+def test_a_picture_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="its content says"):
+        layout_sheet(content(), photograph((10, 10)))
+
+
+def test_the_darkest_cell_of_an_attention_map_is_its_highest() -> None:
+    attention = np.zeros((7, 7), np.float32)
+    attention[2, 5] = 0.5
+    drawn = np.asarray(attention_map(attention, 0.5, (70, 70)).convert("L"))
+    assert (drawn[20:30, 50:60] == drawn.min()).all()
+    assert drawn[0, 0] == drawn.max()
+
+
+def test_a_patch_at_the_edge_stays_in_the_picture_and_is_at_least_a_pixel() -> None:
+    picture = photograph((70, 70))
+    assert patch(picture, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
+    assert patch(picture, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)
+
+
+def test_few_pixels_are_shown_as_squares() -> None:
+    two = Image.fromarray(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
+    assert {color for _, color in enlarged(two, (100, 100)).getcolors()} == {(0, 0, 0), (255, 255, 255)}
+
+
+def test_long_text_is_cut_where_it_tells_least() -> None:
+    assert middle_cut("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
+    assert text_width(middle_cut("ab" * 500, 16, 300), 16) <= 300
+    lines = lines_of("word " * 100, 16, 300, 3)
+    assert len(lines) == 3
+    assert lines[-1].endswith("…")
+    assert all(text_width(line, 16) <= 300 for line in lines)

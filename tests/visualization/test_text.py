@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from PIL import Image, ImageDraw
+
+from opal_deploy.visualization.text import drawable, fit, font, put_text, text_length, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain name.jpg", "plain name.jpg"),
+        ("Größe 中", "Größe 中"),
+        ("a\nb", "a\\nb"),
+        ("a\udcffb", "a\\udcffb"),
+        ("gpj.\u202eexe", "gpj.\\u202eexe"),  # right-to-left override
+        ("می\u200cخواهم", "می\u200cخواهم"),  # its joiner is spelling
+    ],
+)
+def test_what_does_not_print_is_made_visible(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("Black  footed\nAlbatross\t", "Black footed Albatross"),
+        ("Élan Łódź Straße", "Elan Lodz Strasse"),
+        ("e\u0301", "e"),
+        ("カモメ 2", "??? 2"),
+        ("a\x00\udcffb", "a??b"),
+        ("", ""),
+    ],
+)
+def test_labels_are_reduced_to_what_the_font_has(text: str, drawn: str) -> None:
+    assert drawable(text) == drawn
+
+
+def test_a_label_of_a_million_letters_is_cut_before_it_costs_anything() -> None:
+    assert len(drawable("x" * 1_000_000)) == 300
+
+
+def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
+    face = font(14)
+    assert fit("short", face, 200) == ["short"]
+    lines = fit("Northern long-tailed nightjar, female, winter plumage", face, 120, lines=2)
+    assert len(lines) == 2
+    assert lines[0] == "Northern"
+    assert lines[1].endswith("…")
+    assert all(face.getlength(line) <= 120 for line in lines)
+
+
+def test_a_width_of_nothing_still_ends() -> None:
+    assert len(fit("word", font(14), 0, lines=3)) <= 3
+
+
+TEXTS = [
+    "class 3   cosine 0.853   margin -0.120",
+    "Black-footed Albatross",
+    "AVATAR To Wa.",
+    "0.174",
+    "  a  ",
+    "",
+    " ",
+    "é?",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("size", [11, 12, 15, 19, 33])
+def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text: str, size: int) -> None:
+    face = font(size)
+    assert text_length(text, face) == face.getlength(text)
+    for anchor in ("la", "lm", "rm", "mm"):
+        for x, y in ((40, 30), (400.5, 30.5), (200.25, 30)):
+            expected, found = (Image.new("RGB", (900, 80), (250, 250, 248)) for _ in range(2))
+            ImageDraw.Draw(expected).text((x, y), text, (200, 26, 90), face, anchor=anchor)
+            # the second time from what was kept
+            for _ in range(2):
+                found.paste((250, 250, 248), (0, 0, 900, 80))
+                put_text(ImageDraw.Draw(found), (x, y), text, (200, 26, 90), face, anchor)
+            assert found.tobytes() == expected.tobytes(), (anchor, x, y)
