@@ -72,7 +72,7 @@ def build_candidate(
 
 def join_references(parts: list[Reference]) -> Reference:
     """One reference for the pictures of several."""
-    gaps = [part.gap for part in parts if part.gap is not None]
+    gaps = [part.top2_margin for part in parts if part.top2_margin is not None]
     return Reference(
         np.concatenate([part.images for part in parts]),
         Outputs.concatenate([part.outputs for part in parts]),
@@ -82,6 +82,6 @@ def join_references(parts: list[Reference]) -> Reference:
 
 def _storable(reference: Reference) -> Reference:
     """The gap only says which cells are tied: half its digits are enough in the file."""
-    if reference.gap is None:
+    if reference.top2_margin is None:
         return reference
-    return replace(reference, gap=reference.gap.astype(np.float16))
+    return replace(reference, top2_margin=reference.top2_margin.astype(np.float16))

@@ -12,7 +12,7 @@ import onnx
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
@@ -132,7 +132,7 @@ def staged(
         verification={} if verify else {"skipped": NOT_VERIFIED},
         file_sha256=BLANK_DIGEST,
     )
-    with written_atomically(out) as temporary:
+    with atomic_write(out) as temporary:
         comparison = None
         if verify:
             examination = verify_candidate(replace(candidate, metadata=metadata), out.parent, say, threads)
@@ -142,7 +142,7 @@ def staged(
             doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
             metadata = replace(metadata, verification={**examination.report, **doubt})
         write_model(candidate.model, metadata, temporary)
-        digest = onnx_file.seal(temporary)
+        digest = onnx_file.embed_digest(temporary)
         if verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and vectors
             verify_vectors(OnnxSession(temporary, device="cpu", threads=threads), out.name)

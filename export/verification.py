@@ -13,7 +13,7 @@ import onnx
 from numpy.typing import NDArray
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import METADATA_KEY, Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, VerificationError
@@ -52,7 +52,7 @@ def verify_candidate(
     emulated = metadata.precision in _EMULATED
     gate = GATES[metadata.precision]
     rounding = None
-    with written_atomically(folder / "gate.onnx", keep=False) as temporary:
+    with atomic_write(folder / "gate.onnx", keep=False) as temporary:
         write_model(simulate_low_precision(candidate.model) if emulated else candidate.model, metadata, temporary)
         session = OnnxSession(temporary, device="cpu", threads=threads, check_digest=False)
         how = session.description + (" emulated: rounded after every operation" if emulated else "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from opal_deploy.artifact.files import exclusive
+from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.samples import DataSet, Report
 from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError, require
 from opal_deploy.model.config import NetworkConfig
@@ -180,7 +180,7 @@ class _Run:
         self.keeper = CheckpointManager(folder, self.data, group, network, resolved)
 
         # the loop, with the folder for itself -------------------------------------------------------------------------
-        with exclusive(folder.root) if group.is_writer else nullcontext():
+        with lock_directory(folder.root) if group.is_writer else nullcontext():
             if not resume and not overwrite:
                 folder.check_free()
             last = resuming.load_file(folder.last) if resume and folder.last.is_file() else None

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import remove_leftovers, write_json, written_atomically
+from opal_deploy.artifact.files import atomic_write, remove_temporary_files, write_json
 from opal_deploy.errors import UsageError
 
 FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", "summary.json")
@@ -72,7 +72,7 @@ class TrainRunDirectory:
     def remove_leftovers(self) -> None:
         """What processes left that were killed while they wrote; for whoever has the folder for itself."""
         for name in FILES:
-            remove_leftovers(self.root / name)
+            remove_temporary_files(self.root / name)
 
     def clear(self) -> None:
         """Make the folder, and take away an older run's files, so that no two runs mix.
@@ -96,7 +96,7 @@ class TrainRunDirectory:
 
     def write_text(self, path: Path, text: str) -> None:
         """`path` is one of the folder's own."""
-        with written_atomically(path) as temporary:
+        with atomic_write(path) as temporary:
             # a path that a recipe holds may have bytes that are no UTF-8
             temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
 
@@ -117,11 +117,11 @@ class TrainRunDirectory:
 
     def write_epochs(self, epochs: list[EpochRecord]) -> None:
         """metrics.csv and curves.png, with all epochs up to now."""
-        with written_atomically(self.metrics) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        with atomic_write(self.metrics) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, [field.name for field in fields(EpochRecord)], lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(record) for record in epochs)
-        with written_atomically(self.curves) as temporary:
+        with atomic_write(self.curves) as temporary:
             _draw(epochs, temporary)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.onnx_session import available_cpus
@@ -121,7 +121,7 @@ def weights_record(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
 
         url = torchvision.models.get_model_weights(network.config.backbone)[weights].url
         path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
-    return {"origin": network.weights_origin, "sha256": sha256_of_file(path) if path.is_file() else None}
+    return {"origin": network.weights_origin, "sha256": compute_sha256(path) if path.is_file() else None}
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.pipeline.bottleneck import Pass
 from opal_deploy.errors import UsageError
@@ -56,7 +56,7 @@ class PlainLoop:
             UsageError: it says that it was not.
         """
         said = exported.source.get("sha256")
-        if said is not None and said != sha256_of_file(self._path):
+        if said is not None and said != compute_sha256(self._path):
             raise UsageError(
                 f"--plain {self._path}: the model was exported from another file, {exported.source.get('file')} of "
                 f"sha256 {said[:12]}...; give its checkpoint"

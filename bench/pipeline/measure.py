@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.machine import peak_megabytes, reset_peak
@@ -33,7 +34,6 @@ from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import StageTimer, ThreadRole
 from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.onnx_session import available_cpus
-from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES
 from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def open_as_infer_does(path: Path, *, device: str, threads: int | None) -> Loade
         ArtifactError, CheckpointError: no such model, or not ours. MissingExtra: its runtime is not installed.
         UsageError: a device that is not there.
     """
-    if path.suffix in CHECKPOINT_SUFFIXES and path.is_file():
+    if model_kind(path) == "checkpoint" and path.is_file():
         return _checkpoint(path, device, threads)
     return load_file(path, Setup(device=device, threads=threads))
 
@@ -208,7 +208,7 @@ def _checkpoint(path: Path, device: str, threads: int | None) -> LoadedTarget:
     (session,) = open_sessions(path, device=device, threads=threads)
     import torch
 
-    from opal_deploy.artifact.files import sha256_of_file
+    from opal_deploy.artifact.files import compute_sha256
     from opal_deploy.runtime.torch_session import torch_device
 
     metadata = session.metadata
@@ -224,7 +224,7 @@ def _checkpoint(path: Path, device: str, threads: int | None) -> LoadedTarget:
         input_size=metadata.input_size,
         num_classes=metadata.num_classes,
         prototypes_per_class=metadata.prototypes_per_class,
-        sha256=sha256_of_file(path),
+        sha256=compute_sha256(path),
     )
     return LoadedTarget(session, subject, torch.get_num_threads() if subject.device == "cpu" else None)
 

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.artifact.engine_file import ENGINE_SUFFIX
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.record import Target
 from opal_deploy.bench.targets.names import Runtime, head_name
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES, ONNX_SUFFIX
 from opal_deploy.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -89,14 +87,15 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a checkpoint (.pt), or a .onnx or .engine of ours")
-    if path.suffix in CHECKPOINT_SUFFIXES:
+    kind = model_kind(path)
+    if kind == "checkpoint":
         require("torch", "export", "timing a checkpoint")
         from opal_deploy.bench.targets.networks import from_checkpoint
 
         return load_network(from_checkpoint(path), setup)
-    if path.suffix not in (ONNX_SUFFIX, ENGINE_SUFFIX):
+    if kind is None:
         raise ArtifactError(f"{path}: not a model that can be timed; expected .pt, .onnx or .engine")
-    opened = _engine(path, setup) if path.suffix == ENGINE_SUFFIX else _onnx(path, setup)
+    opened = _engine(path, setup) if kind == "engine" else _onnx(path, setup)
     if setup.precision not in (None, opened.subject.precision):
         raise UsageError(
             f"{path}: it is {opened.subject.precision}, and --precision asks for {setup.precision}; a file's precision "
@@ -175,7 +174,7 @@ def _onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> Load
         device=_with_gpu(session.device),
         precision=session.metadata.precision,
         convolutions="as ONNX Runtime chooses",
-        sha256=network.sha256 if network else sha256_of_file(path),
+        sha256=network.sha256 if network else compute_sha256(path),
     )
     return LoadedTarget(session, subject, session.threads if session.device == "cpu" else None)
 
@@ -192,7 +191,7 @@ def _engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> Lo
         device=session.device,
         precision=session.metadata.precision,
         convolutions="as TensorRT chooses",
-        sha256=network.sha256 if network else sha256_of_file(path),
+        sha256=network.sha256 if network else compute_sha256(path),
     )
     return LoadedTarget(session, subject, None)
 

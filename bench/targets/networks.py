@@ -134,7 +134,7 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
     elif precision == "int8":
         model = to_int8(model, example_images(_CALIBRATION_PICTURES, *metadata.input_size), metadata)
     write_model(model, metadata, path)
-    return replace(metadata, file_sha256=onnx_file.seal(path))
+    return replace(metadata, file_sha256=onnx_file.embed_digest(path))
 
 
 def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opal_deploy.artifact.engine_file import BatchRange
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.tensorrt.options import BuildOptions, Choice
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT, TENSORRT_RTX, Bindings, last_words, make_logger
@@ -80,7 +80,7 @@ class Network:
         profile = self._builder.create_optimization_profile()
         for tensor in self.inputs:
             rest = tensor.shape[1:]
-            profile.set_shape(tensor.name, (batch.least, *rest), (batch.best, *rest), (batch.most, *rest))
+            profile.set_shape(tensor.name, (batch.min, *rest), (batch.opt, *rest), (batch.max, *rest))
         return profile
 
     def build(self, choice: Choice, options: BuildOptions, advance: Advance = lambda *_: None) -> Plan:
@@ -110,7 +110,7 @@ class Network:
                     f"{last_words(self.logger)}{workspace}; see what it does with --verbose"
                 )
             if cache is not None and options.timing_cache is not None:
-                with written_atomically(options.timing_cache) as temporary:
+                with atomic_write(options.timing_cache) as temporary:
                     temporary.write_bytes(bytes(memoryview(cache.serialize())))
         return Plan(bytes(memoryview(plan)), time.monotonic() - started)
 

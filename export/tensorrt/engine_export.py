@@ -17,18 +17,17 @@ import onnx
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import (
-    ENGINE_SUFFIX,
     UNVERIFIED,
     VERIFIED,
     Check,
     Sidecar,
+    check_engine,
     checks_path,
-    open_engine,
     record_check,
     sidecar_path,
     write_sidecar,
 )
-from opal_deploy.artifact.files import sha256_of_file, written_atomically
+from opal_deploy.artifact.files import ENGINE_SUFFIX, atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import ArtifactError
 from opal_deploy.export.tensorrt.builder import Advance, Listen, Network
@@ -125,11 +124,11 @@ def staged_engines(
             say(f"Building for {choice.target} with {library.title} ({choice.reason}), batches {job.options.batch}")
             plan = network.build(choice, job.options, job.advance)
             # entered first, so that it gets its name last: a sidecar never speaks of an engine that is not there
-            beside = stack.enter_context(written_atomically(sidecar_path(out)))
-            temporary = stack.enter_context(written_atomically(out))
+            beside = stack.enter_context(atomic_write(sidecar_path(out)))
+            temporary = stack.enter_context(atomic_write(out))
             temporary.write_bytes(plan.content)
             sidecar = Sidecar(
-                engine={"file": out.name, "sha256": sha256_of_file(temporary), "bytes": len(plan.content)},
+                engine={"file": out.name, "sha256": compute_sha256(temporary), "bytes": len(plan.content)},
                 builder={
                     "name": library.name,
                     "version": library.version,
@@ -166,7 +165,7 @@ def staged_engines(
 
 @contextmanager
 def _sidecar_file(engine: Path, sidecar: Sidecar) -> Iterator[None]:
-    with written_atomically(sidecar_path(engine)) as temporary:
+    with atomic_write(sidecar_path(engine)) as temporary:
         temporary.write_text(sidecar.to_json(), "utf-8")
         yield
 
@@ -195,7 +194,7 @@ def _run_here(sidecar: Sidecar, plan: Path, source: Path, name: str, say: Say) -
 def _reusable(engine: Path, key: str) -> Sidecar | None:
     """What is known of an engine that is there already, intact, and the one that would be built."""
     try:
-        sidecar = open_engine(engine)
+        sidecar = check_engine(engine)
     except ArtifactError:
         return None
     return sidecar if sidecar.key == key else None

@@ -57,7 +57,7 @@ class BuildOptions:
     def recorded(self) -> dict[str, Any]:
         """For the sidecar: what changes the engine, so not the timing cache."""
         return {
-            "batch": [self.batch.least, self.batch.best, self.batch.most],
+            "batch": [self.batch.min, self.batch.opt, self.batch.max],
             "workspace": self.workspace,
             "optimization_level": self.optimization_level,
             "version_compatible": self.version_compatible,

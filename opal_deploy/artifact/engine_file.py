@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 
-ENGINE_SUFFIX = ".engine"
 SIDECAR_SCHEMA = 1
 
 UNVERIFIED = "unverified"
@@ -32,12 +31,12 @@ VERIFIED = "verified"
 class BatchRange:
     """The batch sizes that an engine takes, and the one that it was tuned for."""
 
-    least: int
-    best: int
-    most: int
+    min: int
+    opt: int
+    max: int
 
     def __str__(self) -> str:
-        return f"{self.least}:{self.best}:{self.most}"
+        return f"{self.min}:{self.opt}:{self.max}"
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def load_engine(engine: Path) -> tuple[Sidecar, bytes]:
     return _parse(engine, document), plan
 
 
-def open_engine(engine: Path) -> Sidecar:
+def check_engine(engine: Path) -> Sidecar:
     """What is known of an engine whose plan is what the builder wrote; see `load_engine`."""
     return load_engine(engine)[0]
 
@@ -140,7 +139,7 @@ def write_sidecar(engine: Path, sidecar: Sidecar) -> None:
     Raises:
         UsageError: the place cannot be written to.
     """
-    with written_atomically(sidecar_path(engine)) as temporary:
+    with atomic_write(sidecar_path(engine)) as temporary:
         temporary.write_text(sidecar.to_json(), "utf-8")
 
 
@@ -265,14 +264,14 @@ def record_check(engine: Path, check: Check) -> bool:
     others = [c for c in read_checks(engine) if (c.engine_sha256, c.machine) != (check.engine_sha256, check.machine)]
     document = {"schema": 1, "checks": [asdict(c) for c in (*others, check)]}
     try:
-        with written_atomically(checks_path(engine)) as temporary:
+        with atomic_write(checks_path(engine)) as temporary:
             temporary.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     except UsageError:
         return False
     return True
 
 
-def passed_here(engine: Path, sha256: str, machine: dict[str, Any]) -> Check | None:
+def find_passed_check(engine: Path, sha256: str, machine: dict[str, Any]) -> Check | None:
     """The outcome that spares this machine the test vectors: the same plan, the same machine, and it passed."""
     for check in read_checks(engine):
         if check.engine_sha256 == sha256 and check.machine == machine and check.passed:

@@ -11,16 +11,30 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opal_deploy.errors import ArtifactError, UsageError
+
+CHECKPOINT_SUFFIXES = (".pt", ".pth")
+ONNX_SUFFIX = ".onnx"
+ENGINE_SUFFIX = ".engine"
+ModelKind = Literal["checkpoint", "onnx", "engine"]
 
 _CHUNK = 1 << 20
 # some file systems of clusters have no locks: work goes on without one there
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
-def sha256_of_file(path: Path) -> str:
+def model_kind(path: Path) -> ModelKind | None:
+    """Return which kind of model file a path names, by its suffix alone; None for another suffix."""
+    if path.suffix in CHECKPOINT_SUFFIXES:
+        return "checkpoint"
+    if path.suffix == ONNX_SUFFIX:
+        return "onnx"
+    return "engine" if path.suffix == ENGINE_SUFFIX else None
+
+
+def compute_sha256(path: Path) -> str:
     """Hex digest of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
@@ -29,14 +43,14 @@ def sha256_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_pinned(path: Path, expected: str) -> str:
+def check_sha256(path: Path, expected: str) -> str:
     """Compare a file's sha256 with one that came by a trusted way; returns it.
 
     Raises:
         ArtifactError: it is another file.
     """
     try:
-        found = sha256_of_file(path)
+        found = compute_sha256(path)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); give the model's file") from None
     if found != expected.strip().lower():
@@ -47,7 +61,7 @@ def check_pinned(path: Path, expected: str) -> str:
 
 
 @contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
+def lock_directory(folder: Path) -> Iterator[None]:
     """Nobody else's writing in `folder`, which is made if missing, while the block runs.
 
     A lock of the operating system's on a hidden file: it ends with the process, however that ends. File systems
@@ -94,14 +108,14 @@ def exclusive(folder: Path) -> Iterator[None]:
         _remove_empty(made)
 
 
-def remove_leftovers(path: Path) -> None:
+def remove_temporary_files(path: Path) -> None:
     """What writers of `path` left that were killed; only for whoever has the folder for itself."""
     for part in path.parent.glob(f".{path.name}.*.part*"):
         part.unlink(missing_ok=True)
 
 
 @contextmanager
-def written_atomically(path: Path, *, keep: bool = True) -> Iterator[Path]:
+def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
     """A temporary path beside `path`; renamed to it when the block ends, removed when the block raises.
 
     With `keep=False` it is removed in either case: room to work in, where the result is known to fit.
@@ -143,7 +157,7 @@ def written_atomically(path: Path, *, keep: bool = True) -> Iterator[Path]:
 
 def write_json(path: Path, document: Any) -> None:
     """A document on lines of its own, ASCII, written as a whole or not at all."""
-    with written_atomically(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(document, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
 
 

@@ -101,7 +101,7 @@ def check_digest(path: Path, metadata: Metadata) -> None:
         )
 
 
-def seal(path: Path) -> str:
+def embed_digest(path: Path) -> str:
     """Write the digest into a file whose metadata still has the blank one; returns it.
 
     Raises:

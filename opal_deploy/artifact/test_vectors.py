@@ -1,6 +1,7 @@
-"""Inputs with the reference's float32 outputs, stored in the artifact: `verify` needs nothing else, years later.
+"""Test vectors: input images with the reference's float32 outputs, stored in the metadata of a model file.
 
-Pictures are stored as PNG bytes, not as a seed: numpy does not promise its random streams across versions.
+`opal-deploy verify` needs nothing else to check a file on any machine, years later. Images are stored as PNG bytes, not
+as a seed: numpy does not promise its random streams across versions.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,70 +20,90 @@ from PIL import Image
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError
 
-# a vector's decoded size is bounded before it is decoded: the metadata may come from anywhere
+# the metadata may come from anywhere: an array's size is bounded before it is decompressed
 _MAX_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference answered for some pictures.
+    """Images together with the outputs that a model has to reproduce.
 
     Attributes:
         images: uint8 [N, H0, W0, 3], RGB.
-        outputs: of PyTorch in float32 on the CPU.
-        gap: float32 [N, K], how far each channel's best cell is ahead of its second, relative to the best; infinite for
-            a single cell. None for `evidence: none`.
+        outputs: float32 outputs of the reference; for stored test vectors, of PyTorch on the CPU.
+        top2_margin: float32 [N, K], by how much each channel's best cell exceeds its second, relative to the best;
+            infinite for a feature map of one cell; None for `evidence: none`.
     """
 
     images: NDArray[np.uint8]
     outputs: Outputs
-    gap: FloatArray | None = None
+    top2_margin: FloatArray | None = None
+
+    @staticmethod
+    def concatenate(parts: Sequence[Reference]) -> Reference:
+        """Return one reference for consecutive batches of one model."""
+        margins = [part.top2_margin for part in parts if part.top2_margin is not None]
+        return Reference(
+            np.concatenate([part.images for part in parts]),
+            Outputs.concatenate([part.outputs for part in parts]),
+            np.concatenate(margins) if margins else None,
+        )
 
 
 def pack(reference: Reference) -> dict[str, Any]:
-    """For the metadata's `test_vectors`."""
+    """Return a reference as the JSON document that the metadata's `test_vectors` holds."""
     outputs = reference.outputs
-    arrays = {"logits": outputs.logits, "argmax": outputs.argmax, "scores": outputs.scores, "gap": reference.gap}
+    arrays = {
+        "logits": outputs.logits,
+        "argmax": outputs.argmax,
+        "scores": outputs.scores,
+        "gap": reference.top2_margin,
+    }
     return {
-        "pictures": [_png(image) for image in reference.images],
-        **{name: _packed(array) for name, array in arrays.items() if array is not None},
+        "pictures": [_encode_png(image) for image in reference.images],
+        **{name: _encode_array(array) for name, array in arrays.items() if array is not None},
     }
 
 
 def unpack(document: dict[str, Any], origin: str) -> Reference:
-    """The inverse of `pack`; `origin` names the file in errors.
+    """Return the reference that `pack` turned into a document.
+
+    Args:
+        document: the metadata's `test_vectors`.
+        origin: the file's name, for errors.
 
     Raises:
-        ArtifactError: there are none, or they are damaged.
+        ArtifactError: the document holds no test vectors, or damaged ones.
     """
     if not document.get("pictures"):
         raise ArtifactError(f"{origin}: it carries no test vectors; export it again")
     try:
-        images = np.stack([_pixels(text) for text in document["pictures"]])
-        arrays = {name: _unpacked(document[name]) for name in ("logits", "argmax", "scores", "gap") if name in document}
+        images = np.stack([_decode_png(text) for text in document["pictures"]])
+        names = ("logits", "argmax", "scores", "gap")
+        arrays = {name: _decode_array(document[name]) for name in names if name in document}
         outputs = Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
     except (KeyError, TypeError, ValueError, OSError, SyntaxError, AttributeError, zlib.error) as error:
         raise ArtifactError(f"{origin}: its test vectors are damaged ({error}); export it again") from None
     return Reference(images, outputs, arrays.get("gap"))
 
 
-def _png(image: NDArray[np.uint8]) -> str:
+def _encode_png(image: NDArray[np.uint8]) -> str:
     stream = io.BytesIO()
     Image.fromarray(image).save(stream, "PNG", optimize=True)
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def _pixels(text: str) -> NDArray[np.uint8]:
+def _decode_png(text: str) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))
 
 
-def _packed(array: NDArray[Any]) -> dict[str, Any]:
-    little = array.astype(array.dtype.newbyteorder("<"))
-    data = base64.b64encode(zlib.compress(little.tobytes(), 9)).decode()
+def _encode_array(array: NDArray[Any]) -> dict[str, Any]:
+    little_endian = array.astype(array.dtype.newbyteorder("<"))
+    data = base64.b64encode(zlib.compress(little_endian.tobytes(), 9)).decode()
     return {"dtype": array.dtype.name, "shape": list(array.shape), "zlib": data}
 
 
-def _unpacked(document: dict[str, Any]) -> NDArray[Any]:
+def _decode_array(document: dict[str, Any]) -> NDArray[Any]:
     dtype = np.dtype(document["dtype"])
     if dtype.name not in ("float32", "int32", "float16"):
         raise ValueError(f"dtype {dtype.name}")

@@ -77,7 +77,7 @@ def atlas(
 
     `explain --atlas` shows them beside a picture's own. Slots that do not do what a slot is for are listed.
     """
-    from opal_deploy.artifact.files import exclusive
+    from opal_deploy.artifact.files import lock_directory
     from opal_deploy.cli.infer import setup
     from opal_deploy.inference.atlas import collect, write_patches
     from opal_deploy.inference.executor import InferenceOptions
@@ -110,7 +110,7 @@ def atlas(
         max_pixels=max_pixels,
     )
     print_message(one_line(f"Building an atlas of {found.description} with {path} in {sessions[0].description}"))
-    with exclusive(out):
+    with lock_directory(out):
         started = time.perf_counter()
         with progress("pictures") as advance:
             collector, counts = collect(

@@ -33,7 +33,7 @@ def convert(
 
     Tables come from `infer --format csv` or `--format parquet`.
     """
-    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.artifact.files import atomic_write
     from opal_deploy.auditing.results_reader import all_records, results_file
     from opal_deploy.records import label_config, to_coco, to_label_studio
 
@@ -50,13 +50,13 @@ def convert(
     else:
         raise UsageError(f"--categories {categories!r}: expected class or slot")
     if config is not None:
-        with written_atomically(config) as temporary:
+        with atomic_write(config) as temporary:
             temporary.write_text(label_config(all_records(path)), encoding="utf-8")
         print_message(f"{config}: the labelling interface")
     text = json.dumps(document, ensure_ascii=True)
     if out is None:
         print_json_line(text)
         return
-    with written_atomically(out) as temporary:
+    with atomic_write(out) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
     print_message(f"{out}: {len(document['images'] if to == COCO else document)} images")

@@ -59,7 +59,7 @@ def diff(
 
     Predictions, cells and contributions are compared, image by image: what one reads before replacing a model.
     """
-    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.artifact.files import atomic_write
     from opal_deploy.auditing.model_diff import KINDS, compare_records
     from opal_deploy.auditing.model_diff_page import page
     from opal_deploy.auditing.results_reader import RecordIndex, all_records, is_results, results_file
@@ -86,7 +86,7 @@ def diff(
             raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
         if out is not None:
             text = page(changes, (str(before), str(after)), _pictures(images or [], changes, root, max_pixels))
-            with written_atomically(out) as temporary:
+            with atomic_write(out) as temporary:
                 temporary.write_text(text, encoding="utf-8")
     _tell(changes, out)
     if as_json:
@@ -99,7 +99,7 @@ def _answer(
     model: Path, images: list[str], out: Path, boxes: Path | None, device: str, threads: int | None, max_pixels: int
 ) -> None:
     """Write a model's records to a file."""
-    from opal_deploy.artifact.files import sha256_of_file
+    from opal_deploy.artifact.files import compute_sha256
     from opal_deploy.inference.executor import InferenceOptions, predict_stream
     from opal_deploy.inference.run.results import RecordWriter
     from opal_deploy.inference.run.run import requests
@@ -119,7 +119,7 @@ def _answer(
         workers=default_workers(),
         max_pixels=max_pixels,
         isolate=True,
-        model_sha256=sha256_of_file(model),
+        model_sha256=compute_sha256(model),
     )
     asked = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     with RecordWriter(out) as writer, progress(model.name) as advance:

@@ -69,7 +69,7 @@ def explain(
 
     The sheet has the places that decided, each enlarged, what each added to the answer, and the same for the runner-up.
     """
-    from opal_deploy.artifact.files import check_pinned
+    from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import setup
     from opal_deploy.inference.run.run import requests
     from opal_deploy.inference.sheets import SheetBuilder
@@ -84,7 +84,7 @@ def explain(
     path = model or setup.found_model(device)
     setup.raise_pillows_limit(max_pixels)
     if expect_sha256 is not None:
-        check_pinned(path, expect_sha256)
+        check_sha256(path, expect_sha256)
     session = open_sessions(path, device=device, threads=threads)[0]
     metadata = session.metadata
     neighbours = None
@@ -183,7 +183,7 @@ def _explain_all(
 
 
 def _one(request: Request, maker: SheetBuilder, path: Path, atlas: Atlas | None, rows: int) -> dict[str, Any]:
-    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.artifact.files import atomic_write
     from opal_deploy.inference.decoding.prepare import content_sha256
     from opal_deploy.visualization.atlas.selection import find_exemplars
     from opal_deploy.visualization.legend import format_number
@@ -197,7 +197,7 @@ def _one(request: Request, maker: SheetBuilder, path: Path, atlas: Atlas | None,
         looks = find_exemplars(atlas, content, exclude={content_sha256(request.source)}, rows=rows)
     drawing = layout_sheet(content, seen.photograph, looks)
     encoded = encode_svg(drawing) if path.suffix.lower() == ".svg" else encode_png(drawing)
-    with written_atomically(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(encoded)
     margin = "" if content.margin is None else f", margin {format_number(content.margin)}"
     mark = " (abstained)" if content.abstained else ""

@@ -127,15 +127,16 @@ def export(
 
     A file gets its name only after its outputs were compared with PyTorch's on pictures, in several batch sizes.
     """
+    from opal_deploy.artifact.files import model_kind
     from opal_deploy.export.tensorrt.options import DEFAULT_BATCH, BuildOptions, parse_batch, parse_bytes
-    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES, ONNX_SUFFIX
 
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an ONNX file of ours")
-    if source.suffix not in (*CHECKPOINT_SUFFIXES, ONNX_SUFFIX):
+    kind = model_kind(source)
+    if kind not in ("checkpoint", "onnx"):
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files")
     # without torch where no checkpoint has to be read
-    require("onnx", "trt-rtx" if trt and source.suffix == ONNX_SUFFIX else "export", "opal-deploy export")
+    require("onnx", "trt-rtx" if trt and kind == "onnx" else "export", "opal-deploy export")
     require("onnxruntime", "cpu", "opal-deploy export, to verify what it writes,")
     build = BuildOptions(
         parse_batch(batch) if batch is not None else DEFAULT_BATCH,
@@ -161,7 +162,7 @@ def export(
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
     recorded = {"distance": distance, "pooling": pooling, "cws": cws, "size": size, "crop": crop}
     checkpoint = None
-    if source.suffix == ONNX_SUFFIX:
+    if kind == "onnx":
         fixed = [f"--{name}" for name, value in {**recorded, "classes": classes}.items() if value is not None]
         if fixed:
             raise UsageError(f"{source}: {', '.join(fixed)}: fixed in an ONNX file")

@@ -25,13 +25,16 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Write everything to stdout as JSON.")] = False,
 ) -> None:
     """Show what a model is, where it comes from, and what was checked. Nothing in the file is run."""
+    from opal_deploy.artifact.files import model_kind
+
     if not model.is_file():
         raise ArtifactError(f"{model}: no such file; expected an ONNX file or a checkpoint")
-    if model.suffix == ".onnx":
+    kind = model_kind(model)
+    if kind == "onnx":
         document, lines = _onnx(model)
-    elif model.suffix == ".engine":
+    elif kind == "engine":
         document, lines = _engine(model)
-    elif model.suffix in (".pt", ".pth"):
+    elif kind == "checkpoint":
         document, lines = _checkpoint(model)
     else:
         raise UsageError(f"{model}: expected .onnx, .engine, .pt or .pth")
@@ -66,11 +69,11 @@ def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 def _engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from dataclasses import asdict
 
-    from opal_deploy.artifact.engine_file import open_engine, read_checks, read_sidecar
+    from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
 
     sidecar = read_sidecar(path)
     try:
-        open_engine(path)
+        check_engine(path)
         intact, state = True, "matches the file"
     except ArtifactError as error:
         intact, state = False, f"DOES NOT MATCH: {error}"
@@ -142,7 +145,7 @@ def _about(metadata: Metadata) -> list[tuple[str, str]]:
 
 def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
-    from opal_deploy.artifact.files import sha256_of_file
+    from opal_deploy.artifact.files import compute_sha256
 
     index = read_index(path)
     ours = index.get("format") == _OUR_FORMAT
@@ -151,7 +154,7 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         raise _damaged(path)
     tensors = {key: value for key, value in state.items() if isinstance(value, TensorInfo)}
     parameters = sum(_product(tensor.shape) for tensor in tensors.values())
-    digest = sha256_of_file(path)
+    digest = compute_sha256(path)
     document: dict[str, Any] = {
         "path": str(path),
         "kind": "checkpoint" if ours else "state dict",

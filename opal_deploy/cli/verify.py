@@ -82,16 +82,15 @@ def verify(
 
 
 def _verify_model(path: Path, device: str, threads: int | None, expected: str | None, *, as_json: bool) -> None:
-    from opal_deploy.artifact.engine_file import ENGINE_SUFFIX
-    from opal_deploy.artifact.files import check_pinned, sha256_of_file
-    from opal_deploy.runtime.select import ONNX_SUFFIX, open_sessions
+    from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
+    from opal_deploy.runtime.select import open_sessions
     from opal_deploy.runtime.verification import verify_vectors
 
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected a file of `opal-deploy export`, or results.jsonl")
-    if path.suffix not in (ONNX_SUFFIX, ENGINE_SUFFIX):
+    if model_kind(path) not in ("onnx", "engine"):
         raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
-    found = check_pinned(path, expected) if expected is not None else sha256_of_file(path)
+    found = check_sha256(path, expected) if expected is not None else compute_sha256(path)
     session = open_sessions(path, device=device, threads=threads)[0]
     comparison = verify_vectors(session, str(path))
     print_message(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
@@ -137,7 +136,7 @@ def _verify_results(
     Raises:
         VerificationError: some are not what the model computes.
     """
-    from opal_deploy.artifact.files import check_pinned, sha256_of_file
+    from opal_deploy.artifact.files import check_sha256, compute_sha256
     from opal_deploy.auditing.results_reader import options_of_run, results_file
     from opal_deploy.auditing.verify_records import sample_lines, verify_records
     from opal_deploy.cli.infer import setup
@@ -151,7 +150,7 @@ def _verify_results(
     if not total:
         raise UsageError(f"{path}: no records in it")
     session = open_sessions(options.model, device=device, threads=threads)[0]
-    found = check_pinned(options.model, expected) if expected is not None else sha256_of_file(options.model)
+    found = check_sha256(options.model, expected) if expected is not None else compute_sha256(options.model)
     engine = _engine(run, options, session, device)
     setup.raise_pillows_limit(engine.max_pixels)
     which = "all records" if chosen is None else f"{len(chosen)} of {total} records (--seed {options.seed})"

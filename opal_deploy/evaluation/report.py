@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.files import write_json, written_atomically
+from opal_deploy.artifact.files import atomic_write, write_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import cosines
 from opal_deploy.datasets.samples import Sample, shown
@@ -103,7 +103,7 @@ def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: l
         ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin"],
         _predictions(measured, metadata, names, samples, root),
     )
-    with written_atomically(folder / PICTURE) as temporary:
+    with atomic_write(folder / PICTURE) as temporary:
         draw(counts, metadata.class_names, temporary)
 
 
@@ -121,7 +121,7 @@ def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
 def write_faithfulness(folder: Path, found: Faithfulness, title: str) -> None:
     """faithfulness.json, and its curves as faithfulness.png."""
     write_json(folder / FAITHFULNESS, found.to_dict())
-    with written_atomically(folder / CURVES) as temporary:
+    with atomic_write(folder / CURVES) as temporary:
         tables.draw(found, title, temporary)
 
 
@@ -187,7 +187,7 @@ def _predictions(
 
 
 def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str | int | float]]) -> None:
-    with written_atomically(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(header)
         writer.writerows(rows)

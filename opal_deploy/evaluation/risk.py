@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.session import Measured
 from opal_deploy.statistics.risk import RiskCurve, Threshold, risk_curve, too_few
@@ -89,5 +89,5 @@ def draw(curve: RiskCurve, threshold: Threshold | None, path: Path) -> None:
     axes.set_title(f"Risk and coverage over the margin, {curve.images:,} pictures, AURC {curve.aurc:.4f}")
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
-    with written_atomically(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")

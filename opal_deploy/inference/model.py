@@ -10,7 +10,7 @@ from typing import cast, overload
 import numpy as np
 from PIL import Image
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.inference.decoding.prepare import Request
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
@@ -171,4 +171,4 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
         UsageError: a device that is not there.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
-    return Model(sessions, sha256_of_file(Path(path)), gpu_names(device))
+    return Model(sessions, compute_sha256(Path(path)), gpu_names(device))

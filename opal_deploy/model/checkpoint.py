@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import sha256_of_file, written_atomically
+from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones
@@ -93,7 +93,7 @@ def save(path: Path, checkpoint: Checkpoint, *, beside: dict[str, Any] | None = 
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(beside or {}),
     }
-    with written_atomically(path) as temporary, temporary.open("wb") as stream:
+    with atomic_write(path) as temporary, temporary.open("wb") as stream:
         try:
             torch.save(document, stream)
         except RuntimeError as error:
@@ -129,7 +129,7 @@ def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assum
             f"{path}: neither an opal-deploy checkpoint nor a bare OPAL state dict (found keys "
             f"{', '.join(sorted(map(str, raw))[:8])}); give the file that training wrote, or its state_dict alone"
         )
-    checkpoint.source = {"file": path.name, "sha256": sha256_of_file(path), **checkpoint.source}
+    checkpoint.source = {"file": path.name, "sha256": compute_sha256(path), **checkpoint.source}
     checkpoint.network.eval()
     return checkpoint
 

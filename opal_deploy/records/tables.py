@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.records.record import Record
 
@@ -86,7 +86,7 @@ def write_table(records: Iterable[Record], out: Path, kind: Format) -> None:
     """
     path = out / TABLES[kind]
     try:
-        with written_atomically(path) as temporary:
+        with atomic_write(path) as temporary:
             _WRITERS[kind](temporary, map(record_to_row, records))
     except UsageError as error:
         raise StoppedEarly(f"{error}; all records are in results.jsonl") from None

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import ENGINE_SUFFIX, Sidecar, read_sidecar
+from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
+from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.runtime.session import Session
-
-ONNX_SUFFIX = ".onnx"
-CHECKPOINT_SUFFIXES = (".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,17 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Se
         raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if path.is_dir():
         raise ArtifactError(f"{path}: a folder; give the model's file")
-    if path.suffix in CHECKPOINT_SUFFIXES:
+    kind = model_kind(path)
+    if kind == "checkpoint":
         require("torch", "train", "running a checkpoint")
         from opal_deploy.runtime.torch_session import TorchSession
 
         return TorchSession(path, device=device, threads=threads)
-    if path.suffix == ENGINE_SUFFIX:
+    if kind == "engine":
         from opal_deploy.runtime.tensorrt.session import EngineSession
 
         return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
-    if path.suffix != ONNX_SUFFIX:
+    if kind != "onnx":
         raise ArtifactError(
             f"{path}: not a model that this version runs; expected .onnx or .engine (from `opal-deploy export`), or .pt"
         )

@@ -234,10 +234,10 @@ def _decided(values: FloatArray, difference: float) -> Any:
 
 def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> tuple[dict[str, int], Any]:
     """Counts for the report, and how many of the cells that the gate counts differ in each picture, [N]."""
-    expected, gap = reference.outputs, reference.gap
-    if expected.argmax is None or candidate.argmax is None or gap is None:
+    expected, margin = reference.outputs, reference.top2_margin
+    if expected.argmax is None or candidate.argmax is None or margin is None:
         return {}, np.zeros(len(expected))
-    untied = gap >= gate.tie
+    untied = margin >= gate.tie
     differs = (expected.argmax != candidate.argmax) & untied
     m = metadata.prototypes_per_class
     predicted = expected.logits.argmax(axis=1)
@@ -248,7 +248,7 @@ def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: G
         "cells_different": int(differs.sum()),
         "block_cells": int((untied & in_block).sum()),
         "block_cells_different": int((differs & in_block).sum()),
-        "block_near_ties": int((differs & in_block & (gap < NEAR_TIE)).sum()),
+        "block_near_ties": int((differs & in_block & (margin < NEAR_TIE)).sum()),
     }
     return counts, (differs if gate.cells >= 1.0 else differs & in_block).sum(axis=1)
 

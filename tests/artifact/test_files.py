@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.artifact.files import exclusive, remove_leftovers, sha256_of_file, written_atomically
+from opal_deploy.artifact.files import atomic_write, compute_sha256, lock_directory, remove_temporary_files
 from opal_deploy.errors import UsageError
 
 
 def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(os.urandom(3 * (1 << 20) + 7))
-    assert sha256_of_file(path) == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert compute_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_the_name_appears_when_the_block_ends(tmp_path: Path) -> None:
     path = tmp_path / "a" / "f.bin"
-    with written_atomically(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(b"new")
         assert not path.exists()
         assert temporary.parent == path.parent, "a rename across file systems would copy"
@@ -33,7 +33,7 @@ def test_the_name_appears_when_the_block_ends(tmp_path: Path) -> None:
 
 
 def _fail_halfway(path: Path, error: BaseException) -> None:
-    with written_atomically(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_bytes(b"half")
         raise error
 
@@ -58,7 +58,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
 def test_the_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.write_bytes(b"")
-    with written_atomically(tmp_path / "f"):
+    with atomic_write(tmp_path / "f"):
         pass
     assert (tmp_path / "f").stat().st_mode == usual.stat().st_mode
 
@@ -72,16 +72,16 @@ def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_kill
     with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match="another process is at work there"), exclusive(folder):
+        with pytest.raises(UsageError, match="another process is at work there"), lock_directory(folder):
             pass
         holder.kill()
-    with exclusive(folder):
+    with lock_directory(folder):
         assert (folder / ".lock").exists()
     assert not (folder / ".lock").exists()
 
 
 def test_a_folder_that_was_made_for_nothing_is_taken_back(tmp_path: Path) -> None:
-    with exclusive(tmp_path / "a" / "b"):
+    with lock_directory(tmp_path / "a" / "b"):
         pass
     assert not (tmp_path / "a").exists()
 
@@ -91,7 +91,7 @@ def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path: Path, m
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    with exclusive(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         (tmp_path / "run" / "file").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
@@ -99,5 +99,5 @@ def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path: Path, m
 def test_only_what_killed_writers_of_this_file_left_is_removed(tmp_path: Path) -> None:
     for name in (".best.pt.x1.part.pt", ".best.pt.part", ".other.pt.x1.part.pt", "best.pt"):
         (tmp_path / name).touch()
-    remove_leftovers(tmp_path / "best.pt")
+    remove_temporary_files(tmp_path / "best.pt")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".best.pt.part", ".other.pt.x1.part.pt", "best.pt"]

@@ -156,4 +156,4 @@ class TestDigest:
         path = tmp_path / "m.onnx"
         path.write_bytes(exported.read_bytes())
         with pytest.raises(ArtifactError, match="no blank digest"):
-            onnx_file.seal(path)
+            onnx_file.embed_digest(path)

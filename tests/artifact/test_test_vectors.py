@@ -31,7 +31,7 @@ def _assert_equal(one: Reference, other: Reference) -> None:
         (one.outputs.logits, other.outputs.logits),
         (one.outputs.argmax, other.outputs.argmax),
         (one.outputs.scores, other.outputs.scores),
-        (one.gap, other.gap),
+        (one.top2_margin, other.top2_margin),
     ]
     for before, after in pairs:
         if before is None:

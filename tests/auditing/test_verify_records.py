@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import opal_deploy
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.auditing.verify_records import Check, Report, sample_lines, verify_records
 from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.sources.annotations import FolderLabels
@@ -39,7 +39,7 @@ def records(exact_model: Path, folder: Path) -> list[Any]:
 
 @pytest.fixture
 def check(exact_model: Path) -> Check:
-    return Check(sha256_of_file(exact_model), engine=InferenceOptions(batch=8))
+    return Check(compute_sha256(exact_model), engine=InferenceOptions(batch=8))
 
 
 def written(path: Path, records: list[Any]) -> Path:

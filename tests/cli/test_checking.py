@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -38,10 +38,10 @@ def half_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_records_carry_what_sha256sum_says(run: Path, exact_model: Path) -> None:
     lines = [json.loads(line) for line in (run / "explanations/results.jsonl").read_text("utf-8").splitlines()]
-    assert [line["file_sha256"] for line in lines] == [sha256_of_file(run / line["image"]) for line in lines]
-    assert {line["model_sha256"] for line in lines} == {sha256_of_file(exact_model)}
+    assert [line["file_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
+    assert {line["model_sha256"] for line in lines} == {compute_sha256(exact_model)}
     summary = json.loads((run / "explanations/summary.json").read_text())
-    assert summary["model"]["sha256"] == sha256_of_file(exact_model)
+    assert summary["model"]["sha256"] == compute_sha256(exact_model)
 
 
 def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["records"], report["checked"], report["different"], report["findings"]) == (4, 4, 0, [])
-    assert report["model_sha256"] == sha256_of_file(exact_model)
+    assert report["model_sha256"] == compute_sha256(exact_model)
 
 
 def test_a_sample_says_how_to_take_it_again(opal: Opal, run: Path, exact_model: Path) -> None:

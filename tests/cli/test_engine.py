@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.runtime.devices import read_driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
@@ -93,5 +93,5 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(
     refused = opal(*call, "--expect-sha256", "0" * 64, cwd=tmp_path)
     assert refused.returncode == 2
     assert "this is not the file you were told of" in refused.stderr
-    accepted = opal(*call, "--expect-sha256", sha256_of_file(model).upper(), cwd=tmp_path)
+    accepted = opal(*call, "--expect-sha256", compute_sha256(model).upper(), cwd=tmp_path)
     assert accepted.returncode == 0, accepted.stderr

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
 MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
@@ -116,8 +116,8 @@ def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records
             assert record.pop("sheet").startswith("sheets/")
         assert record == plain
     identity = json.loads((tmp_path / "out/run.json").read_text())["run"]
-    assert identity["atlas"] == f"atlas.json, sha256 {sha256_of_file(tmp_path / 'atlas/atlas.json')}"
-    assert identity["slot_names"] == f"names.toml, sha256 {sha256_of_file(tmp_path / 'atlas/names.toml')}"
+    assert identity["atlas"] == f"atlas.json, sha256 {compute_sha256(tmp_path / 'atlas/atlas.json')}"
+    assert identity["slot_names"] == f"names.toml, sha256 {compute_sha256(tmp_path / 'atlas/names.toml')}"
 
 
 def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer: Opal, place: Path, tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ class TestVerifyCommand:
         entry.value = entry.value.replace(onnx_file.read_metadata(exported).file_sha256, "0" * 64)
         path = tmp_path / "c.onnx"
         onnx.save(model, path)
-        onnx_file.seal(path)
+        onnx_file.embed_digest(path)
         ran = run("verify", path, "--device", "cpu")
         assert ran.code == 4
         assert "does not reproduce its own test vectors" in ran.stderr

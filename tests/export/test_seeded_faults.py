@@ -233,7 +233,7 @@ def test_the_graph_without_a_fault_passes(candidate: ExportCandidate, tmp_path: 
 
 
 def test_the_attention_of_these_tests_is_not_uniform(candidate: ExportCandidate) -> None:
-    scores, gap = candidate.reference.outputs.scores, candidate.reference.gap
+    scores, gap = candidate.reference.outputs.scores, candidate.reference.top2_margin
     assert scores is not None
     assert gap is not None
     assert scores.max() > 0.5

@@ -49,7 +49,7 @@ def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path
         logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
         assert cells is not None
         assert scores is not None
-        assert answer.gap is not None
+        assert answer.top2_margin is not None
         predicted = record["prediction"]["class_id"]
         assert predicted == int(logits.argmax())
         assert record["prediction"]["logit"] == pytest.approx(float(logits[predicted]), abs=1e-4)
@@ -58,7 +58,7 @@ def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path
             channel = predicted * m + slot
             assert (shown["slot"], shown["channel"]) == (slot, channel)
             assert shown["score"] == pytest.approx(float(scores[0, channel]), abs=1e-5)
-            if answer.gap[0, channel] > TIE:
+            if answer.top2_margin[0, channel] > TIE:
                 cell = divmod(int(cells[0, channel]), about.grid[1])
                 assert tuple(shown["cell"]) == cell
                 assert shown["box"] == list(geometry.cell_box(*cell, about.grid))

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -112,7 +112,7 @@ class TestEngines:
 
 def _sidecar(path: Path, metadata: Metadata) -> Sidecar:
     return Sidecar(
-        engine={"file": path.name, "sha256": sha256_of_file(path), "bytes": path.stat().st_size},
+        engine={"file": path.name, "sha256": compute_sha256(path), "bytes": path.stat().st_size},
         builder={"name": "tensorrt", "version": "11.4", "cuda": 13},
         target={"sm": "sm89" if "sm89" in path.name else "sm80"},
         options={"batch": [1, 2, 4]},

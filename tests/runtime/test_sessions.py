@@ -183,7 +183,7 @@ class TestTorchReference:
             attention = tiny.checkpoint.network.explain(images).attention
         best = attention.flatten(2).sort(dim=2, descending=True).values
         expected = (best[..., 0] - best[..., 1]) / best[..., 0]
-        np.testing.assert_allclose(reference.gap, expected, atol=1e-5)
+        np.testing.assert_allclose(reference.top2_margin, expected, atol=1e-5)
 
     def test_it_never_uses_tf32(self, tiny: Any) -> None:
         TorchSession(tiny.checkpoint, device="cpu")

@@ -114,11 +114,11 @@ class TestCells:
     @pytest.mark.parametrize(("lead", "passes"), [(0.0, True), (9e-5, True), (1.1e-4, False)])
     def test_a_tie_is_a_lead_under_a_ten_thousandth(self, lead: float, passes: bool) -> None:
         reference = _reference()
-        assert reference.gap is not None
+        assert reference.top2_margin is not None
         flipped = _flipped(reference, 1, block=True)
-        gap = reference.gap.copy()
+        gap = reference.top2_margin.copy()
         gap[flipped.argmax != reference.outputs.argmax] = lead
-        found = compare(replace(reference, gap=gap), flipped, METADATA, FP32)
+        found = compare(replace(reference, top2_margin=gap), flipped, METADATA, FP32)
         assert bool(found) is passes
         assert found.cells_tied == (1 if passes else 0)
 
@@ -146,7 +146,7 @@ class TestCells:
             assert not compare(reference, nowhere, METADATA, gate)
 
     def test_cells_without_a_lead_on_record_are_refused(self) -> None:
-        reference = replace(_reference(), gap=None)
+        reference = replace(_reference(), top2_margin=None)
         assert "no cells" in compare(reference, reference.outputs, METADATA, FP32).failures[0]
 
 

@@ -67,11 +67,12 @@ def _checkpoint(model: str) -> Checkpoint:
     """A checkpoint's file, or a backbone with random weights and ten classes."""
     import torch
 
+    from opal_deploy.artifact.files import model_kind
     from opal_deploy.model.checkpoint import Checkpoint, load
     from opal_deploy.model.config import NetworkConfig
     from opal_deploy.model.network import OpalNetwork
 
-    if Path(model).suffix in (".pt", ".pth") or Path(model).is_file():
+    if model_kind(Path(model)) == "checkpoint" or Path(model).is_file():
         return load(Path(model))
     from opal_deploy.bench.engines import settle
     from opal_deploy.synthetic import example_images

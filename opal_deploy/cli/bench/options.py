@@ -213,11 +213,11 @@ def openings(
 def _attempts(
     models: list[Path] | None, networks: Iterator[NamedNetwork], setups: Sequence[Setup]
 ) -> Iterator[tuple[str, Callable[[], LoadedTarget]]]:
+    from opal_deploy.artifact.files import model_kind
     from opal_deploy.bench.targets.loading import load_file, load_network
-    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES
 
     for path in models or ():
-        for setup in setups if path.suffix in CHECKPOINT_SUFFIXES else setups[:1]:
+        for setup in setups if model_kind(path) == "checkpoint" else setups[:1]:
             yield _named(path.name, setup), partial(load_file, path, setup)
     for network in networks:
         for setup in setups:

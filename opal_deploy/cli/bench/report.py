@@ -22,7 +22,7 @@ def report(
     title: Annotated[str, typer.Option(help="The page's heading.")] = "Benchmarks",
 ) -> None:
     """Measurements as a page with plots and tables, and how to repeat each."""
-    from opal_deploy.artifact.files import written_atomically
+    from opal_deploy.artifact.files import atomic_write
     from opal_deploy.bench.record import read
     from opal_deploy.bench.report.content import report_of
     from opal_deploy.bench.report.markdown import to_markdown
@@ -43,14 +43,14 @@ def report(
         if str(markdown) == "-":
             print_json_line(text.rstrip("\n"))
         else:
-            with written_atomically(markdown) as temporary:
+            with atomic_write(markdown) as temporary:
                 temporary.write_text(text, encoding="utf-8")
             print_message(f"{markdown}: {content.measured} measurements")
     if out is not None:
         from opal_deploy.bench.report.page import to_html
 
         page = to_html(content)
-        with written_atomically(out) as temporary:
+        with atomic_write(out) as temporary:
             temporary.write_text(page, encoding="utf-8")
         print_message(f"{out}: {content.measured} measurements")
     if content.doubtful:

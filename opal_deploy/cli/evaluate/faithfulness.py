@@ -57,9 +57,9 @@ def measured_faithfulness(
 
 def _heat(path: Path, device: str) -> HeatMap | None:
     """Grad-CAM for a checkpoint; exported models have no gradients."""
-    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES
+    from opal_deploy.artifact.files import model_kind
 
-    if path.suffix not in CHECKPOINT_SUFFIXES:
+    if model_kind(path) != "checkpoint":
         return None
     from opal_deploy.evaluation.faithfulness.gradcam import GradCam
     from opal_deploy.model import checkpoint

@@ -28,14 +28,15 @@ def metadata(path: Path) -> Metadata:
         UsageError: not one of ours, or damaged.
     """
     from opal_deploy.artifact import engine_file, onnx_file
+    from opal_deploy.artifact.files import model_kind
     from opal_deploy.model import checkpoint
-    from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES, ONNX_SUFFIX
 
-    if path.suffix in CHECKPOINT_SUFFIXES:
+    kind = model_kind(path)
+    if kind == "checkpoint":
         return checkpoint.describe(checkpoint.load(path))
-    if path.suffix == engine_file.ENGINE_SUFFIX:
+    if kind == "engine":
         return engine_file.read_sidecar(path).metadata
-    if path.suffix == ONNX_SUFFIX:
+    if kind == "onnx":
         return onnx_file.read_metadata(path)
     raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
 

@@ -140,7 +140,7 @@ def infer(
     --sheets an evidence sheet an image, as `opal-deploy explain` draws it.
     A run that ended early, however it ended, goes on when the same command is given again.
     """
-    from opal_deploy.artifact.files import check_pinned
+    from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import output, setup
     from opal_deploy.cli.infer.setup import settle
     from opal_deploy.inference.executor import InferenceOptions
@@ -170,7 +170,7 @@ def infer(
         path = model or setup.found_model(device)
         setup.raise_pillows_limit(max_pixels)
         if expect_sha256 is not None:
-            check_pinned(path, expect_sha256)
+            check_sha256(path, expect_sha256)
         sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
         readers = workers or default_workers()
         gpus: tuple[GpuDecoder, ...] = ()

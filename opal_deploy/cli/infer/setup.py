@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.infer import setup
@@ -145,7 +145,7 @@ def least_margin(text: str, path: Path, metadata: Metadata) -> float:
 
 def model_identity(path: Path) -> dict[str, str]:
     """Which model: its file's name, and the sha256 of its bytes."""
-    return {"file": path.name, "sha256": sha256_of_file(path)}
+    return {"file": path.name, "sha256": compute_sha256(path)}
 
 
 def check_pictures(text: str | None) -> Pictures | None:
@@ -165,7 +165,7 @@ def check_pictures(text: str | None) -> Pictures | None:
 
 def file_identity(path: Path | None) -> str | None:
     """Which file: its name, and a digest of what is in it."""
-    return None if path is None else f"{path.name}, sha256 {sha256_of_file(path)}"
+    return None if path is None else f"{path.name}, sha256 {compute_sha256(path)}"
 
 
 @dataclass(frozen=True)

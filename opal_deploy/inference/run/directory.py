@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import exclusive, remove_leftovers, write_json
+from opal_deploy.artifact.files import lock_directory, remove_temporary_files, write_json
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.run.image_files import OVERLAYS, SHEETS, remove_drawings
 from opal_deploy.inference.run.results import REPORT, RESULTS
@@ -123,9 +123,9 @@ def acquire_run_dir(
         UsageError: it holds another run, another process is at work there, or it cannot be written to.
     """
     root = wanted or (_unfinished(Path(DEFAULT), identity) if resume else None) or _first_free(Path(DEFAULT))
-    with exclusive(root):
+    with lock_directory(root):
         for name in (RUN, SUMMARY, REPORT, *TABLES.values()):
-            remove_leftovers(root / name)
+            remove_temporary_files(root / name)
         if overwrite:
             _clear(root)
         folder = inspect_run_dir(root, identity)

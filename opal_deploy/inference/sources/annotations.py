@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.preprocess.resize import Box
@@ -203,7 +203,7 @@ def read_labels(text: str) -> Labels:
         # line ends as they are: a quoted name may hold one
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
             by_name = _rows(path, csv.DictReader(stream))
-        identity = f"{path.name}, sha256 {sha256_of_file(path)}"
+        identity = f"{path.name}, sha256 {compute_sha256(path)}"
     except OSError as error:
         raise UsageError(f"--labels {path}: cannot be read ({error.strerror or error}); {expected}") from None
     except csv.Error as error:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.engine_file import Check, Sidecar, load_engine, passed_here, record_check
+from opal_deploy.artifact.engine_file import Check, Sidecar, find_passed_check, load_engine, record_check
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
@@ -128,7 +128,7 @@ class EngineSession:
     @property
     def most(self) -> int:
         """Pictures that one execution takes; larger batches are taken in parts."""
-        return self.sidecar.batch.most
+        return self.sidecar.batch.max
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
@@ -330,7 +330,7 @@ class EngineSession:
 
     def _fill(self, slot: _Slot, images: NDArray[Any]) -> int:
         """Put pictures into a slot's pinned buffer; how many the engine is to be run with."""
-        count = max(len(images), self.sidecar.batch.least)
+        count = max(len(images), self.sidecar.batch.min)
         feed = slot.host[INPUT]
         if images.dtype == np.uint8 and self.metadata.input_kind == "float32":
             feed[: len(images)] = normalise(images, self.metadata.mean, self.metadata.std)
@@ -398,7 +398,7 @@ class EngineSession:
     def _checked_before_answering(self, path: Path) -> str:
         """Run the test vectors unless this plan passed them on this machine before; the outcome is kept beside it."""
         sha256 = str(self.sidecar.engine["sha256"])
-        earlier = passed_here(path, sha256, self._machine)
+        earlier = find_passed_check(path, sha256, self._machine)
         if earlier is not None:
             return f"checked here {earlier.when[:10]}"
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

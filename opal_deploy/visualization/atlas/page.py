@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator
 
-from opal_deploy.artifact.files import written_atomically
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.visualization.atlas.exemplars import SlotEntry
 from opal_deploy.visualization.atlas.storage import PAGE, Atlas
 from opal_deploy.visualization.legend import format_number
@@ -37,7 +37,7 @@ def write_page(atlas: Atlas) -> None:
         UsageError: it cannot be written.
     """
     with (
-        written_atomically(atlas.root / PAGE) as temporary,
+        atomic_write(atlas.root / PAGE) as temporary,
         temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as page,
     ):
         page.writelines(_page(atlas))

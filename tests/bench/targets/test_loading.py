@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.bench.targets.loading import Setup, load_file, load_network
 from opal_deploy.bench.targets.names import head_name
 from opal_deploy.bench.targets.networks import NamedNetwork, from_checkpoint, random_network, with_linear_head
@@ -89,13 +89,13 @@ def test_the_record_says_what_it_is(network: NamedNetwork, exact_model: Path) ->
     assert (subject.device, subject.precision, subject.input_size) == ("cpu", "fp32", (96, 96))
     assert (subject.num_classes, subject.prototypes_per_class) == (4, 3)
     assert subject.layout == "uint8 NHWC; convolutions NCHW"
-    assert subject.sha256 == sha256_of_file(exact_model.with_suffix(".pt"))
+    assert subject.sha256 == compute_sha256(exact_model.with_suffix(".pt"))
 
 
 def test_an_onnx_file_is_timed_as_it_is(exact_model: Path) -> None:
     opened = load_file(exact_model, CPU)
 
-    assert opened.subject.sha256 == sha256_of_file(exact_model)
+    assert opened.subject.sha256 == compute_sha256(exact_model)
     assert opened.subject.runtime == "onnxruntime"
     assert opened.threads == 1
     assert "to logits, argmax, scores in host memory" in opened.timed

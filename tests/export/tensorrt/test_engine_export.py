@@ -15,8 +15,8 @@ import onnx
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import BatchRange, open_engine, sidecar_path
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.engine_file import BatchRange, check_engine, sidecar_path
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.checkpoint_export import export_checkpoint
@@ -88,10 +88,10 @@ class TestFiles:
     def test_the_sidecar_says_what_it_is(self, source: Path) -> None:
         done = deploy(source)
         (engine,) = done.engines
-        sidecar = open_engine(engine.path)
+        sidecar = check_engine(engine.path)
         half = done.files[0]
         assert sidecar.engine == {
-            "file": engine.path.name, "sha256": sha256_of_file(engine.path), "bytes": engine.path.stat().st_size,
+            "file": engine.path.name, "sha256": compute_sha256(engine.path), "bytes": engine.path.stat().st_size,
         }  # fmt: skip
         assert (sidecar.builder["name"], sidecar.builder["version"]) == (TENSORRT_RTX, installed_version(TENSORRT_RTX))
         assert sidecar.builder["cuda"] == 13
@@ -112,7 +112,7 @@ class TestFiles:
     def test_no_verify_is_on_record_in_the_file_and_the_engine(self, source: Path) -> None:
         done = deploy(source, verify=False)
         assert done.files[0].metadata.unverified == "exported with --no-verify"
-        assert open_engine(done.engines[0].path).metadata.unverified == "exported with --no-verify"
+        assert check_engine(done.engines[0].path).metadata.unverified == "exported with --no-verify"
 
     def test_it_needs_no_torch(self, source: Path) -> None:
         program = (
@@ -195,7 +195,7 @@ class TestAnEngineThatIsThere:
             monkeypatch.setattr(engine_export, "load", lambda *call: replace(load(*call), version="1.8.0.0"))
         (again,) = deploy(source, work=work).engines
         assert not again.reused
-        assert open_engine(again.path).key == again.sidecar.key
+        assert check_engine(again.path).key == again.sidecar.key
 
     def test_another_network_under_the_same_name_is_built_anew(self, source: Path, make_checkpoint: Any) -> None:
         (first,) = deploy(source).engines
@@ -211,7 +211,7 @@ def _rename_classes(path: Path) -> None:
     model = onnx.load(path)
     model.metadata_props[0].value = changed.to_json()
     path.write_bytes(model.SerializeToString())
-    onnx_file.seal(path)
+    onnx_file.embed_digest(path)
 
 
 class TestFailures:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import Sidecar, open_engine, read_sidecar, sidecar_path, write_sidecar
+from opal_deploy.artifact.engine_file import Sidecar, check_engine, read_sidecar, sidecar_path, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.candidate import ExportOptions, choose_images
 from opal_deploy.export.checkpoint_export import export_checkpoint
@@ -92,7 +92,7 @@ def test_what_is_made_from_an_unverified_file_says_so(folder: Path, make_checkpo
     doubt = "made from c.onnx, which was exported with --no-verify"
     assert f"NOT VERIFIED: {doubt}" in done.stderr
     assert onnx_file.read_metadata(folder / "c.fp16.onnx").unverified == doubt
-    assert open_engine(folder / "c.fp16.sm80.rtx.engine").metadata.unverified == doubt
+    assert check_engine(folder / "c.fp16.sm80.rtx.engine").metadata.unverified == doubt
 
 
 @pytest.mark.data
@@ -127,7 +127,7 @@ def test_a_kept_engines_sidecar_follows_the_onnx_file(folder: Path, opal: Any, m
     done = opal("export", "c.onnx", "--trt", "--pictures", "pictures", *SMALL, cwd=folder)
     assert "Kept c.fp16.sm80.rtx.engine" in done.stderr
     assert engine.read_bytes() == before
-    sidecar, half = open_engine(engine), onnx_file.read_metadata(folder / "c.fp16.onnx")
+    sidecar, half = check_engine(engine), onnx_file.read_metadata(folder / "c.fp16.onnx")
     assert sidecar.onnx["sha256"] == half.file_sha256
     assert sidecar.metadata.verification["pictures"] == "12 photographs of pictures"
 

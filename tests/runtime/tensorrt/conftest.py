@@ -14,7 +14,7 @@ import pytest
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
-from opal_deploy.artifact.files import sha256_of_file
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.runtime.devices import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 from opal_deploy.runtime.tensorrt.compatibility import here
@@ -46,7 +46,7 @@ def sidecar_for(onnx: Path, engine: Path, batch: tuple[int, int, int] = (1, 2, 4
     """What a build of `onnx` for an L4 would have written, except that the plan is the ONNX file itself."""
     metadata = onnx_file.read_metadata(onnx)
     sidecar = Sidecar(
-        engine={"file": engine.name, "sha256": sha256_of_file(engine), "bytes": engine.stat().st_size},
+        engine={"file": engine.name, "sha256": compute_sha256(engine), "bytes": engine.stat().st_size},
         builder={"name": "tensorrt", "version": VERSION, "cuda": 13, "platform": here()},
         target={"sm": "sm89", "gpu": "NVIDIA L4", "current": False},
         options={
