@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opal_deploy.bench.machine import peak_megabytes, provenance, reset_peak
-from opal_deploy.bench.monitor import watch
-from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure, Kind, Measurement, Scalar
+from opal_deploy.bench.measurement import NOISY, NOISY_SPREAD, Figure, Kind, Measurement, Scalar
+from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import LoadedTarget
-from opal_deploy.bench.timing import Timing, measure, random_batches
+from opal_deploy.bench.timing import Timing, random_batches, time_repeats
 from opal_deploy.runtime.session import StagedSession
 from opal_deploy.statistics.intervals import mean, percentile
 
@@ -81,10 +81,10 @@ def time_batch(opened: LoadedTarget, batch: int, options: TimingOptions) -> Batc
     Raises:
         StoppedEarly: memory is full, or the device was lost.
     """
-    call = rotating(opened, batch, options.buffers, options.seed)
+    call = rotate_inputs(opened, batch, options.buffers, options.seed)
     reset_peak()
-    with watch(opened.subject.device) as monitor:
-        timing = measure(
+    with monitor_devices(opened.target.device) as monitor:
+        timing = time_repeats(
             call,
             seconds=options.seconds,
             iterations=options.iterations,
@@ -97,14 +97,16 @@ def time_batch(opened: LoadedTarget, batch: int, options: TimingOptions) -> Batc
         peak_megabytes(),
         {**timing.settings(), "buffers": options.buffers, "seed": options.seed},
         monitor.conditions,
-        (*monitor.marks, *noise_of(timing, batch)),
+        (*monitor.marks, *noise_marks(timing, batch)),
     )
 
 
-def failed(kind: Kind, opened: LoadedTarget, case: dict[str, Scalar], error: BaseException) -> Measurement:
+def build_failed_measurement(
+    kind: Kind, opened: LoadedTarget, case: dict[str, Scalar], error: BaseException
+) -> Measurement:
     """The line of a batch size that could not be timed, for want of memory as a rule: no figures, and why."""
     marks = (f"{FAILED}: {str(error) or 'out of memory'}",)
-    return Measurement(kind, opened.subject, case, {}, timed=opened.timed, marks=marks, **provenance())
+    return Measurement(kind, opened.target, case, {}, timed=opened.timed, marks=marks, **provenance())
 
 
 def time_stages(opened: LoadedTarget, batch: int, options: TimingOptions) -> dict[str, Figure]:
@@ -113,7 +115,7 @@ def time_stages(opened: LoadedTarget, batch: int, options: TimingOptions) -> dic
     Only for a session that was just timed at this batch size, and so is warm.
     """
     session = opened.session
-    if opened.subject.device == "cpu" or not isinstance(session, StagedSession):
+    if opened.target.device == "cpu" or not isinstance(session, StagedSession):
         return {}
     batches = random_batches(options.buffers, batch, opened.metadata.input_size, seed=options.seed)
     found = [session.run_staged(batches[number % len(batches)])[1] for number in range(_STAGED_CALLS)]
@@ -125,13 +127,13 @@ def time_stages(opened: LoadedTarget, batch: int, options: TimingOptions) -> dic
     return figures
 
 
-def rotating(opened: LoadedTarget, batch: int, buffers: int, seed: int) -> Callable[[int], object]:
+def rotate_inputs(opened: LoadedTarget, batch: int, buffers: int, seed: int) -> Callable[[int], object]:
     """A call that answers another batch of noise each time, for as many as there are."""
     batches = random_batches(buffers, batch, opened.metadata.input_size, seed=seed)
     return lambda number: opened.session.run(batches[number % len(batches)])
 
 
-def noise_of(timing: Timing, batch: int) -> tuple[str, ...]:
+def noise_marks(timing: Timing, batch: int) -> tuple[str, ...]:
     """The mark of a machine that was not quiet: repeats that differ by more than NOISY_SPREAD."""
     figure = Figure.of_repeats(timing.rates(batch), "images/s")
     if figure.spread is not None and figure.spread > NOISY_SPREAD:

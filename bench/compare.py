@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
-from opal_deploy.bench.batch_timing import rotating
+from opal_deploy.bench.batch_timing import rotate_inputs
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.monitor import watch
-from opal_deploy.bench.record import NOISY, NOISY_SPREAD, Figure, Measurement
-from opal_deploy.bench.targets.loading import LoadedTarget, Setup, load_network
-from opal_deploy.bench.targets.names import LINEAR, RUNTIMES
-from opal_deploy.bench.targets.networks import NamedNetwork, with_linear_head
+from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
+from opal_deploy.bench.monitor import monitor_devices
+from opal_deploy.bench.targets.loading import RUNTIMES, LoadedTarget, Setup, load_network
+from opal_deploy.bench.targets.networks import NamedNetwork, replace_head_with_linear
 from opal_deploy.bench.timing import Clock, random_batches, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.statistics.intervals import median, paired_ratios, spread
 
-TURN_SECONDS = 0.3
+RUN_SECONDS = 0.3
 METHOD = (
     "turns: A B, then B A, and so on; each turn one batch that does not count, then the batches that do; ratio of the "
     "two in one round; median over rounds with a 95 % percentile bootstrap interval"
@@ -34,7 +33,7 @@ METHOD = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonOptions:
     """How contenders are compared.
 
     Attributes:
@@ -48,14 +47,14 @@ class Plan:
 
     batch: int = 1
     rounds: int = 30
-    turn_seconds: float = TURN_SECONDS
+    turn_seconds: float = RUN_SECONDS
     warm_up_seconds: float = 1.0
     buffers: int = 4
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """What runs in turns: the first is what all others are compared with.
 
     Attributes:
@@ -70,7 +69,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Turns:
+class TargetRates:
     """What came out for one contender: images a second in each round, batches a turn, calls thrown away before."""
 
     rates: tuple[float, ...]
@@ -81,13 +80,13 @@ class Turns:
 Advance = Callable[[int, int], None]
 
 
-def take_turns(
+def time_interleaved(
     contenders: Sequence[LoadedTarget],
-    plan: Plan,
+    plan: ComparisonOptions,
     *,
     advance: Advance = lambda *_: None,
     clock: Clock = time.perf_counter_ns,
-) -> list[Turns]:
+) -> list[TargetRates]:
     """Let them run in turns.
 
     Args:
@@ -96,7 +95,7 @@ def take_turns(
         advance: told how many rounds of how many are done.
         clock: nanoseconds.
     """
-    calls = [rotating(contender, plan.batch, plan.buffers, plan.seed) for contender in contenders]
+    calls = [rotate_inputs(contender, plan.batch, plan.buffers, plan.seed) for contender in contenders]
     warmed = [warm_up(call, plan.warm_up_seconds, clock=clock) for call in calls]
     counts = []
     for call in calls:
@@ -111,15 +110,17 @@ def take_turns(
             seconds = time_calls(calls[index], counts[index], clock=clock)
             rates[index].append(plan.batch * counts[index] / seconds)
         advance(number + 1, plan.rounds)
-    return [Turns(tuple(found), count, warm.calls) for found, count, warm in zip(rates, counts, warmed, strict=True)]
+    return [
+        TargetRates(tuple(found), count, warm.calls) for found, count, warm in zip(rates, counts, warmed, strict=True)
+    ]
 
 
-def measurements(
-    contest: Contest, plan: Plan, question: str | None = None, *, advance: Advance = lambda *_: None
+def measure_comparison(
+    contest: Comparison, plan: ComparisonOptions, question: str | None = None, *, advance: Advance = lambda *_: None
 ) -> list[Measurement]:
     """Run a contest: one line a contender but the first, which all are compared with."""
-    with watch(*(contender.subject.device for contender in contest.contenders)) as monitor:
-        turns = take_turns(contest.contenders, plan, advance=advance)
+    with monitor_devices(*(contender.target.device for contender in contest.contenders)) as monitor:
+        turns = time_interleaved(contest.contenders, plan, advance=advance)
     reference, *others = zip(contest.contenders, turns, strict=True)
     return [
         replace(found, conditions=monitor.conditions, marks=(*monitor.marks, *found.marks))
@@ -128,11 +129,11 @@ def measurements(
 
 
 def _measurement(
-    contest: Contest,
-    plan: Plan,
+    contest: Comparison,
+    plan: ComparisonOptions,
     question: str | None,
-    reference: tuple[LoadedTarget, Turns],
-    candidate: tuple[LoadedTarget, Turns],
+    reference: tuple[LoadedTarget, TargetRates],
+    candidate: tuple[LoadedTarget, TargetRates],
 ) -> Measurement:
     (a, a_turns), (b, b_turns) = reference, candidate
     ratios = paired_ratios(b_turns.rates, a_turns.rates)
@@ -142,7 +143,7 @@ def _measurement(
         marks.append(f"{NOISY}: the rounds' ratios differ by {spread(ratios):.0%}")
     return Measurement(
         kind="compare",
-        subject=b.subject,
+        target=b.target,
         case={"question": question, "reference": contest.reference, "batch": plan.batch, "threads": b.threads},
         figures={
             "ratio": Figure(middle.value, "ratio", "higher", tuple(map(float, ratios)), middle.interval),
@@ -159,7 +160,7 @@ def _measurement(
         },
         timed=b.timed,
         marks=tuple(marks),
-        details={"reference": asdict(a.subject), "reference_timed": a.timed},
+        details={"reference": asdict(a.target), "reference_timed": a.timed},
         **provenance(),
     )
 
@@ -168,12 +169,12 @@ Question = Literal["head", "runtime", "precision"]
 QUESTIONS: tuple[Question, ...] = get_args(Question)
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def ask(
-    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, say: Say = lambda _: None
-) -> Iterator[Contest]:
+def build_comparisons(
+    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, say: Report = lambda _: None
+) -> Iterator[Comparison]:
     """A contest a network, opened when its turn comes.
 
     Args:
@@ -192,16 +193,16 @@ def ask(
         yield {"head": _head, "runtime": _runtime, "precision": _precision}[question](network, setup, batch, say)
 
 
-def _head(network: NamedNetwork, setup: Setup, batch: int, say: Say) -> Contest:
+def _head(network: NamedNetwork, setup: Setup, batch: int, say: Report) -> Comparison:
     config = network.config
     if config.head.evidence != "exact":
         raise UsageError(f"{network.name}: its head does not explain; give a checkpoint with OPAL's, or --backbone")
-    linear = with_linear_head(network)
+    linear = replace_head_with_linear(network)
     setups = [(LINEAR, linear, setup), (network.config.backbone, network, setup)]
     return _contest(LINEAR, setups, batch, say)
 
 
-def _runtime(network: NamedNetwork, setup: Setup, batch: int, say: Say) -> Contest:
+def _runtime(network: NamedNetwork, setup: Setup, batch: int, say: Report) -> Comparison:
     layouts = {"eager": setup.channels_last, "compile": setup.channels_last}
     setups = [
         (name, network, replace(setup, runtime=name, channels_last=layouts.get(name, False))) for name in RUNTIMES
@@ -209,12 +210,12 @@ def _runtime(network: NamedNetwork, setup: Setup, batch: int, say: Say) -> Conte
     return _contest("eager", setups, batch, say)
 
 
-def _precision(network: NamedNetwork, setup: Setup, batch: int, say: Say) -> Contest:
+def _precision(network: NamedNetwork, setup: Setup, batch: int, say: Report) -> Comparison:
     setups = [(name, network, replace(setup, precision=name)) for name in _PRECISIONS]
     return _contest("fp32", setups, batch, say)
 
 
-def _contest(reference: str, setups: Sequence[tuple[str, NamedNetwork, Setup]], batch: int, say: Say) -> Contest:
+def _contest(reference: str, setups: Sequence[tuple[str, NamedNetwork, Setup]], batch: int, say: Report) -> Comparison:
     opened: list[LoadedTarget] = []
     unusable = []
     for name, network, setup in setups:
@@ -230,4 +231,4 @@ def _contest(reference: str, setups: Sequence[tuple[str, NamedNetwork, Setup]], 
         opened.append(contender)
     if len(opened) < 2:
         raise UsageError(f"{setups[0][1].name}: nothing to compare {reference} with here: {'; '.join(unusable)}")
-    return Contest(reference, tuple(opened), tuple(unusable))
+    return Comparison(reference, tuple(opened), tuple(unusable))

@@ -26,7 +26,7 @@ Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class PathResult:
+class DecodePathResult:
     """One decode path against plain Pillow.
 
     Attributes:
@@ -51,20 +51,20 @@ class PathResult:
         return asdict(self)
 
 
-def _ours(decoding: Decoding, path: Path, size: tuple[int, int]) -> Pixels:
+def _decode(decoding: Decoding, path: Path, size: tuple[int, int]) -> Pixels:
     image, geometry = decode_for(path, size, decoding=decoding)
     return to_input(image, geometry, size, decoding)
 
 
-def _pillow(path: Path, size: tuple[int, int]) -> Pixels:
+def _decode_with_pillow(path: Path, size: tuple[int, int]) -> Pixels:
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
         return np.asarray(upright.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
 # every way in which `infer` and the trainer come by their pixels on the CPU
-PATHS: dict[str, Callable[[Path, tuple[int, int]], Pixels]] = {
-    decoding.value: partial(_ours, decoding) for decoding in Decoding if decoding is not Decoding.gpu
+DECODE_PATHS: dict[str, Callable[[Path, tuple[int, int]], Pixels]] = {
+    decoding.value: partial(_decode, decoding) for decoding in Decoding if decoding is not Decoding.gpu
 }
 # files a call of the GPU's decoder
 _GPU_BATCH = 64
@@ -106,8 +106,8 @@ class _Difference:
         self.equal += int((difference == 0).sum())
         self.count += difference.size
 
-    def result(self, name: str, ours: _Stopwatch, pillow: _Stopwatch) -> PathResult:
-        return PathResult(
+    def result(self, name: str, ours: _Stopwatch, pillow: _Stopwatch) -> DecodePathResult:
+        return DecodePathResult(
             name,
             self.images,
             self.largest,
@@ -120,14 +120,14 @@ class _Difference:
         )
 
 
-def compare(paths: list[Path], size: tuple[int, int]) -> list[PathResult]:
+def compare_cpu_paths(paths: list[Path], size: tuple[int, int]) -> list[DecodePathResult]:
     """Each decode path on the CPU against plain Pillow on every picture that Pillow can read; timed alternately."""
-    return [_against_pillow(name, decoder, paths, size) for name, decoder in PATHS.items()]
+    return [_against_pillow(name, decoder, paths, size) for name, decoder in DECODE_PATHS.items()]
 
 
 def _against_pillow(
     name: str, decoder: Callable[[Path, tuple[int, int]], Pixels], paths: list[Path], size: tuple[int, int]
-) -> PathResult:
+) -> DecodePathResult:
     ours, pillow = _Stopwatch(), _Stopwatch()
     difference = _Difference()
     # the libraries are imported by the first picture, whatever becomes of it
@@ -141,12 +141,12 @@ def _against_pillow(
         except ImageError:
             continue
         with pillow:
-            expected = _pillow(path, size)
+            expected = _decode_with_pillow(path, size)
         difference.add(found, expected)
     return difference.result(name, ours, pillow)
 
 
-def compare_gpu(paths: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> PathResult:
+def compare_gpu_path(paths: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> DecodePathResult:
     """The GPU's decode path, in batches from files in memory, against plain Pillow on every picture that it takes.
 
     Processor time is that of the whole process here: the codec has threads of its own.
@@ -165,7 +165,7 @@ def compare_gpu(paths: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> Pa
             found = gpu.to_inputs([one for *_, one in taken], [file.geometry for _, file, _ in taken], size)
         for (path, *_), pixels in zip(taken, found, strict=True):
             with pillow:
-                expected = _pillow(path, size)
+                expected = _decode_with_pillow(path, size)
             difference.add(pixels, expected)
     return difference.result(f"gpu ({gpu.device})", ours, pillow)
 

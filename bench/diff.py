@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from opal_deploy.bench.record import Figure, Measurement
+from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.report.machines import changes, hardware, software
 from opal_deploy.bench.report.tables import Row, labels
 from opal_deploy.bench.report.words import number, shown, words
@@ -22,7 +22,7 @@ Verdict = Literal["regression", "improvement", "doubtful", "unchanged"]
 
 
 @dataclass(frozen=True)
-class Change:
+class FigureChange:
     """One figure in both sets.
 
     Attributes:
@@ -56,7 +56,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Difference:
+class MeasurementDiff:
     """Everything that is to be said about two sets.
 
     Attributes:
@@ -67,7 +67,7 @@ class Difference:
         machines: what differs between the machines themselves. software: what differs in versions.
     """
 
-    changes: tuple[Change, ...]
+    changes: tuple[FigureChange, ...]
     only_old: tuple[str, ...]
     only_new: tuple[str, ...]
     not_comparable: tuple[str, ...]
@@ -75,7 +75,7 @@ class Difference:
     machines: tuple[str, ...]
     software: tuple[str, ...]
 
-    def of(self, verdict: Verdict) -> tuple[Change, ...]:
+    def of(self, verdict: Verdict) -> tuple[FigureChange, ...]:
         """The changes with one verdict."""
         return tuple(change for change in self.changes if change.verdict == verdict)
 
@@ -89,7 +89,9 @@ class Difference:
         return asdict(self)
 
 
-def compare(old: Iterable[Measurement], new: Iterable[Measurement], tolerance: float = TOLERANCE) -> Difference:
+def compare_measurements(
+    old: Iterable[Measurement], new: Iterable[Measurement], tolerance: float = TOLERANCE
+) -> MeasurementDiff:
     """Compare measurements by their keys.
 
     Args:
@@ -99,7 +101,7 @@ def compare(old: Iterable[Measurement], new: Iterable[Measurement], tolerance: f
     before, again_old = _last(old)
     after, again_new = _last(new)
     names = _names([*before.values(), *after.values()])
-    found: list[Change] = []
+    found: list[FigureChange] = []
     odd: list[str] = []
     lost = [names[key] for key in before if key not in after]
     gained = [names[key] for key in after if key not in before]
@@ -117,7 +119,7 @@ def compare(old: Iterable[Measurement], new: Iterable[Measurement], tolerance: f
                 marks = tuple(dict.fromkeys((*a.marks, *b.marks)))
                 found.append(_change(names[key], figure, a.figures[figure], b.figures[figure], marks, tolerance))
     both = [(before[key], after[key]) for key in before if key in after]
-    return Difference(
+    return MeasurementDiff(
         tuple(found),
         tuple(lost),
         tuple(gained),
@@ -128,7 +130,7 @@ def compare(old: Iterable[Measurement], new: Iterable[Measurement], tolerance: f
     )
 
 
-def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, ...], tolerance: float) -> Change:
+def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, ...], tolerance: float) -> FigureChange:
     relative = _relative(old.value, new.value)
     worse = new.value < old.value if new.better == "higher" else new.value > old.value
     verdict: Verdict = "unchanged"
@@ -140,7 +142,7 @@ def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, .
         beyond = True
     if beyond and (relative is None or abs(relative) > noise):
         verdict = "doubtful" if marks else "regression" if worse else "improvement"
-    return Change(label, name, new.unit, old.value, new.value, relative, noise, worse, verdict, marks)
+    return FigureChange(label, name, new.unit, old.value, new.value, relative, noise, worse, verdict, marks)
 
 
 def _relative(old: float, new: float) -> float | None:
@@ -184,6 +186,6 @@ def _names(measurements: Sequence[Measurement]) -> dict[str, str]:
 
 
 def _unversioned(measurement: Measurement) -> Measurement:
-    if measurement.subject is None:
+    if measurement.target is None:
         return measurement
-    return replace(measurement, subject=replace(measurement.subject, runtime_version="", sha256=None))
+    return replace(measurement, target=replace(measurement.target, runtime_version="", sha256=None))

@@ -8,27 +8,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from opal_deploy.artifact import test_vectors
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Precision
+from opal_deploy.artifact.metadata import Precision
 from opal_deploy.errors import OpalError
 from opal_deploy.export.candidate import ExportCandidate, ExportOptions, in_precision
 from opal_deploy.export.checkpoint_export import build_candidate
-from opal_deploy.export.images import Pixels
 from opal_deploy.export.tensorrt.builder import Network
 from opal_deploy.export.tensorrt.options import BuildOptions, Choice
 from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.model.network import OpalNetwork
-from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Gated:
+class GateResult:
     """One graph against PyTorch in float32, on pictures; see `Comparison` for the figures."""
 
     passed: bool
@@ -44,7 +39,7 @@ class Gated:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """One engine for one target; `problem` where the parser or the builder refused."""
 
     target: str
@@ -55,15 +50,15 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Row:
+class PrecisionResult:
     """One model in one precision."""
 
     model: str
     backbone: str
     precision: str
     onnx_megabytes: float
-    gate: Gated
-    engines: tuple[Built, ...]
+    gate: GateResult
+    engines: tuple[BuildResult, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,29 +79,13 @@ class Row:
             yield f"| {self.model} | {self.precision} | {engine.target} | {made} | {told} |"
 
 
-def settle(network: OpalNetwork, pictures: Pixels) -> None:
-    """Move a random network's batch norms half way to the statistics of some pictures, uint8 [N, H0, W0, 3].
-
-    With random weights alone the features of deep networks are all alike, every cell is a tie, and no gate means much;
-    a network wholly settled on few pictures magnifies rounding.
-    """
-    images = torch.from_numpy(normalise(pictures, IMAGENET_MEAN, IMAGENET_STD))
-    for module in network.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            module.momentum = 0.5
-    network.train()
-    with torch.no_grad():
-        network(images)
-    network.eval()
-
-
-HEADER = (
+TABLE_HEADER = (
     "| model | precision | target | build | engine | gate | max logit difference | classes equal | cells equal | "
     "near ties among the others |\n|" + "---|" * 10
 )
 
 
-def measure(
+def measure_precisions(
     checkpoint: Checkpoint,
     name: str,
     precisions: Sequence[Precision],
@@ -114,8 +93,8 @@ def measure(
     library: Bindings,
     options: ExportOptions,
     build: BuildOptions,
-    say: Say = lambda _: None,
-) -> Iterator[Row]:
+    say: Report = lambda _: None,
+) -> Iterator[PrecisionResult]:
     """A row a precision; the gate's outcome is reported, and the engine is built whatever it was.
 
     Args:
@@ -133,7 +112,7 @@ def measure(
     for precision in precisions:
         candidate = in_precision(original, precision, calibration, say)
         content = candidate.model.SerializeToString()
-        yield Row(
+        yield PrecisionResult(
             name,
             candidate.metadata.backbone,
             precision,
@@ -143,11 +122,11 @@ def measure(
         )
 
 
-def _gate(candidate: ExportCandidate, threads: int | None, say: Say) -> Gated:
+def _gate(candidate: ExportCandidate, threads: int | None, say: Report) -> GateResult:
     described = replace(candidate.metadata, test_vectors=test_vectors.pack(candidate.vectors))
     with tempfile.TemporaryDirectory(prefix="opal-gate-") as folder:
         found = verify_candidate(replace(candidate, metadata=described), Path(folder), say, threads).comparison
-    return Gated(
+    return GateResult(
         bool(found),
         candidate.pictures.description,
         found.images,
@@ -161,10 +140,10 @@ def _gate(candidate: ExportCandidate, threads: int | None, say: Say) -> Gated:
     )
 
 
-def _build(library: Bindings, content: bytes, name: str, choice: Choice, options: BuildOptions) -> Built:
+def _build(library: Bindings, content: bytes, name: str, choice: Choice, options: BuildOptions) -> BuildResult:
     try:
         network = Network(library, content, name)
         plan = network.build(choice, options)
     except OpalError as error:
-        return Built(choice.target, 0, None, None, str(error))
-    return Built(choice.target, network.num_layers, plan.seconds, len(plan.content) / 1e6)
+        return BuildResult(choice.target, 0, None, None, str(error))
+    return BuildResult(choice.target, network.num_layers, plan.seconds, len(plan.content) / 1e6)

@@ -97,10 +97,10 @@ if [ -f "$model" ]; then
   step jpegs 15 python3 -c "
 import pathlib, sys
 from PIL import Image
-from opal_deploy.synthetic import example_pictures
+from opal_deploy.synthetic import example_images
 folder = pathlib.Path(sys.argv[1])
 folder.mkdir()
-for number, pixels in enumerate(example_pictures(256, 375, 500)):
+for number, pixels in enumerate(example_images(256, 375, 500)):
     Image.fromarray(pixels).save(folder / f'{number:04}.jpg', quality=90)
 " "$work/jpegs"
   step decoding_gpu 20 "${opal[@]}" bench decoding "$work/jpegs" --limit 256 --device cuda --json

@@ -7,20 +7,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from opal_deploy.bench.batch_timing import PERCENTILES, BatchTiming, TimingOptions, failed, time_batch, time_stages
+from opal_deploy.bench.batch_timing import (
+    PERCENTILES,
+    BatchTiming,
+    TimingOptions,
+    build_failed_measurement,
+    time_batch,
+    time_stages,
+)
 from opal_deploy.bench.machine import peak_megabytes, provenance, reset_peak
-from opal_deploy.bench.monitor import watch
-from opal_deploy.bench.record import Figure, Measurement, Scalar
-from opal_deploy.bench.server_scenario import PERCENT, Answer, Served, arrivals, confirmed_rate, largest_rate, serve
+from opal_deploy.bench.measurement import Figure, Measurement, Scalar
+from opal_deploy.bench.monitor import monitor_devices
+from opal_deploy.bench.server_scenario import (
+    PERCENT,
+    Answer,
+    Trial,
+    confirm_rate,
+    draw_arrivals,
+    find_largest_rate,
+    serve,
+)
 from opal_deploy.bench.targets.loading import LoadedTarget
-from opal_deploy.bench.timing import measure, random_batches
+from opal_deploy.bench.timing import random_batches, time_repeats
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.statistics.intervals import percentile
 
 SINGLE_STREAM = "single-stream"
 
 
-def over_batches(opened: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
+def measure_latency(opened: LoadedTarget, batches: Sequence[int], options: TimingOptions) -> Iterator[Measurement]:
     """A line a batch size, as soon as it is measured; one that fails has a line that says why, and is the last."""
     for batch in batches:
         line = _line(opened, batch, options, {"batch": batch, "threads": opened.threads})
@@ -29,7 +44,7 @@ def over_batches(opened: LoadedTarget, batches: Sequence[int], options: TimingOp
             return
 
 
-def single_stream(opened: LoadedTarget, options: TimingOptions) -> Measurement:
+def measure_single_stream(opened: LoadedTarget, options: TimingOptions) -> Measurement:
     """One picture at a time, the next as soon as the last is answered; the scenario's figure is the 90th percentile.
 
     MLPerf's runs are longer: at least 1,024 queries and a minute.
@@ -43,10 +58,10 @@ def _line(opened: LoadedTarget, batch: int, options: TimingOptions, case: dict[s
         found = time_batch(opened, batch, options)
         stages = time_stages(opened, batch, options)
     except (StoppedEarly, MemoryError) as error:
-        return failed("latency", opened, case, error)
+        return build_failed_measurement("latency", opened, case, error)
     return Measurement(
         kind="latency",
-        subject=opened.subject,
+        target=opened.target,
         case=case,
         figures={**_figures(found), **stages},
         settings=found.settings,
@@ -93,7 +108,7 @@ class ServerOptions:
     seed: int = 0
 
 
-def server(opened: LoadedTarget, options: ServerOptions) -> Measurement:
+def measure_server(opened: LoadedTarget, options: ServerOptions) -> Measurement:
     """The largest rate of arrivals whose 99th percentile keeps the limit.
 
     Raises:
@@ -101,20 +116,20 @@ def server(opened: LoadedTarget, options: ServerOptions) -> Measurement:
     """
     answer = _answer(opened, options)
     reset_peak()
-    with watch(opened.subject.device) as monitor:
+    with monitor_devices(opened.target.device) as monitor:
         lone, capacity, settings = _calibrate(answer, options)
 
-        def trial(rate: float, seed: int = options.seed) -> Served:
-            due = arrivals(rate, options.seconds, seed=seed)
+        def trial(rate: float, seed: int = options.seed) -> Trial:
+            due = draw_arrivals(rate, options.seconds, seed=seed)
             return serve(answer, rate, due, max_batch=options.max_batch, limit=options.limit_ms / 1e3)
 
-        rate, tried = largest_rate(trial, capacity) if lone <= options.limit_ms else (0.0, [])
-        held: list[Served] = []
+        rate, tried = find_largest_rate(trial, capacity) if lone <= options.limit_ms else (0.0, [])
+        held: list[Trial] = []
         if rate:
-            rate, held, failed = confirmed_rate(
+            rate, held, build_failed_measurement = confirm_rate(
                 lambda lower, repeat: trial(lower, options.seed + 1 + repeat), rate, options.repeats
             )
-            tried += failed
+            tried += build_failed_measurement
     marks = list(monitor.marks)
     figures = {"lone_p50_ms": Figure(lone, "ms", "lower")}
     if rate:
@@ -129,7 +144,7 @@ def server(opened: LoadedTarget, options: ServerOptions) -> Measurement:
     }  # fmt: skip
     return Measurement(
         kind="server",
-        subject=opened.subject,
+        target=opened.target,
         case=case,
         figures=figures,
         settings={
@@ -170,7 +185,7 @@ def _calibrate(answer: Answer, options: ServerOptions) -> tuple[float, float, di
     for count in range(1, options.max_batch + 1):
         answer(count)
     lone, full = (
-        measure(
+        time_repeats(
             lambda _, count=count: answer(count),  # type: ignore[misc]
             seconds=min(1.0, options.seconds),
             iterations=5,
@@ -185,7 +200,7 @@ def _calibrate(answer: Answer, options: ServerOptions) -> tuple[float, float, di
     return 1e3 * percentile(lone.latencies, 50), capacity, {**warm_up, "capacity": capacity}
 
 
-def _figures_scenarios(found: list[Served]) -> dict[str, Figure]:
+def _figures_scenarios(found: list[Trial]) -> dict[str, Figure]:
     """At the rate that was found: each percentile over its trials."""
     percentiles = {
         f"p{percent}_ms": Figure.of_repeats(

@@ -26,7 +26,7 @@ _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 @functools.cache
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, GPUs, driver and versions."""
     driver = devices.read_driver()
     facts: dict[str, Any] = {
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 def provenance() -> dict[str, Any]:
     """The fields of a `Measurement` that are the same for every command: `machine`, `command`, `when`."""
-    return {"machine": machine(), "command": command_line(sys.argv), "when": now()}
+    return {"machine": describe_machine(), "command": format_command_line(sys.argv), "when": now()}
 
 
 def now() -> str:
@@ -63,7 +63,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def format_command_line(arguments: Sequence[str]) -> str:
     """The command as it could be typed again, without the folders of this machine: files are named, not located."""
     return shlex.join(["opal-deploy", *(_without_folder(argument) for argument in arguments[1:])])
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from opal_deploy.bench.record import THROTTLED
+from opal_deploy.bench.measurement import THROTTLED
 from opal_deploy.statistics.intervals import percentile
 
 INTERVAL = 0.1
@@ -44,7 +44,7 @@ _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 Samples = dict[str, list[float]]
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Something that can be sampled. Made when the run begins."""
 
     name: str
@@ -74,9 +74,9 @@ class GpuSource:
             self._handle = _handle(nvml, index)
             found = _text(nvml.nvmlDeviceGetName(self._handle))
         except nvml.NVMLError as error:
-            raise NotSampled(f"NVML: {error}") from None
+            raise SourceUnavailable(f"NVML: {error}") from None
         if expected and found != expected:
-            raise NotSampled(f"NVML's GPU {index} is {found}, CUDA's is {expected}")
+            raise SourceUnavailable(f"NVML's GPU {index} is {found}, CUDA's is {expected}")
         self._reasons: Counter[str] = Counter()
         self._samples = 0
 
@@ -165,7 +165,7 @@ class CpuSource:
         return len(usable) if usable is not None else (os.cpu_count() or 1)
 
 
-class NotSampled(Exception):
+class SourceUnavailable(Exception):
     """Why a source has nothing to tell."""
 
 
@@ -178,7 +178,7 @@ class Monitor:
     """
 
     def __init__(
-        self, sources: Iterable[Source], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
+        self, sources: Iterable[SampleSource], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
     ) -> None:
         """Args: sources: what to sample; missing: sources that there are not, and why; interval: in seconds."""
         self.conditions: dict[str, Any] = {name: {"not_sampled": why} for name, why in (missing or {}).items()}
@@ -213,20 +213,20 @@ class Monitor:
                 return
 
 
-def watch(*devices: str) -> Monitor:
+def monitor_devices(*devices: str) -> Monitor:
     """A monitor of this machine's processors, and of every GPU among the devices: `cuda:N`, or `cuda:N NAME`."""
-    sources: list[Source] = []
+    sources: list[SampleSource] = []
     missing: dict[str, str] = {}
     try:
         sources.append(CpuSource(_package("psutil", "psutil")))
-    except NotSampled as error:
+    except SourceUnavailable as error:
         missing["cpu"] = str(error)
     for device in sorted(set(devices) - {"cpu"}):
         name, _, gpu = device.partition(" ")
         try:
             nvml = _package("pynvml", "nvidia-ml-py")
             sources.append(GpuSource(nvml, int(name.partition(":")[2] or 0), gpu))
-        except NotSampled as error:
+        except SourceUnavailable as error:
             missing[name] = str(error)
     return Monitor(sources, missing)
 
@@ -235,7 +235,7 @@ def _package(module: str, distribution: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise NotSampled(f"{distribution} is not installed (pip install 'opal-deploy[bench]')") from None
+        raise SourceUnavailable(f"{distribution} is not installed (pip install 'opal-deploy[bench]')") from None
 
 
 def _handle(nvml: Any, index: int) -> Any:

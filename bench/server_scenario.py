@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.bench.timing import quiet
+from opal_deploy.bench.timing import gc_disabled
 from opal_deploy.statistics.intervals import percentile
 
 Answer = Callable[[int], object]
@@ -27,16 +27,16 @@ Clock = Callable[[], float]
 Sleep = Callable[[float], None]
 
 PERCENT = 99
-LEAST_QUERIES = 100
+MIN_QUERIES = 100
 # the bisection ends when it knows the rate this well
 _PRECISION = 0.05
-_MOST_STEPS = 10
+_MAX_STEPS = 10
 # a rate that does not hold again is lowered so often, by so much
-_RETREATS, _RETREAT = 10, 0.9
+_MAX_REDUCTIONS, _REDUCTION = 10, 0.9
 
 
 @dataclass(frozen=True)
-class Served:
+class Trial:
     """One rate, tried once.
 
     Attributes:
@@ -71,9 +71,9 @@ class Served:
         }
 
 
-def arrivals(rate: float, seconds: float, *, seed: int) -> NDArray[np.float64]:
+def draw_arrivals(rate: float, seconds: float, *, seed: int) -> NDArray[np.float64]:
     """Seconds at which queries arrive: a Poisson process of `rate` for at least `seconds`, and 100 queries at least."""
-    count = max(LEAST_QUERIES, int(np.ceil(rate * seconds)))
+    count = max(MIN_QUERIES, int(np.ceil(rate * seconds)))
     gaps = np.random.default_rng(seed).exponential(1.0, count)
     times: NDArray[np.float64] = np.cumsum(gaps) / rate
     return times
@@ -88,7 +88,7 @@ def serve(
     limit: float,
     clock: Clock = time.perf_counter,
     sleep: Sleep = time.sleep,
-) -> Served:
+) -> Trial:
     """Answer queries as they arrive.
 
     Args:
@@ -103,7 +103,7 @@ def serve(
     done = late = batches = 0
     # with more late ones than this, the percentile is beyond the limit whatever follows
     bearable = len(due) * (1 - PERCENT / 100) + 1
-    with quiet():
+    with gc_disabled():
         start = clock()
         while done < len(due) and late <= bearable:
             now = clock() - start
@@ -117,19 +117,19 @@ def serve(
             latencies[done : done + taken] = finished - due[done : done + taken]
             late += int((latencies[done : done + taken] > limit).sum())
             done, batches = done + taken, batches + 1
-    return Served(rate, latencies[:done], batches, done == len(due), limit)
+    return Trial(rate, latencies[:done], batches, done == len(due), limit)
 
 
-def largest_rate(trial: Callable[[float], Served], capacity: float) -> tuple[float, list[Served]]:
+def find_largest_rate(trial: Callable[[float], Trial], capacity: float) -> tuple[float, list[Trial]]:
     """The largest rate that holds, to 5 %, by bisection below `capacity`; 0 if none did. And all that was tried.
 
     Args:
         trial: tries a rate.
         capacity: queries a second that nothing can exceed for long.
     """
-    tried: list[Served] = []
+    tried: list[Trial] = []
     low, high = 0.0, capacity
-    while len(tried) < _MOST_STEPS and high - low > _PRECISION * high:
+    while len(tried) < _MAX_STEPS and high - low > _PRECISION * high:
         tried.append(trial((low + high) / 2))
         if tried[-1].held:
             low = tried[-1].rate
@@ -138,9 +138,9 @@ def largest_rate(trial: Callable[[float], Served], capacity: float) -> tuple[flo
     return low, tried
 
 
-def confirmed_rate(
-    trial: Callable[[float, int], Served], rate: float, repeats: int
-) -> tuple[float, list[Served], list[Served]]:
+def confirm_rate(
+    trial: Callable[[float, int], Trial], rate: float, repeats: int
+) -> tuple[float, list[Trial], list[Trial]]:
     """The largest of `rate`, nine tenths of it, and so on, that holds in every repeat; 0 if none does.
 
     Args:
@@ -151,9 +151,9 @@ def confirmed_rate(
     Returns:
         the rate, its trials, and the trials that failed.
     """
-    failed: list[Served] = []
-    for _ in range(_RETREATS):
-        held: list[Served] = []
+    failed: list[Trial] = []
+    for _ in range(_MAX_REDUCTIONS):
+        held: list[Trial] = []
         for number in range(repeats):
             served = trial(rate, number)
             if not served.held:
@@ -162,5 +162,5 @@ def confirmed_rate(
             held.append(served)
         else:
             return rate, held, failed
-        rate *= _RETREAT
+        rate *= _REDUCTION
     return 0.0, [], failed

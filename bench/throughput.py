@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.bench.batch_timing import BatchTiming, TimingOptions, failed, time_batch
+from opal_deploy.bench.batch_timing import BatchTiming, TimingOptions, build_failed_measurement, time_batch
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.record import Figure, Measurement, Scalar, read
+from opal_deploy.bench.measurement import Figure, Measurement, Scalar, read_measurements
 from opal_deploy.bench.roofline.ceiling import Ceiling, Share, share
 from opal_deploy.bench.roofline.measure import ceiling_from
 from opal_deploy.bench.roofline.work import Work, work_of_model
@@ -33,7 +33,7 @@ class MeasuredCeiling:
 
     def fits(self, opened: LoadedTarget) -> bool:
         """Whether a model runs on just that."""
-        return self.device == opened.subject.device and self.threads in (None, opened.threads)
+        return self.device == opened.target.device and self.threads in (None, opened.threads)
 
 
 def read_ceilings(path: Path) -> list[MeasuredCeiling]:
@@ -43,9 +43,9 @@ def read_ceilings(path: Path) -> list[MeasuredCeiling]:
         UsageError: it cannot be read, or holds none.
     """
     found = [
-        MeasuredCeiling(ceiling_from(line), line.subject.device, line.case.get("threads"))
-        for line in read([path])
-        if line.kind == "ceiling" and line.subject is not None
+        MeasuredCeiling(ceiling_from(line), line.target.device, line.case.get("threads"))
+        for line in read_measurements([path])
+        if line.kind == "ceiling" and line.target is not None
     ]
     if not found:
         raise UsageError(
@@ -54,7 +54,7 @@ def read_ceilings(path: Path) -> list[MeasuredCeiling]:
     return found[::-1]
 
 
-def sweep(
+def measure_throughput(
     opened: LoadedTarget, batches: Sequence[int], options: TimingOptions, ceilings: Sequence[MeasuredCeiling] = ()
 ) -> Iterator[Measurement]:
     """A line a batch size as soon as it is measured, then one for the best: offline.
@@ -75,7 +75,7 @@ def sweep(
         try:
             found = time_batch(opened, batch, options)
         except (StoppedEarly, MemoryError) as error:
-            yield failed("throughput", opened, {"batch": batch, "threads": opened.threads}, error)
+            yield build_failed_measurement("throughput", opened, {"batch": batch, "threads": opened.threads}, error)
             break
         if best is None or found.throughput.value > best[1].value:
             best, doubts = (batch, found.throughput), found.marks
@@ -84,7 +84,7 @@ def sweep(
         batch, figure = best
         yield Measurement(
             kind="throughput",
-            subject=opened.subject,
+            target=opened.target,
             case={"scenario": OFFLINE, "threads": opened.threads},
             figures={"images_per_second": figure, "best_batch": Figure(batch, "images")},
             settings={"batches": list(batches), "scenario": "best throughput of the batch sizes tried"},
@@ -95,7 +95,7 @@ def sweep(
 
 
 def _row(opened: LoadedTarget, found: BatchTiming, work: Work | None, ceiling: Ceiling | None) -> Measurement:
-    subject = opened.subject
+    target = opened.target
     figures = {
         "images_per_second": found.throughput,
         "p50_ms": found.latency(50),
@@ -105,13 +105,13 @@ def _row(opened: LoadedTarget, found: BatchTiming, work: Work | None, ceiling: C
     details: dict[str, Any] = {}
     reached = None
     if work is not None:
-        reached = share(work, found.batch, subject.precision, subject.device, found.throughput.value, ceiling)
+        reached = share(work, found.batch, target.precision, target.device, found.throughput.value, ceiling)
     if reached is not None:
         figures["share_of_ceiling"] = Figure(100 * reached.fraction, "%", "higher")
         details["ceiling"] = _ceiling_details(reached)
     return Measurement(
         kind="throughput",
-        subject=subject,
+        target=target,
         case={"batch": found.batch, "threads": opened.threads},
         figures=figures,
         settings=found.settings,

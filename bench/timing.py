@@ -22,9 +22,9 @@ Clock = Callable[[], int]
 
 # warm-up ends when the last few calls differ by no more than this
 _STABLE_CALLS, _STABLE_SPREAD = 5, 0.10
-_LEAST_CALLS = 3
+_MIN_CALLS = 3
 # machines that never become stable: so many times the least warm-up
-_PATIENCE = 5
+_MAX_WARM_UP_FACTOR = 5
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Timing:
         }
 
 
-def measure(
+def time_repeats(
     call: Call,
     *,
     seconds: float = 3.0,
@@ -105,7 +105,7 @@ def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) 
     """
     taken: list[float] = []
     start = clock()
-    with quiet():
+    with gc_disabled():
         while True:
             before = clock()
             call(len(taken))
@@ -113,13 +113,13 @@ def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) 
             taken.append((now - before) / 1e9)
             total = (now - start) / 1e9
             stable = len(taken) >= _STABLE_CALLS and spread(taken[-_STABLE_CALLS:]) <= _STABLE_SPREAD
-            if total >= seconds and len(taken) >= _LEAST_CALLS and (stable or total >= _PATIENCE * seconds):
+            if total >= seconds and len(taken) >= _MIN_CALLS and (stable or total >= _MAX_WARM_UP_FACTOR * seconds):
                 return WarmUp(len(taken), total, stable)
 
 
 def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
     """Seconds that `count` calls take together."""
-    with quiet():
+    with gc_disabled():
         start = clock()
         for number in range(count):
             call(number)
@@ -129,7 +129,7 @@ def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -
 def _repeat(call: Call, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
     taken: list[int] = []
     limit = int(seconds * 1e9)
-    with quiet():
+    with gc_disabled():
         start = previous = clock()
         while previous - start < limit or len(taken) < iterations:
             call(len(taken))
@@ -140,7 +140,7 @@ def _repeat(call: Call, seconds: float, iterations: int, clock: Clock) -> tuple[
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Python's garbage collector collects before the block, not in it."""
     was_on = gc.isenabled()
     gc.collect()

@@ -53,7 +53,7 @@ def linear_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
-    from opal_deploy.bench.engines import settle
+    from opal_deploy.bench.targets.networks import update_batch_norms
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
     from opal_deploy.model.checkpoint import Checkpoint, load, save
@@ -69,7 +69,7 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(CLASSES), INPUT_SIZE, heads[evidence]))
-        settle(network, example_images(32, *INPUT_SIZE))
+        update_batch_norms(network, example_images(32, *INPUT_SIZE))
     path = folders.mktemp(evidence) / f"{evidence}.pt"
     save(path, Checkpoint(network, CLASSES))
     return export_checkpoint(load(path), path, ExportOptions(threads=1)).path

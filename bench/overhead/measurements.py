@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.overhead.formatting import CONVENTIONS, operation_rows
 from opal_deploy.bench.overhead.operations import head_title
 from opal_deploy.bench.overhead.table import Row, Table
-from opal_deploy.bench.record import Figure, Measurement, Target
 
 
 def measurements(table: Table) -> Iterator[Measurement]:
@@ -17,7 +17,7 @@ def measurements(table: Table) -> Iterator[Measurement]:
     for row in table.rows:
         yield Measurement(
             kind="overhead",
-            subject=Target(
+            target=Target(
                 name=f"{row.backbone.name} + {head_title(table.head)}",
                 backbone=row.backbone.name,
                 head=head_title(table.head),

@@ -60,7 +60,7 @@ class Case:
         return f"batch {self.batch}, {workers}{' in processes' * self.isolate}, pictures {self.pictures}{path}"
 
 
-def cases(
+def build_cases(
     default: Case, *, batches: Sequence[int] = (), workers: Sequence[int] = (), sizes: Sequence[ImageSize] = ()
 ) -> Iterator[Case]:
     """The base case, then each value that differs from it.
@@ -119,7 +119,7 @@ def parse_sizes(option: str, text: str | None) -> list[ImageSize]:
 COPY_QUALITY = 90
 
 
-def decoded(items: list[Item], input_size: tuple[int, int], batch: int) -> list[ImageBatch]:
+def decode_batches(items: list[Item], input_size: tuple[int, int], batch: int) -> list[ImageBatch]:
     """The usable pictures as the session takes them, uint8 [N, H0, W0, 3] each; the last may be smaller.
 
     Raises:
@@ -137,7 +137,7 @@ def decoded(items: list[Item], input_size: tuple[int, int], batch: int) -> list[
 
 
 @contextmanager
-def resized(items: list[Item], size: ImageSize | None) -> Iterator[list[Item]]:
+def resized_copies(items: list[Item], size: ImageSize | None) -> Iterator[list[Item]]:
     """The same pictures as JPEG files of `size` = (width, height), in a folder that is gone afterwards.
 
     None: the pictures themselves. A picture that cannot be decoded stays what it is.

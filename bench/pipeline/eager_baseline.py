@@ -22,7 +22,7 @@ from opal_deploy.inference.sources.items import Item
 from opal_deploy.model import checkpoint as checkpoints
 
 
-class PlainLoop:
+class EagerBaseline:
     """A checkpoint, and the transform of its pictures."""
 
     def __init__(self, path: Path, device: str, threads: int | None) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.measurement import NOISY, Better, Figure, Measurement, Scalar
 from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.pipeline.bottleneck import Pass
 from opal_deploy.bench.pipeline.cases import COPY_QUALITY
 from opal_deploy.bench.pipeline.measure import INFER, CaseResult, Variant
-from opal_deploy.bench.record import NOISY, Better, Figure, Measurement, Scalar
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.inference.timing import STAGES, Stage, StageTime
 
@@ -25,7 +25,7 @@ _RATES = ("bare", "infer", "infer_explain", "plain")
 _TITLES = {INFER: "infer", "infer_explain": "infer --explain"}
 
 
-def measurement(
+def build_measurement(
     result: CaseResult, opened: LoadedTarget, monitor: Monitor, *, repeats: int, network: bool
 ) -> Measurement:
     """One line of kind `pipeline`; `monitor` watched the machine meanwhile."""
@@ -44,7 +44,7 @@ def measurement(
     }
     return Measurement(
         kind="pipeline",
-        subject=opened.subject,
+        target=opened.target,
         case=case,
         figures=figures,
         settings={"repeats": repeats, "order": "interleaved", "copies": f"JPEG quality {COPY_QUALITY}"},
@@ -56,7 +56,7 @@ def measurement(
     )
 
 
-def tell(result: CaseResult) -> Iterator[str]:
+def format_result(result: CaseResult) -> Iterator[str]:
     """Lines for a person."""
     yield f"{result.images} of {result.given} pictures, {result.case.line()}; {result.session}"
     figures = _figures(result)
@@ -77,7 +77,7 @@ def tell(result: CaseResult) -> Iterator[str]:
     yield f"  peak memory {result.peak_megabytes:.0f} MB"
 
 
-def tell_growth(results: list[CaseResult]) -> Iterator[str]:
+def format_summary(results: list[CaseResult]) -> Iterator[str]:
     """A line a case, when there are several."""
     for result in results:
         figures = _figures(result)

@@ -22,12 +22,11 @@ from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.machine import peak_megabytes, reset_peak
+from opal_deploy.bench.measurement import Target, head_name
+from opal_deploy.bench.memory import MemoryCurve, MemorySampler
 from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
-from opal_deploy.bench.pipeline.cases import Case, decoded
-from opal_deploy.bench.pipeline.memory import MemoryCurve, MemoryWatch
-from opal_deploy.bench.record import Target
+from opal_deploy.bench.pipeline.cases import Case, decode_batches
 from opal_deploy.bench.targets.loading import LoadedTarget, Setup, load_file
-from opal_deploy.bench.targets.names import head_name
 from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
@@ -37,7 +36,7 @@ from opal_deploy.runtime.onnx_session import available_cpus
 from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.pipeline.eager_baseline import PlainLoop
+    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
 
 
 INFER, EXPLAIN = "infer", "infer_explain"
@@ -80,7 +79,7 @@ class CaseResult:
     plain: tuple[Pass, ...] = ()
 
 
-def measure(
+def measure_case(
     session: Session,
     items: list[Item],
     case: Case,
@@ -89,7 +88,7 @@ def measure(
     say: Callable[[str], None],
     network: bool = True,
     gpus: Sequence[GpuDecoder] = (),
-    plain: PlainLoop | None = None,
+    plain: EagerBaseline | None = None,
     interval: float = 0.1,
 ) -> CaseResult:
     """Measure one case.
@@ -108,7 +107,7 @@ def measure(
         UsageError: fewer usable pictures than a batch. StoppedEarly: the device was lost, or the disk is full.
     """
     reset_peak()
-    batches = decoded(items, session.metadata.input_size, case.batch)
+    batches = decode_batches(items, session.metadata.input_size, case.batch)
     images = sum(len(batch) for batch in batches)
     if not network:
         session, batches = ReplaySession.of(session, batches), []
@@ -182,7 +181,7 @@ def _infer(
         batch=case.batch, fixed_batch=True, workers=case.workers, keep_pictures=explain, time_transfers=True,
         decode=case.decode, gpus=tuple(gpus), isolate=case.isolate,
     )  # fmt: skip
-    with MemoryWatch(interval) as watch:
+    with MemorySampler(interval) as watch:
         cpu = _processor_seconds()
         summary = run(iter(items), [session], RunOptions(out, explain, engine=engine), clock=StageTimer())
         cpu = _processor_seconds() - cpu
@@ -190,7 +189,7 @@ def _infer(
     return Pass(images, summary.seconds, cpu, summary.times), watch.curve
 
 
-def open_as_infer_does(path: Path, *, device: str, threads: int | None) -> LoadedTarget:
+def load_for_inference(path: Path, *, device: str, threads: int | None) -> LoadedTarget:
     """An ONNX file or an engine in its runtime; a checkpoint in the reference session, normalised on the host.
 
     Raises:
@@ -212,7 +211,7 @@ def _checkpoint(path: Path, device: str, threads: int | None) -> LoadedTarget:
     from opal_deploy.runtime.torch_session import torch_device
 
     metadata = session.metadata
-    subject = Target(
+    target = Target(
         name=path.name,
         backbone=metadata.backbone,
         head=head_name(metadata.head),
@@ -226,7 +225,7 @@ def _checkpoint(path: Path, device: str, threads: int | None) -> LoadedTarget:
         prototypes_per_class=metadata.prototypes_per_class,
         sha256=compute_sha256(path),
     )
-    return LoadedTarget(session, subject, torch.get_num_threads() if subject.device == "cpu" else None)
+    return LoadedTarget(session, target, torch.get_num_threads() if target.device == "cpu" else None)
 
 
 class ReplaySession:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from opal_deploy.bench.record import Kind, Measurement
+from opal_deploy.bench.measurement import Kind, Measurement
 from opal_deploy.bench.report.machines import hardware, identity, software, title
 from opal_deploy.bench.report.provenance import Account, Sampled, accounts, sampled
 from opal_deploy.bench.report.tables import Row, Table, tables_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opal_deploy.bench.record import Measurement
+from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.report.tables import Row
 from opal_deploy.bench.report.words import facts, ranges, shown
 
@@ -67,5 +67,5 @@ def _shared_settings(measurements: Sequence[Measurement]) -> list[tuple[str, str
 
 
 def _artifacts(measurements: Sequence[Measurement]) -> list[tuple[str, str]]:
-    hashes = {(m.subject.name, m.subject.sha256) for m in measurements if m.subject and m.subject.sha256}
+    hashes = {(m.target.name, m.target.sha256) for m in measurements if m.target and m.target.sha256}
     return [(f"sha256 of {shown(name)}", shown(digest)) for name, digest in sorted(hashes, key=str)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from opal_deploy.bench.record import Better, Figure, Measurement, Target
+from opal_deploy.bench.measurement import Better, Figure, Measurement, Target
 from opal_deploy.bench.report.words import exact, number, percent, shown, words
 
 # with more figures than this, and fewer measurements than that, each figure is a row and each measurement a column
@@ -135,13 +135,13 @@ def fields_of(rows: Sequence[Row], several_machines: bool = False) -> list[_Fiel
     """Everything of subject and case that rows can differ in, in the order a person would read it."""
 
     def of(get: Callable[[Target], object]) -> tuple[str, ...]:
-        return tuple(shown(get(s) or None) if (s := row.measurement.subject) else "–" for row in rows)
+        return tuple(shown(get(s) or None) if (s := row.measurement.target) else "–" for row in rows)
 
     def size(subject: Target) -> str | None:
         return None if subject.input_size is None else "x".join(map(str, subject.input_size))
 
     out = [_Field("name", of(lambda s: s.name), always=True)]
-    if all(row.measurement.subject is None for row in rows):
+    if all(row.measurement.target is None for row in rows):
         out = []
     out += [
         _Field("runtime", of(lambda s: f"{s.runtime} {s.runtime_version}".strip())),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.record import NOISY, Figure, Measurement, Target
+from opal_deploy.bench.measurement import NOISY, Figure, Measurement, Target
 from opal_deploy.bench.roofline.ceiling import Ceiling
 from opal_deploy.errors import UsageError
 
@@ -73,7 +73,7 @@ def measure(plan: Plan) -> Measurement:
     noisy = [key for key, figure in figures.items() if figure.is_noisy]
     return Measurement(
         kind="ceiling",
-        subject=Target(name=name, runtime="torch", runtime_version=torch.__version__, device=name),
+        target=Target(name=name, runtime="torch", runtime_version=torch.__version__, device=name),
         case={"threads": threads if kind == "cpu" else None},
         figures=figures,
         settings={
@@ -114,7 +114,7 @@ def ceiling_from(measurement: Measurement) -> Ceiling:
         for name, figure in measurement.figures.items()
         if name.startswith("matmul_")
     }
-    name = measurement.subject.name if measurement.subject else "measured"
+    name = measurement.target.name if measurement.target else "measured"
     when = f", {measurement.when[:10]}" if measurement.when else ""
     threads = measurement.case.get("threads")
     threads_text = "" if not threads else ", 1 thread" if threads == 1 else f", {threads} threads"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opal_deploy.bench.machine import provenance
-from opal_deploy.bench.record import Figure, Measurement, Target
+from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.roofline.ceiling import Ceiling
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, work_of_backbone, work_of_head
 from opal_deploy.model.config import HeadConfig
@@ -77,7 +77,7 @@ def measurements(points: Sequence[Point], case: Case, ceilings: Sequence[Ceiling
             figures[f"ceiling {ceiling.name}"] = Figure(rate, "images/s")
         yield Measurement(
             kind="roofline",
-            subject=Target(
+            target=Target(
                 name=work.name,
                 backbone=point.backbone,
                 head="opal" if point.part != "backbone" else "",

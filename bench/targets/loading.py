@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.bench.record import Target
-from opal_deploy.bench.targets.names import Runtime, head_name
+from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import Session
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from opal_deploy.bench.targets.networks import NamedNetwork
 
 
+Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
+RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 PYTORCH = ("eager", "compile")
 
 
@@ -47,12 +48,12 @@ class LoadedTarget:
 
     Attributes:
         session: it.
-        subject: what it is, for the record.
+        target: its description for the measurement.
         threads: that it computes with on the CPU; None on a GPU.
     """
 
     session: Session
-    subject: Target
+    target: Target
     threads: int | None
 
     @property
@@ -63,14 +64,14 @@ class LoadedTarget:
     @property
     def title(self) -> str:
         """For people: what, in what, on what."""
-        s = self.subject
+        s = self.target
         threads = f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
         return f"{s.name}: {s.runtime} {s.runtime_version}, {s.precision}, {s.device}{threads}"
 
     @property
     def timed(self) -> str:
         """What is inside the timed region, in words."""
-        where = "on the device" if self.subject.device != "cpu" else "in the graph"
+        where = "on the device" if self.target.device != "cpu" else "in the graph"
         normalised = f"normalised {where}" if self.metadata.input_kind == "uint8" else "normalised by numpy on the host"
         return (
             "one call of the session: from a uint8 batch [N, H0, W0, 3] in host memory, "
@@ -90,15 +91,15 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
     kind = model_kind(path)
     if kind == "checkpoint":
         require("torch", "export", "timing a checkpoint")
-        from opal_deploy.bench.targets.networks import from_checkpoint
+        from opal_deploy.bench.targets.networks import load_checkpoint_network
 
-        return load_network(from_checkpoint(path), setup)
+        return load_network(load_checkpoint_network(path), setup)
     if kind is None:
         raise ArtifactError(f"{path}: not a model that can be timed; expected .pt, .onnx or .engine")
     opened = _engine(path, setup) if kind == "engine" else _onnx(path, setup)
-    if setup.precision not in (None, opened.subject.precision):
+    if setup.precision not in (None, opened.target.precision):
         raise UsageError(
-            f"{path}: it is {opened.subject.precision}, and --precision asks for {setup.precision}; a file's precision "
+            f"{path}: it is {opened.target.precision}, and --precision asks for {setup.precision}; a file's precision "
             "is its own: export another, or give the checkpoint"
         )
     return opened
@@ -148,7 +149,7 @@ def _torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
         channels_last=setup.channels_last,
         compiled=setup.runtime == "compile",
     )
-    subject = _subject(
+    target = _build_target(
         session.metadata,
         name=network.name,
         runtime=f"torch {setup.runtime}",
@@ -158,7 +159,7 @@ def _torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
         convolutions="NHWC" if setup.channels_last else "NCHW",
         sha256=network.sha256,
     )
-    return LoadedTarget(session, subject, session.threads)
+    return LoadedTarget(session, target, session.threads)
 
 
 def _onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
@@ -166,7 +167,7 @@ def _onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> Load
     import onnxruntime
 
     session = OnnxSession(path, device=setup.device, threads=setup.threads)
-    subject = _subject(
+    target = _build_target(
         session.metadata,
         name=network.name if network else path.name,
         runtime="onnxruntime",
@@ -176,14 +177,14 @@ def _onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> Load
         convolutions="as ONNX Runtime chooses",
         sha256=network.sha256 if network else compute_sha256(path),
     )
-    return LoadedTarget(session, subject, session.threads if session.device == "cpu" else None)
+    return LoadedTarget(session, target, session.threads if session.device == "cpu" else None)
 
 
 def _engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
     from opal_deploy.runtime.tensorrt.session import EngineSession
 
     session = EngineSession(path, device=setup.device)
-    subject = _subject(
+    target = _build_target(
         session.metadata,
         name=network.name if network else path.name,
         runtime=str(session.sidecar.builder["name"]),
@@ -193,10 +194,10 @@ def _engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> Lo
         convolutions="as TensorRT chooses",
         sha256=network.sha256 if network else compute_sha256(path),
     )
-    return LoadedTarget(session, subject, None)
+    return LoadedTarget(session, target, None)
 
 
-def _subject(
+def _build_target(
     metadata: Metadata,
     *,
     name: str,

@@ -16,12 +16,12 @@ import onnx
 import torch
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.bench.engines import settle
-from opal_deploy.bench.targets.names import LINEAR, OPAL, Head
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
+from opal_deploy.bench.measurement import LINEAR, OPAL, Head
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportOptions
 from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.images import Pixels
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
 from opal_deploy.export.tensorrt.engine_export import EngineJob
@@ -32,6 +32,7 @@ from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, describe
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.tensorrt.cuda import visible_driver
 from opal_deploy.synthetic import example_images
 
@@ -71,13 +72,13 @@ class NamedNetwork:
         return trace(self.graph)
 
 
-def from_checkpoint(path: Path) -> NamedNetwork:
+def load_checkpoint_network(path: Path) -> NamedNetwork:
     """A checkpoint's network. Raises CheckpointError, UsageError: see `model.checkpoint.load`."""
     checkpoint = checkpoints.load(path)
     return NamedNetwork(path.name, checkpoint, checkpoint.source["sha256"])
 
 
-def random_network(
+def build_random_network(
     backbone: str, *, head: Head = OPAL, num_classes: int = 200, prototypes: int = 5, size: tuple[int, int] = (224, 224)
 ) -> NamedNetwork:
     """A backbone with random weights, the same every time: what a network answers does not change what it costs.
@@ -92,7 +93,7 @@ def random_network(
     return NamedNetwork(f"{backbone} + {head}", _numbered(network))
 
 
-def with_linear_head(network: NamedNetwork) -> NamedNetwork:
+def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
     """The paper's linear baseline on the same backbone with the same weights; the dense layer's own are random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -101,11 +102,27 @@ def with_linear_head(network: NamedNetwork) -> NamedNetwork:
     return NamedNetwork(f"{network.config.backbone} + {LINEAR}", _numbered(linear))
 
 
+def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
+    """Move the batch norms of a random network half way to the statistics of some images, uint8 [N, H0, W0, 3].
+
+    With random weights alone the features of a deep network are nearly constant, all cells tie, and comparing two
+    precisions means little; statistics of a few images alone would magnify rounding.
+    """
+    batch = torch.from_numpy(normalise(images, IMAGENET_MEAN, IMAGENET_STD))
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 0.5
+    network.train()
+    with torch.no_grad():
+        network(batch)
+    network.eval()
+
+
 def _numbered(network: OpalNetwork) -> Checkpoint:
     return Checkpoint(network, [f"class {number}" for number in range(network.config.num_classes)])
 
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8")
+ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 # enough for ranges; they change what int8 answers, not what it costs
 _CALIBRATION_PICTURES = 8
 _SETTLING_PICTURES = 16
@@ -117,8 +134,8 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
     Raises:
         UsageError: no such precision of ONNX files, or over ONNX's 2 GB.
     """
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision {precision} in an ONNX file: expected {', '.join(PRECISIONS)}")
+    if precision not in ONNX_PRECISIONS:
+        raise UsageError(f"precision {precision} in an ONNX file: expected {', '.join(ONNX_PRECISIONS)}")
     metadata = replace(
         network.described,
         outputs=network.graph.output_names,
@@ -152,7 +169,9 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     job = EngineJob(choose(None, [], driver), BuildOptions())
     if random:
         checkpoint = copy.deepcopy(checkpoint)
-        settle(checkpoint.network, example_images(_SETTLING_PICTURES, *checkpoint.network.config.input_size))
+        update_batch_norms(
+            checkpoint.network, example_images(_SETTLING_PICTURES, *checkpoint.network.config.input_size)
+        )
     options = ExportOptions(precision=precision, verify=False)  # type: ignore[arg-type]  # as above
     deployment = deploy_checkpoint(checkpoint, folder / "timed.pt", options, folder, job, driver)
     return deployment.engines[0].path

@@ -74,7 +74,7 @@ class TorchGraphSession:
         self.threads = torch.get_num_threads() if self._device.type == "cpu" else None
         self.metadata: Metadata = describe(checkpoint)
         self._tf32 = precision == "tf32"
-        graph = _graph(checkpoint, self.metadata, precision, channels_last=channels_last).to(self._device)
+        graph = _build_graph(checkpoint, self.metadata, precision, channels_last=channels_last).to(self._device)
         self._names = graph.graph.output_names
         self._run: Any = torch.compile(graph, dynamic=False) if compiled else graph
         self._compiled = compiled
@@ -144,7 +144,7 @@ class TorchGraphSession:
             raise UsageError(f"torch.compile cannot work here: {first_line(error)}") from None
 
 
-class _Served(nn.Module):
+class _ServedGraph(nn.Module):
     """An export graph without the tensors that only name the body's ends in a file."""
 
     def __init__(self, graph: ExportGraph) -> None:
@@ -174,9 +174,9 @@ class _Body(nn.Module):
         return features.to(self.returned)
 
 
-def _graph(checkpoint: Checkpoint, metadata: Metadata, precision: str, *, channels_last: bool) -> _Served:
+def _build_graph(checkpoint: Checkpoint, metadata: Metadata, precision: str, *, channels_last: bool) -> _ServedGraph:
     network = copy.deepcopy(checkpoint.network).eval()
     body = _Body(network.backbone, precision, channels_last=channels_last)
     network.head.projection.to(body.returned).to(memory_format=body.layout)
     network.backbone = body  # type: ignore[assignment]  # only `forward` is called from here on
-    return _Served(ExportGraph(network, "uint8", metadata.mean, metadata.std)).eval()
+    return _ServedGraph(ExportGraph(network, "uint8", metadata.mean, metadata.std)).eval()

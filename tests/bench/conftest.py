@@ -13,7 +13,7 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.record import Target
+from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.runtime.session import ImageBatch
 

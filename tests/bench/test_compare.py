@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.bench.compare import Contest, Plan, measurements, take_turns
+from opal_deploy.bench.compare import Comparison, ComparisonOptions, measure_comparison, time_interleaved
 from opal_deploy.statistics.intervals import median, paired_ratios
 
-PLAN = Plan(batch=2, rounds=30, turn_seconds=0.1, warm_up_seconds=0)
+PLAN = ComparisonOptions(batch=2, rounds=30, turn_seconds=0.1, warm_up_seconds=0)
 
 
 def test_a_known_ratio_is_found_and_its_interval_covers_it(opened: Any, fake_clock: Callable[..., Any]) -> None:
@@ -21,7 +21,7 @@ def test_a_known_ratio_is_found_and_its_interval_covers_it(opened: Any, fake_clo
     def around(seconds: float) -> Callable[[int], float]:
         return lambda _: float(seconds * generator.normal(1.0, 0.05))
 
-    a, b = take_turns([opened(around(0.010), clock.spend), opened(around(0.008), clock.spend)], PLAN, clock=clock)
+    a, b = time_interleaved([opened(around(0.010), clock.spend), opened(around(0.008), clock.spend)], PLAN, clock=clock)
     found = median(paired_ratios(b.rates, a.rates))
 
     assert found.value == pytest.approx(1.25, rel=0.02)
@@ -33,7 +33,7 @@ def test_a_machine_that_slows_down_steadily_favours_nobody(opened: Any, fake_clo
     # each call takes longer than the last one: 0.2 % a call, some 5 % a round
     clock = fake_clock(slower=1.002)
 
-    a, b = take_turns([opened(0.01, clock.spend), opened(0.01, clock.spend)], PLAN, clock=clock)
+    a, b = time_interleaved([opened(0.01, clock.spend), opened(0.01, clock.spend)], PLAN, clock=clock)
     ratios = paired_ratios(b.rates, a.rates)
 
     assert a.rates[-1] < 0.8 * a.rates[0]
@@ -44,10 +44,10 @@ def test_a_machine_that_slows_down_steadily_favours_nobody(opened: Any, fake_clo
 
 
 def test_sleeping_models_are_told_apart(opened: Any) -> None:
-    plan = Plan(rounds=6, turn_seconds=0.04, warm_up_seconds=0)
-    contest = Contest("slow", (opened(0.02, name="slow"), opened(0.01, name="fast")))
+    plan = ComparisonOptions(rounds=6, turn_seconds=0.04, warm_up_seconds=0)
+    contest = Comparison("slow", (opened(0.02, name="slow"), opened(0.01, name="fast")))
 
-    (found,) = measurements(contest, plan)
+    (found,) = measure_comparison(contest, plan)
 
     assert found.figures["ratio"].value == pytest.approx(2.0, rel=0.05)
     assert found.figures["images_per_second"].value == pytest.approx(100, rel=0.05)
@@ -60,7 +60,7 @@ def test_every_turn_has_as_many_batches_as_fill_it_and_one_that_does_not_count(
     clock = fake_clock()
     slow, fast = opened(0.03, clock.spend), opened(0.01, clock.spend)
 
-    turns = take_turns([slow, fast], replace(PLAN, rounds=4), clock=clock)
+    turns = time_interleaved([slow, fast], replace(PLAN, rounds=4), clock=clock)
 
     assert [turn.batches for turn in turns] == [4, 10]
     assert turns[0].rates == pytest.approx([2 / 0.03] * 4)
@@ -75,18 +75,18 @@ def test_the_order_alternates(opened: Any, fake_clock: Callable[..., Any]) -> No
     def named(name: str) -> Any:
         return opened(lambda _: order.append(name) or 0.2, clock.spend)
 
-    take_turns([named("a"), named("b"), named("c")], replace(PLAN, rounds=3), clock=clock)
+    time_interleaved([named("a"), named("b"), named("c")], replace(PLAN, rounds=3), clock=clock)
 
     # each turn: one call that does not count and one that does
     assert "".join(order[-18:]) == "aabbcc" + "ccbbaa" + "aabbcc"
 
 
 def test_every_contender_but_the_first_has_a_line(opened: Any) -> None:
-    contest = Contest("one", tuple(opened(0.001, name=name) for name in ("one", "two", "three")))
+    contest = Comparison("one", tuple(opened(0.001, name=name) for name in ("one", "two", "three")))
 
-    found = measurements(contest, Plan(rounds=3, turn_seconds=0.002, warm_up_seconds=0), "runtime")
+    found = measure_comparison(contest, ComparisonOptions(rounds=3, turn_seconds=0.002, warm_up_seconds=0), "runtime")
 
-    assert [line.subject.name for line in found if line.subject] == ["two", "three"]
+    assert [line.target.name for line in found if line.target] == ["two", "three"]
     for line in found:
         ratio = line.figures["ratio"]
         assert line.case == {"question": "runtime", "reference": "one", "batch": 1, "threads": 1}
@@ -100,8 +100,8 @@ def test_every_contender_but_the_first_has_a_line(opened: Any) -> None:
 
 def test_rounds_that_differ_are_marked(opened: Any) -> None:
     lengths = iter([0.002] * 12 + [0.002, 0.002, 0.002, 0.008] * 100)
-    contest = Contest("a", (opened(0.002), opened(lambda _: next(lengths))))
+    contest = Comparison("a", (opened(0.002), opened(lambda _: next(lengths))))
 
-    (found,) = measurements(contest, Plan(rounds=6, turn_seconds=0, warm_up_seconds=0))
+    (found,) = measure_comparison(contest, ComparisonOptions(rounds=6, turn_seconds=0, warm_up_seconds=0))
 
     assert any(mark.startswith("noisy: the rounds' ratios differ by") for mark in found.marks)

@@ -21,7 +21,7 @@ def picture(tmp_path: Path) -> Path:
 
 @pytest.mark.data
 def test_our_paths_differ_from_plain_pillow_by_what_they_promise(photographs: list[Path]) -> None:
-    results = {result.name: result for result in decoding.compare(photographs[::11], (160, 160))}
+    results = {result.name: result for result in decoding.compare_cpu_paths(photographs[::11], (160, 160))}
 
     assert {result.images for result in results.values()} == {len(photographs[::11])}
     assert (results["exact"].largest, results["exact"].mean, results["exact"].share_equal) == (0, 0.0, 1.0)
@@ -32,13 +32,13 @@ def test_our_paths_differ_from_plain_pillow_by_what_they_promise(photographs: li
 
 def test_a_path_that_differs_is_found(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def brighter(path: Path, size: tuple[int, int]) -> decoding.Pixels:
-        pixels = decoding._pillow(path, size).astype(np.int16)
+        pixels = decoding._decode_with_pillow(path, size).astype(np.int16)
         pixels[0, 0, 0] += 7 if pixels[0, 0, 0] < 200 else -7
         return pixels.astype(np.uint8)
 
-    monkeypatch.setattr(decoding, "PATHS", {"brighter": brighter})
+    monkeypatch.setattr(decoding, "DECODE_PATHS", {"brighter": brighter})
 
-    (result,) = decoding.compare([picture], (10, 12))
+    (result,) = decoding.compare_cpu_paths([picture], (10, 12))
 
     assert result.largest == 7
     assert result.mean == pytest.approx(7 / (10 * 12 * 3))
@@ -49,6 +49,6 @@ def test_a_picture_that_cannot_be_read_takes_no_part(picture: Path, tmp_path: Pa
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"not a picture")
 
-    results = decoding.compare([picture, broken], (8, 8))
+    results = decoding.compare_cpu_paths([picture, broken], (8, 8))
 
     assert [result.images for result in results] == [1, 1, 1]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.diff import Change, Difference, compare
-from opal_deploy.bench.record import Figure, Measurement, Target, append
+from opal_deploy.bench.diff import FigureChange, MeasurementDiff, compare_measurements
+from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
 MODEL = Target("m.onnx", runtime="onnxruntime", runtime_version="1.30.0", device="cpu")
@@ -20,7 +20,7 @@ MACHINE = {"processor": "Example CPU 9000", "usable_cores": 2, "versions": {"onn
 
 
 def line(figure: Figure, **changes: Any) -> Measurement:
-    values: dict[str, Any] = {"subject": MODEL, "case": {"batch": 8}, "machine": MACHINE}
+    values: dict[str, Any] = {"target": MODEL, "case": {"batch": 8}, "machine": MACHINE}
     return Measurement("throughput", figures={"images_per_second": figure}, **(values | changes))
 
 
@@ -33,7 +33,7 @@ def time(value: float) -> Figure:
     return Figure(value, "ms", "lower")
 
 
-def only(difference: Difference) -> Change:
+def only(difference: MeasurementDiff) -> FigureChange:
     (change,) = difference.changes
     return change
 
@@ -64,13 +64,13 @@ def only(difference: Difference) -> Change:
     ],
 )
 def test_a_change_counts_beyond_tolerance_and_noise(old: Figure, new: Figure, verdict: str) -> None:
-    assert only(compare([line(old)], [line(new)])).verdict == verdict
+    assert only(compare_measurements([line(old)], [line(new)])).verdict == verdict
 
 
 def test_the_tolerance_is_the_callers() -> None:
     old, new = [line(rate(100))], [line(rate(92))]
-    assert only(compare(old, new, tolerance=0.1)).verdict == "unchanged"
-    assert only(compare(old, new, tolerance=0.05)).verdict == "regression"
+    assert only(compare_measurements(old, new, tolerance=0.1)).verdict == "unchanged"
+    assert only(compare_measurements(old, new, tolerance=0.05)).verdict == "regression"
 
 
 @pytest.mark.parametrize("mark", ["noisy: the repeats differ by 12%", "throttled: hw_slowdown", "busy machine"])
@@ -79,20 +79,20 @@ def test_the_tolerance_is_the_callers() -> None:
 def test_marked_measurements_are_never_certain(mark: str, side: str, value: float) -> None:
     old = line(rate(100), marks=(mark,) if side == "old" else ())
     new = line(rate(value), marks=(mark,) if side == "new" else ())
-    change = only(compare([old], [new]))
+    change = only(compare_measurements([old], [new]))
     assert (change.verdict, change.marks) == ("doubtful", (mark,))
 
 
 def test_figures_without_a_better_direction_are_not_judged() -> None:
-    assert compare([line(Figure(1.0, "MACs"))], [line(Figure(2.0, "MACs"))]).changes == ()
+    assert compare_measurements([line(Figure(1.0, "MACs"))], [line(Figure(2.0, "MACs"))]).changes == ()
 
 
 def test_versions_machines_and_time_do_not_keep_measurements_apart() -> None:
     newer = line(
-        rate(90), when="2027", subject=replace(MODEL, runtime_version="1.31.0", sha256="ab"),
+        rate(90), when="2027", target=replace(MODEL, runtime_version="1.31.0", sha256="ab"),
         machine={**MACHINE, "processor": "Other CPU", "versions": {"onnxruntime": "1.31.0"}},
     )  # fmt: skip
-    difference = compare([line(rate(100))], [newer])
+    difference = compare_measurements([line(rate(100))], [newer])
     assert only(difference).verdict == "regression"
     assert difference.machines == ("processor Example CPU 9000 -> Other CPU",)
     assert difference.software == ("versions: onnxruntime 1.30.0 -> 1.31.0",)
@@ -101,7 +101,7 @@ def test_versions_machines_and_time_do_not_keep_measurements_apart() -> None:
 def test_what_only_one_side_has_is_listed() -> None:
     old = [line(rate(100)), line(rate(100), case={"batch": 16})]
     both = Measurement("throughput", MODEL, {"batch": 8}, {"images_per_second": rate(100), "p50_ms": time(3)})
-    difference = compare(old, [both, line(rate(1), case={"batch": 32})])
+    difference = compare_measurements(old, [both, line(rate(1), case={"batch": 32})])
     assert difference.only_old == ("throughput: m.onnx, batch 16",)
     assert difference.only_new == ("throughput: m.onnx, batch 32", "throughput: m.onnx, batch 8: p50 ms")
     assert difference.missing == 3
@@ -109,13 +109,13 @@ def test_what_only_one_side_has_is_listed() -> None:
 
 @pytest.mark.parametrize("new", [Figure(100.0, "queries/s", "higher"), Figure(100.0, "images/s", "lower")])
 def test_other_units_and_directions_are_not_compared(new: Figure) -> None:
-    difference = compare([line(rate(100))], [line(new)])
+    difference = compare_measurements([line(rate(100))], [line(new)])
     assert difference.changes == ()
     assert len(difference.not_comparable) == 1
 
 
 def test_of_several_measurements_of_one_thing_the_last_counts() -> None:
-    difference = compare([line(rate(100)), line(rate(50))], [line(rate(1)), line(rate(51))])
+    difference = compare_measurements([line(rate(100)), line(rate(50))], [line(rate(1)), line(rate(51))])
     assert only(difference).verdict == "unchanged"
     assert difference.repeated == ("OLD: throughput: m.onnx", "NEW: throughput: m.onnx")
 
@@ -126,7 +126,7 @@ def diff(opal: Opal, tmp_path: Path) -> Callable[..., subprocess.CompletedProces
         for name, measurements in (("old.jsonl", old), ("new.jsonl", new)):
             (tmp_path / name).write_text("")
             for measurement in measurements:
-                append(tmp_path / name, measurement)
+                append_measurement(tmp_path / name, measurement)
         return opal("bench", "diff", "old.jsonl", "new.jsonl", *options, cwd=tmp_path)
 
     return run
@@ -179,7 +179,7 @@ def test_the_tolerance_is_in_per_cent(diff: Callable) -> None:
 
 def test_a_name_with_control_characters_does_not_reach_the_terminal(diff: Callable) -> None:
     subject = replace(MODEL, name="\x1b[31mred\n\udcff.onnx")
-    done = diff([line(rate(100), subject=subject)], [line(rate(80), subject=subject)])
+    done = diff([line(rate(100), target=subject)], [line(rate(80), target=subject)])
     assert done.returncode == 1
     assert "\x1b" not in done.stderr
     assert r"\x1b[31mred \udcff.onnx" in done.stderr

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.engines import HEADER
+from opal_deploy.bench.engines import TABLE_HEADER
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
@@ -49,7 +49,7 @@ def test_the_gates_figures_are_its_own(table: Any) -> None:
 def test_people_get_a_table_of_which_every_line_is_whole(table: Any) -> None:
     lines = [line for line in table.stderr.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 4
-    assert {line.count("|") for line in lines} == {HEADER.splitlines()[0].count("|")}
+    assert {line.count("|") for line in lines} == {TABLE_HEADER.splitlines()[0].count("|")}
 
 
 def test_a_precision_that_does_not_exist_is_one_line(opal: Any, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.bench.machine import command_line, machine, peak_megabytes, provenance, reset_peak
+from opal_deploy.bench.machine import describe_machine, format_command_line, peak_megabytes, provenance, reset_peak
 
 
 def test_it_says_what_figures_depend_on() -> None:
-    found = machine()
+    found = describe_machine()
 
     assert found["usable_cores"] >= 1
     assert found["processor"]
@@ -40,12 +40,12 @@ def test_files_in_the_command_are_named_without_their_folders(tmp_path: Path, mo
     (tmp_path / "models" / "a b.onnx").touch()
     arguments = ["/usr/bin/opal", "bench", "--model", "models/a b.onnx", f"--out={tmp_path}/new.jsonl", "~/x/y.pt"]
 
-    assert command_line(arguments) == "opal-deploy bench --model 'a b.onnx' --out=new.jsonl y.pt"
+    assert format_command_line(arguments) == "opal-deploy bench --model 'a b.onnx' --out=new.jsonl y.pt"
 
 
 @pytest.mark.parametrize("argument", ["--batch", "1,2,4", "resnet50", "0.5", "cuda:0", "224x448", "results/new.jsonl"])
 def test_what_is_no_place_on_this_machine_stays(argument: str) -> None:
-    assert command_line(["x", argument]) == f"opal-deploy {argument}"
+    assert format_command_line(["x", argument]) == f"opal-deploy {argument}"
 
 
 def test_the_peak_of_memory_can_begin_again() -> None:

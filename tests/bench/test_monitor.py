@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from opal_deploy.bench.monitor import CpuSource, GpuSource, Monitor, NotSampled, watch
+from opal_deploy.bench.monitor import CpuSource, GpuSource, Monitor, SourceUnavailable, monitor_devices
 
 
 class StandInNvml:
@@ -128,13 +128,13 @@ def test_the_gpu_is_the_one_that_cuda_counts(monkeypatch: pytest.MonkeyPatch, vi
 
 
 def test_another_gpu_than_cudas_is_not_sampled() -> None:
-    with pytest.raises(NotSampled, match="is NVIDIA H200, CUDA's is NVIDIA T4"):
+    with pytest.raises(SourceUnavailable, match="is NVIDIA H200, CUDA's is NVIDIA T4"):
         GpuSource(StandInNvml(0), 0, "NVIDIA T4")
 
 
 def test_a_gpu_that_nvml_does_not_know_is_not_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", StandInNvml(0))
-    with watch("cuda:9 NVIDIA H200") as monitor:
+    with monitor_devices("cuda:9 NVIDIA H200") as monitor:
         pass
 
     assert monitor.conditions["cuda:9"] == {"not_sampled": "NVML: Invalid Argument"}
@@ -142,7 +142,7 @@ def test_a_gpu_that_nvml_does_not_know_is_not_sampled(monkeypatch: pytest.Monkey
 
 def test_a_missing_package_is_said_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
-    with watch("cpu") as monitor:
+    with monitor_devices("cpu") as monitor:
         pass
 
     assert "psutil is not installed" in monitor.conditions["cpu"]["not_sampled"]

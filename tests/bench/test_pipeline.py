@@ -14,10 +14,10 @@ import pytest
 import opal_deploy
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench import record
+from opal_deploy.bench import measurement
 from opal_deploy.bench.pipeline.cases import Case
-from opal_deploy.bench.pipeline.eager_baseline import PlainLoop
-from opal_deploy.bench.pipeline.measure import CaseResult, ReplaySession, measure
+from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
+from opal_deploy.bench.pipeline.measure import CaseResult, ReplaySession, measure_case
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -51,7 +51,7 @@ SMALL = Case(2, 1)
 
 
 def measured(session: Any, items: list[Item], case: Case = SMALL, **options: Any) -> CaseResult:
-    return measure(session, items, case, **{"repeats": 1, "say": lambda _: None, **options})
+    return measure_case(session, items, case, **{"repeats": 1, "say": lambda _: None, **options})
 
 
 def slowed(function: Callable, seconds: float) -> Callable:
@@ -207,8 +207,8 @@ def bench(opal: Callable, exact_model: Path, items: list[Item]) -> Callable[...,
     return run
 
 
-def lines(text: str) -> list[record.Measurement]:
-    return [record.Measurement.from_line(line) for line in text.splitlines()]
+def lines(text: str) -> list[measurement.Measurement]:
+    return [measurement.Measurement.from_line(line) for line in text.splitlines()]
 
 
 def test_the_command_tells_people_and_machines(bench: Callable, exact_model: Path, tmp_path: Path) -> None:
@@ -218,14 +218,14 @@ def test_the_command_tells_people_and_machines(bench: Callable, exact_model: Pat
 
     assert done.returncode == 0, done.stderr
     (found,) = lines(done.stdout)
-    assert list(record.read([out])) == [found]
+    assert list(measurement.read_measurements([out])) == [found]
     assert found.kind == "pipeline"
     assert found.case == {
         "images": 12, "batch": 4, "workers": 1, "threads": 1, "image_size": "as given", "network": True,
         "decode": "default", "isolate": True,
     }  # fmt: skip
-    assert found.subject is not None
-    assert (found.subject.name, found.subject.runtime, found.subject.head) == (exact_model.name, "onnxruntime", "opal")
+    assert found.target is not None
+    assert (found.target.name, found.target.runtime, found.target.head) == (exact_model.name, "onnxruntime", "opal")
     assert found.command.startswith("opal-deploy bench pipeline pictures --model exact.onnx")
     for name in ("bare", "infer", "infer_explain"):
         assert (found.figures[name].unit, len(found.figures[name].repeats)) == ("images/s", 2)
@@ -251,14 +251,16 @@ def test_the_same_model_as_a_script_runs_it_is_measured_in_turn(bench: Callable,
 
 
 def test_the_script_answers_as_the_session_does(items: list[Item], exact_model: Path) -> None:
-    loop = PlainLoop(exact_model.with_suffix(".pt"), "cpu", 1)
+    loop = EagerBaseline(exact_model.with_suffix(".pt"), "cpu", 1)
     seen: list[int] = []
     answer = loop._answer
     loop._answer = lambda images: seen.extend(found := answer(images)) or found  # type: ignore[method-assign]
     done = loop.measure([*items, Item(items[0].path.with_name("nothing.jpg"), "nothing.jpg")], 5)
     assert done.images == len(seen) == len(items)
     model = opal_deploy.load(exact_model, threads=1)
-    assert seen == [record["prediction"]["class_id"] for record in model.explain([item.path for item in items])]
+    assert seen == [
+        measurement["prediction"]["class_id"] for measurement in model.explain([item.path for item in items])
+    ]
 
 
 def test_another_models_checkpoint_is_refused(bench: Callable, map_model: Path) -> None:
@@ -303,8 +305,8 @@ def test_a_checkpoint_is_measured_as_infer_runs_it(bench: Callable, exact_model:
 
     assert done.returncode == 0, done.stderr
     (found,) = lines(done.stdout)
-    assert found.subject is not None
-    assert (found.subject.runtime, found.subject.device) == ("torch eager", "cpu")
+    assert found.target is not None
+    assert (found.target.runtime, found.target.device) == ("torch eager", "cpu")
     assert found.case["threads"] == 1
 
 

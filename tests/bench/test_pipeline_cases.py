@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from opal_deploy.bench.pipeline.cases import Case, cases, decoded, parse_counts, parse_sizes, resized
+from opal_deploy.bench.pipeline.cases import (
+    Case,
+    build_cases,
+    decode_batches,
+    parse_counts,
+    parse_sizes,
+    resized_copies,
+)
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 
@@ -35,7 +42,7 @@ def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
     ],
 )
 def test_each_is_varied_on_its_own_around_one_base_case(given: dict, expected: list[Case]) -> None:
-    assert list(cases(DEFAULT, **given)) == expected
+    assert list(build_cases(DEFAULT, **given)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0"])
@@ -57,7 +64,7 @@ def test_lists_are_read_with_or_without_spaces() -> None:
 
 
 def test_copies_have_the_size_asked_for_and_are_gone_afterwards(items: list[Item]) -> None:
-    with resized(items, (200, 100)) as copies:
+    with resized_copies(items, (200, 100)) as copies:
         paths = [copy.path for copy in copies]
         assert len(set(paths)) == len(items)
         for path in paths:
@@ -67,13 +74,13 @@ def test_copies_have_the_size_asked_for_and_are_gone_afterwards(items: list[Item
 
 
 def test_pictures_as_given_are_themselves(items: list[Item]) -> None:
-    with resized(items, None) as same:
+    with resized_copies(items, None) as same:
         assert same == items
 
 
 def test_a_broken_picture_stays_broken_in_another_size(items: list[Item]) -> None:
     items[1].path.write_bytes(b"no picture")
-    with resized(items, (20, 10)) as copies:
+    with resized_copies(items, (20, 10)) as copies:
         assert [copy.path == item.path for copy, item in zip(copies, items, strict=True)] == [
             False, True, False, False, False,
         ]  # fmt: skip
@@ -81,10 +88,10 @@ def test_a_broken_picture_stays_broken_in_another_size(items: list[Item]) -> Non
 
 def test_the_bare_sessions_batches_hold_every_usable_picture(items: list[Item]) -> None:
     items[1].path.write_bytes(b"no picture")
-    batches = decoded(items, (32, 48), 3)
+    batches = decode_batches(items, (32, 48), 3)
     assert [batch.shape for batch in batches] == [(3, 32, 48, 3), (1, 32, 48, 3)]
 
 
 def test_fewer_pictures_than_a_batch_are_refused(items: list[Item]) -> None:
     with pytest.raises(UsageError, match=r"5 usable pictures, and a batch takes 6; give more, or a smaller --batch"):
-        decoded(items, (32, 32), 6)
+        decode_batches(items, (32, 32), 6)

@@ -8,13 +8,13 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.bench.measurement import Measurement, Target
+from opal_deploy.bench.memory import MemoryCurve
 from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
 from opal_deploy.bench.pipeline.cases import Case
-from opal_deploy.bench.pipeline.formatting import measurement, tell, tell_growth
+from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
 from opal_deploy.bench.pipeline.measure import CaseResult, Variant
-from opal_deploy.bench.pipeline.memory import MemoryCurve
-from opal_deploy.bench.record import Measurement, Target
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.runtime.session import ImageBatch
 
@@ -44,7 +44,7 @@ def result(bare: tuple[Pass, ...] = (), infer: tuple[Pass, ...] = (), memory: Me
 
 
 def record_of(found: CaseResult) -> Measurement:
-    return measurement(found, OPENED, MONITOR, repeats=3, network=True)
+    return build_measurement(found, OPENED, MONITOR, repeats=3, network=True)
 
 
 def test_a_record_reads_back_equal() -> None:
@@ -55,7 +55,7 @@ def test_a_record_reads_back_equal() -> None:
 def test_what_the_monitor_saw_is_recorded() -> None:
     monitor = Monitor([], {"cpu": "not here"})
     monitor.marks = ("busy: other processes",)
-    found = measurement(result(), OPENED, monitor, repeats=3, network=True)
+    found = build_measurement(result(), OPENED, monitor, repeats=3, network=True)
     assert found.conditions == {"cpu": {"not_sampled": "not here"}}
     assert found.marks[-1] == "busy: other processes"
 
@@ -87,7 +87,7 @@ def test_doubts_are_marked(rates: tuple[float, ...], memory: MemoryCurve, marks:
 
 
 def test_a_noisy_rate_is_called_so_to_people() -> None:
-    told = list(tell(result(passes(100, 101, 102), passes(80, 95, 99))))
+    told = list(format_result(result(passes(100, 101, 102), passes(80, 95, 99))))
     assert "  session alone: 101.0 images/s (spread 2% over 3)" in told
     assert "  infer: 95.0 images/s (spread 20% over 3, NOISY): 94.1% of the session alone" in told
     assert told[0] == "100 of 101 pictures, batch 8, 2 workers, pictures as given; a session"
@@ -95,7 +95,7 @@ def test_a_noisy_rate_is_called_so_to_people() -> None:
 
 
 def test_without_a_bare_session_no_share_is_told() -> None:
-    told = list(tell(result(infer=passes(80))))
+    told = list(format_result(result(infer=passes(80))))
     assert "  infer: 80.0 images/s (once)" in told
     assert not any("session alone" in line for line in told)
 
@@ -103,7 +103,7 @@ def test_without_a_bare_session_no_share_is_told() -> None:
 def test_growth_is_a_line_a_case() -> None:
     small = result(passes(100, 100, 100))
     other = replace(small, case=Case(8, 1, (500, 375)), peak_megabytes=400.0)
-    assert list(tell_growth([small, other])) == [
+    assert list(format_summary([small, other])) == [
         "batch 8, 2 workers, pictures as given: infer 90.0 images/s (90% of the session alone), peak 345 MB",
         "batch 8, 1 worker, pictures 500x375: infer 90.0 images/s (90% of the session alone), peak 400 MB",
     ]

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.bench.latency import ServerOptions, server
-from opal_deploy.bench.server_scenario import Served, arrivals, confirmed_rate, largest_rate, serve
+from opal_deploy.bench.latency import ServerOptions, measure_server
+from opal_deploy.bench.server_scenario import Trial, confirm_rate, draw_arrivals, find_largest_rate, serve
 from opal_deploy.statistics.intervals import percentile
 
 SERVICE = 0.010
 
 
-def serve_for(clock: Any, rate: float, due: Any, *, max_batch: int = 1, limit: float = 1.0, **options: Any) -> Served:
+def serve_for(clock: Any, rate: float, due: Any, *, max_batch: int = 1, limit: float = 1.0, **options: Any) -> Trial:
     """One call takes SERVICE seconds, however many pictures it answers."""
     answered: list[int] = options.pop("answered", [])
 
@@ -28,7 +28,7 @@ def serve_for(clock: Any, rate: float, due: Any, *, max_batch: int = 1, limit: f
 
 
 def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
-    due = arrivals(50.0, 1000.0, seed=1)
+    due = draw_arrivals(50.0, 1000.0, seed=1)
     gaps = np.diff(due)
 
     assert len(due) == 50_000
@@ -39,12 +39,12 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
 
 
 def test_a_short_trial_has_a_hundred_queries_still() -> None:
-    assert len(arrivals(2.0, 0.1, seed=0)) == 100
+    assert len(draw_arrivals(2.0, 0.1, seed=0)) == 100
 
 
 def test_another_rate_stretches_the_same_draws() -> None:
-    assert np.allclose(arrivals(1.0, 10, seed=3)[:50], 4 * arrivals(4.0, 10, seed=3)[:50])
-    assert not np.allclose(arrivals(1.0, 10, seed=3), arrivals(1.0, 10, seed=4))
+    assert np.allclose(draw_arrivals(1.0, 10, seed=3)[:50], 4 * draw_arrivals(4.0, 10, seed=3)[:50])
+    assert not np.allclose(draw_arrivals(1.0, 10, seed=3), draw_arrivals(1.0, 10, seed=4))
 
 
 def test_a_picture_that_arrives_alone_waits_for_nothing(fake_clock: Callable[..., Any]) -> None:
@@ -69,7 +69,7 @@ def test_all_that_have_arrived_are_answered_at_once_up_to_the_largest_batch(fake
 
 
 def test_a_trial_ends_once_too_many_were_late(fake_clock: Callable[..., Any]) -> None:
-    found = serve_for(fake_clock(), 1000.0, arrivals(1000.0, 10, seed=0), limit=0.02)
+    found = serve_for(fake_clock(), 1000.0, draw_arrivals(1000.0, 10, seed=0), limit=0.02)
 
     assert not found.complete
     assert not found.held
@@ -80,9 +80,9 @@ def test_exactly_the_99th_percentile_is_held_against_the_limit() -> None:
     latencies = np.full(300, 0.001)
     latencies[:2] = 1.0
 
-    assert Served(1, latencies, 300, True, 0.002).held
+    assert Trial(1, latencies, 300, True, 0.002).held
     latencies[:4] = 1.0
-    assert not Served(1, latencies, 300, True, 0.002).held
+    assert not Trial(1, latencies, 300, True, 0.002).held
 
 
 @pytest.mark.parametrize("limit", [0.03, 0.06])
@@ -91,10 +91,10 @@ def test_the_largest_rate_is_where_a_queue_of_known_service_time_reaches_the_lim
 ) -> None:
     clock = fake_clock()
 
-    def trial(rate: float) -> Served:
-        return serve_for(clock, rate, arrivals(rate, 100.0, seed=0), limit=limit)
+    def trial(rate: float) -> Trial:
+        return serve_for(clock, rate, draw_arrivals(rate, 100.0, seed=0), limit=limit)
 
-    rate, tried = largest_rate(trial, 1 / SERVICE)
+    rate, tried = find_largest_rate(trial, 1 / SERVICE)
 
     assert 0 < rate < 1 / SERVICE
     assert trial(rate).held
@@ -109,8 +109,8 @@ def test_the_largest_rate_is_where_a_queue_of_known_service_time_reaches_the_lim
 def test_a_limit_below_the_service_time_is_held_by_no_rate(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock()
 
-    rate, tried = largest_rate(
-        lambda rate: serve_for(clock, rate, arrivals(rate, 1.0, seed=0), limit=0.5 * SERVICE), 100.0
+    rate, tried = find_largest_rate(
+        lambda rate: serve_for(clock, rate, draw_arrivals(rate, 1.0, seed=0), limit=0.5 * SERVICE), 100.0
     )
 
     assert rate == 0
@@ -118,11 +118,11 @@ def test_a_limit_below_the_service_time_is_held_by_no_rate(fake_clock: Callable[
 
 
 def test_a_rate_must_hold_with_other_arrivals_too() -> None:
-    def trial(rate: float, repeat: int) -> Served:
+    def trial(rate: float, repeat: int) -> Trial:
         latency = 0.1 if rate > 85 and repeat == 1 else 0.001
-        return Served(rate, np.full(100, latency), 100, True, 0.01)
+        return Trial(rate, np.full(100, latency), 100, True, 0.01)
 
-    rate, held, failed = confirmed_rate(trial, 100.0, 3)
+    rate, held, failed = confirm_rate(trial, 100.0, 3)
 
     assert rate == pytest.approx(81.0)
     assert len(held) == 3
@@ -132,7 +132,7 @@ def test_a_rate_must_hold_with_other_arrivals_too() -> None:
 def test_a_model_of_known_service_time(opened: Callable[..., Any]) -> None:
     options = ServerOptions(limit_ms=20, max_batch=4, seconds=0.2, repeats=1, warm_up_seconds=0)
 
-    found = server(opened(0.004), options)
+    found = measure_server(opened(0.004), options)
 
     assert found.kind == "server"
     assert found.case == {"scenario": "server", "limit_ms": 20, "max_batch": 4, "threads": 1}
@@ -145,7 +145,9 @@ def test_a_model_of_known_service_time(opened: Callable[..., Any]) -> None:
 
 
 def test_a_limit_that_nothing_can_keep_is_said(opened: Callable[..., Any]) -> None:
-    found = server(opened(0.01), ServerOptions(limit_ms=5, max_batch=2, seconds=0.1, repeats=1, warm_up_seconds=0))
+    found = measure_server(
+        opened(0.01), ServerOptions(limit_ms=5, max_batch=2, seconds=0.1, repeats=1, warm_up_seconds=0)
+    )
 
     assert "queries_per_second" not in found.figures
     assert any(mark.startswith("unattainable: no rate that was tried kept 5 ms") for mark in found.marks)
@@ -154,13 +156,13 @@ def test_a_limit_that_nothing_can_keep_is_said(opened: Callable[..., Any]) -> No
 def test_the_models_largest_batch_is_kept(opened: Callable[..., Any]) -> None:
     model = opened(0.002)
 
-    server(model, ServerOptions(limit_ms=50, max_batch=3, seconds=0.05, repeats=1, warm_up_seconds=0))
+    measure_server(model, ServerOptions(limit_ms=50, max_batch=3, seconds=0.05, repeats=1, warm_up_seconds=0))
 
     assert set(model.session.batches) <= {1, 2, 3}
 
 
 def test_percentiles_of_a_trial_are_told() -> None:
-    told = Served(10.0, np.arange(1, 101) / 1e3, 50, True, 1.0).to_dict()
+    told = Trial(10.0, np.arange(1, 101) / 1e3, 50, True, 1.0).to_dict()
 
     assert told["p99_ms"] == pytest.approx(1e3 * percentile(np.arange(1, 101) / 1e3, 99))
     assert told["mean_batch"] == 2.0

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from opal_deploy.bench.batch_timing import TimingOptions
-from opal_deploy.bench.latency import over_batches, single_stream
-from opal_deploy.bench.record import Figure, Measurement, Target, append
-from opal_deploy.bench.throughput import read_ceilings, sweep
+from opal_deploy.bench.latency import measure_latency, measure_single_stream
+from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement
+from opal_deploy.bench.throughput import measure_throughput, read_ceilings
 from opal_deploy.errors import StoppedEarly, UsageError
 
 QUICK = TimingOptions(seconds=0.02, iterations=2, repeats=2, warm_up_seconds=0, buffers=2)
@@ -28,7 +28,7 @@ def fits_up_to(largest: int) -> Callable[[int], float]:
 
 
 def test_a_line_a_batch_and_one_for_the_best(opened: Any) -> None:
-    found = list(sweep(opened(fits_up_to(99)), [1, 2, 4], QUICK))
+    found = list(measure_throughput(opened(fits_up_to(99)), [1, 2, 4], QUICK))
 
     assert [line.case.get("batch") for line in found] == [1, 2, 4, None]
     *rows, offline = found
@@ -43,7 +43,7 @@ def test_a_line_a_batch_and_one_for_the_best(opened: Any) -> None:
 def test_lines_come_as_they_are_measured(opened: Any) -> None:
     model = opened(fits_up_to(99))
 
-    first = next(iter(sweep(model, [1, 2], QUICK)))
+    first = next(iter(measure_throughput(model, [1, 2], QUICK)))
 
     assert first.case["batch"] == 1
     assert set(model.session.batches) == {1}
@@ -52,7 +52,7 @@ def test_lines_come_as_they_are_measured(opened: Any) -> None:
 def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(opened: Any) -> None:
     model = opened(fits_up_to(2))
 
-    found = list(sweep(model, [1, 2, 4, 8], QUICK))
+    found = list(measure_throughput(model, [1, 2, 4, 8], QUICK))
 
     assert [line.case.get("batch") for line in found] == [1, 2, 4, None]
     assert found[2].figures == {}
@@ -63,13 +63,13 @@ def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(opened: Any) -> N
 
 
 def test_where_nothing_fits_there_is_no_offline_line(opened: Any) -> None:
-    (line,) = sweep(opened(fits_up_to(0)), [1, 2], QUICK)
+    (line,) = measure_throughput(opened(fits_up_to(0)), [1, 2], QUICK)
 
     assert line.marks == ("failed: out of memory at a batch of 1",)
 
 
 def test_every_line_says_what_was_timed_and_how(opened: Any) -> None:
-    row = next(iter(sweep(opened(0.001), [1], QUICK)))
+    row = next(iter(measure_throughput(opened(0.001), [1], QUICK)))
 
     assert "uint8 batch" in row.timed
     assert row.settings["warm_up_iterations"] >= 3
@@ -82,7 +82,7 @@ def test_repeats_that_differ_are_marked(opened: Any) -> None:
     calls = iter(range(10**6))
     model = opened(lambda _: 0.002 if next(calls) < 40 else 0.006)
 
-    row = next(iter(sweep(model, [1], TimingOptions(0.1, 2, 3, 0, 1))))
+    row = next(iter(measure_throughput(model, [1], TimingOptions(0.1, 2, 3, 0, 1))))
 
     assert any(mark.startswith("noisy: the repeats differ by") for mark in row.marks)
 
@@ -92,7 +92,7 @@ def test_latency_tells_percentiles(opened: Any) -> None:
     # every tenth call is slow
     model = opened(lambda _: 0.01 if next(calls) % 10 == 9 else 0.001)
 
-    (line,) = over_batches(model, [3], TimingOptions(0, 40, 2, 0, 1))
+    (line,) = measure_latency(model, [3], TimingOptions(0, 40, 2, 0, 1))
 
     assert line.kind == "latency"
     assert line.figures["p50_ms"].value == pytest.approx(1, rel=0.3)
@@ -104,14 +104,14 @@ def test_latency_tells_percentiles(opened: Any) -> None:
 def test_single_stream_is_one_picture_at_a_time(opened: Any) -> None:
     model = opened(0.001)
 
-    line = single_stream(model, QUICK)
+    line = measure_single_stream(model, QUICK)
 
     assert line.case == {"scenario": "single-stream", "batch": 1, "threads": 1}
     assert set(model.session.batches) == {1}
 
 
 def test_latency_that_fails_says_why(opened: Any) -> None:
-    found = list(over_batches(opened(fits_up_to(2)), [2, 4, 8], QUICK))
+    found = list(measure_latency(opened(fits_up_to(2)), [2, 4, 8], QUICK))
 
     assert [bool(line.figures) for line in found] == [True, False]
     assert found[1].marks == ("failed: out of memory at a batch of 4",)
@@ -129,7 +129,7 @@ class TestCeilings:
     def test_the_one_of_the_models_device_and_threads_is_taken(self, tmp_path: Path, opened: Any) -> None:
         path = tmp_path / "c.jsonl"
         for device, threads in (("cpu", 2), ("cpu", 1), ("cuda:0 NVIDIA H200", None)):
-            append(path, self.line(device, threads))
+            append_measurement(path, self.line(device, threads))
 
         found = read_ceilings(path)
 
@@ -138,7 +138,7 @@ class TestCeilings:
 
     def test_a_file_without_one_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "c.jsonl"
-        append(path, self.line("cpu", 1, kind="latency"))
+        append_measurement(path, self.line("cpu", 1, kind="latency"))
 
         with pytest.raises(UsageError, match="no ceiling in it"):
             read_ceilings(path)

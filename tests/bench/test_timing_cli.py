@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.record import Measurement, read
+from opal_deploy.bench.measurement import Measurement, read_measurements
 
 QUICK = ["--seconds", "0.05", "--warmup", "0", "--device", "cpu", "--threads", "1"]
 
@@ -27,8 +27,8 @@ def test_latency_of_two_models(opal: Opal, exact_model: Path, linear_model: Path
 
     assert done.returncode == 0, done.stderr
     found = lines(done.stdout)
-    assert found == list(read([out]))
-    assert [(m.subject.name, m.case["batch"]) for m in found if m.subject] == [
+    assert found == list(read_measurements([out]))
+    assert [(m.target.name, m.case["batch"]) for m in found if m.target] == [
         ("exact.onnx", 1), ("exact.onnx", 2), ("none.onnx", 1), ("none.onnx", 2),
     ]  # fmt: skip
     assert {"p50_ms", "p90_ms", "p95_ms", "p99_ms", "mean_ms", "images_per_second", "peak_memory"} <= set(
@@ -53,7 +53,7 @@ def test_throughput_with_a_ceiling(opal: Opal, exact_model: Path, tmp_path: Path
     )
 
     assert done.returncode == 0, done.stderr
-    row, offline = read([out])
+    row, offline = read_measurements([out])
     assert row.figures["share_of_ceiling"].value > 0
     assert row.details["ceiling"]["bound"] in ("compute", "memory")
     assert offline.case["scenario"] == "offline"
@@ -91,8 +91,8 @@ def test_what_the_head_costs(opal: Opal, exact_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     (found,) = lines(done.stdout)
     assert found.case == {"question": "head", "reference": "linear", "batch": 1, "threads": 1}
-    assert found.subject is not None
-    assert (found.subject.head, found.details["reference"]["head"]) == ("opal", "linear")
+    assert found.target is not None
+    assert (found.target.head, found.details["reference"]["head"]) == ("opal", "linear")
     assert found.timed.count("scores") == 1
     assert found.details["reference_timed"].count("scores") == 0
 
@@ -105,7 +105,7 @@ def test_precisions_that_cannot_run_here_are_named(opal: Opal, exact_model: Path
     )
 
     assert done.returncode == 0, done.stderr
-    assert [m.subject.precision for m in lines(done.stdout) if m.subject] == ["fp16", "bf16"]
+    assert [m.target.precision for m in lines(done.stdout) if m.target] == ["fp16", "bf16"]
     assert "tf32: not usable: precision tf32: CPUs have none" in done.stderr
     assert "int8: not usable:" in done.stderr
 
@@ -116,7 +116,7 @@ def test_one_runtime_that_cannot_run_stops_no_other(opal: Opal, exact_model: Pat
     done = opal("bench", "latency", "--model", exact_model.with_suffix(".pt"), *QUICK, *arguments)
 
     assert done.returncode == 0, done.stderr
-    assert [m.subject.runtime for m in lines(done.stdout) if m.subject] == ["torch eager"]
+    assert [m.target.runtime for m in lines(done.stdout) if m.target] == ["torch eager"]
     assert "exact.pt in tensorrt, fp32: not usable:" in done.stderr
 
 

@@ -55,7 +55,7 @@ def _saved(path: Path, head: HeadConfig, class_names: list[str]) -> Path:
     """A checkpoint of random weights."""
     import torch
 
-    from opal_deploy.bench.engines import settle
+    from opal_deploy.bench.targets.networks import update_batch_norms
     from opal_deploy.model.checkpoint import Checkpoint, save
     from opal_deploy.model.config import NetworkConfig
     from opal_deploy.model.network import OpalNetwork
@@ -64,7 +64,7 @@ def _saved(path: Path, head: HeadConfig, class_names: list[str]) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(class_names), (96, 96), head))
-        settle(network, example_images(8, 96, 96))
+        update_batch_norms(network, example_images(8, 96, 96))
     save(path, Checkpoint(network, class_names))
     return path
 

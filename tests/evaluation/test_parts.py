@@ -14,7 +14,7 @@ import torch
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
-from opal_deploy.bench.engines import settle
+from opal_deploy.bench.targets.networks import update_batch_norms
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.datasets import cub_parts
 from opal_deploy.datasets.cub_parts import PartLocations
@@ -46,7 +46,7 @@ def _network(num_classes: int, head: HeadConfig) -> OpalNetwork:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", num_classes, (224, 224), head))
-    settle(network, example_images(4, 224, 224))
+    update_batch_norms(network, example_images(4, 224, 224))
     return network
 
 

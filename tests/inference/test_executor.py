@@ -325,7 +325,7 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ResNet-18 with an OPAL head for 200 classes, random weights; its checkpoint lies beside the ONNX file."""
     import torch
 
-    from opal_deploy.bench.engines import settle
+    from opal_deploy.bench.targets.networks import update_batch_norms
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.checkpoint_export import export_checkpoint
     from opal_deploy.model.checkpoint import Checkpoint, load, save
@@ -336,7 +336,7 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("resnet18", 200, (128, 128), HeadConfig(prototypes_per_class=5)))
-        settle(network, example_images(8, 128, 128))
+        update_batch_norms(network, example_images(8, 128, 128))
     path = tmp_path_factory.mktemp("resnet") / "resnet18.pt"
     save(path, Checkpoint(network, [f"class {number}" for number in range(200)]))
     return export_checkpoint(load(path), path, ExportOptions(threads=1)).path

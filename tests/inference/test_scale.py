@@ -17,7 +17,7 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.bench.pipeline.memory import MemoryCurve, MemoryWatch, give_back
+from opal_deploy.bench.memory import MemoryCurve, MemorySampler, release_memory
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
 from opal_deploy.inference.run.run import requests
 from opal_deploy.inference.sources.discovery import discover
@@ -78,8 +78,8 @@ def explained(path: Path, session: Session, *, isolate: bool = False) -> Iterato
 
 
 def watched(path: Path, session: Session) -> MemoryCurve:
-    give_back()
-    with MemoryWatch(interval=0.02) as watch:
+    release_memory()
+    with MemorySampler(interval=0.02) as watch:
         assert set(explained(path, session)) == {"ok"}
     return watch.curve
 

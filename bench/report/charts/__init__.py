@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from opal_deploy.bench.record import Kind
+from opal_deploy.bench.measurement import Kind
 from opal_deploy.bench.report.charts.latency import percentiles
 from opal_deploy.bench.report.charts.memory import memory_over_time
 from opal_deploy.bench.report.charts.overhead import overhead

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from opal_deploy.bench.record import Measurement
+from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.report.charts.dots import MOST_ROWS, dots
 from opal_deploy.bench.report.charts.series import titled
 from opal_deploy.bench.report.drawing import Plot

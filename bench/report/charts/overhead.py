@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opal_deploy.bench.record import Measurement
+from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.report.drawing import CARD, Key, Plot, color, label_end, marker, name_rows, plot, rows_height
 from opal_deploy.bench.report.tables import Row
 from opal_deploy.bench.report.words import number, shown
@@ -42,7 +42,7 @@ def _shares(measurement: Measurement) -> list[tuple[str, str, float]]:
 
 
 def _backbone(measurement: Measurement) -> str:
-    subject = measurement.subject
+    subject = measurement.target
     return shown((subject.backbone or subject.name) if subject else "")
 
 

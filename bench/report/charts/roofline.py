@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opal_deploy.bench.record import Measurement
+from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.report.charts.dots import round_numbers
 from opal_deploy.bench.report.charts.series import batch_of, figure_in, titled
 from opal_deploy.bench.report.drawing import CARD, GRID, Key, Plot, color, dash, marker, plot
@@ -29,7 +29,7 @@ def roofline(rows: Sequence[Row]) -> list[Plot]:
     groups: dict[tuple[str, int | None], list[Row]] = {}
     for row in rows:
         if figure_in(row.measurement, _UNIT):
-            subject = row.measurement.subject
+            subject = row.measurement.target
             groups.setdefault((subject.precision if subject else "", batch_of(row.measurement)), []).append(row)
     out = []
     for (precision, batch), members in groups.items():
@@ -43,7 +43,7 @@ def _points(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Part (backbone, head) -> network -> FLOPs per byte; backbone and head together add nothing to the picture."""
     out: dict[str, dict[str, float]] = {}
     for row in rows:
-        found, subject = figure_in(row.measurement, _UNIT), row.measurement.subject
+        found, subject = figure_in(row.measurement, _UNIT), row.measurement.target
         part = shown(row.measurement.case.get("part") or "network")
         if found is not None and found[1].value > 0:
             name = shown((subject.backbone or subject.name) if subject else "")

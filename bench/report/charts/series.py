@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from opal_deploy.bench.record import Figure, Measurement
+from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.report.tables import Row, fields_of, labels
 
 MOST_SERIES = 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opal_deploy.bench.record import Figure
+from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.report.charts.series import batch_of, by_label, facets, figure_in, titled
 from opal_deploy.bench.report.drawing import Key, Plot, color, label_end, marker, name_rows, plot, rows_height
 from opal_deploy.bench.report.tables import Row, labels

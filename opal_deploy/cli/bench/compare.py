@@ -25,16 +25,16 @@ from opal_deploy.cli.bench.options import (
     Size,
     Threads,
     Warmup,
-    deliver,
+    build_random_networks,
     parse_batches,
-    random_networks,
+    write_measurement,
 )
 from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.compare import Contest
-    from opal_deploy.bench.record import Measurement
+    from opal_deploy.bench.compare import Comparison
+    from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.targets.loading import Setup
 
 
@@ -69,7 +69,7 @@ def compare(
     Two models, or one of the questions. In each round every contender runs once, A B in even rounds and B A in odd
     ones, so that a machine that drifts favours nobody.
     """
-    from opal_deploy.bench.compare import Plan, measurements
+    from opal_deploy.bench.compare import ComparisonOptions, measure_comparison
     from opal_deploy.bench.targets.loading import Setup
 
     setup = Setup(runtime, device, threads, precision, channels_last)
@@ -81,42 +81,42 @@ def compare(
         if files:
             raise UsageError(f"{files[0]}: --question takes --model and --backbone, not files alone")
         require("torch", "export", "bench compare --question")
-        from opal_deploy.bench.compare import ask
-        from opal_deploy.bench.targets.networks import from_checkpoint
+        from opal_deploy.bench.compare import build_comparisons
+        from opal_deploy.bench.targets.networks import load_checkpoint_network
 
         if not model and not backbone:
             raise UsageError(f"--question {question}: of what? give --backbone NAME or --model CHECKPOINT")
         networks = chain(
-            (from_checkpoint(path) for path in model or ()),
-            random_networks(backbone, "opal", classes, prototypes, size),
+            (load_checkpoint_network(path) for path in model or ()),
+            build_random_networks(backbone, "opal", classes, prototypes, size),
         )
         sizes = parse_batches(batch, (1,))
-        contests = ask(question, networks, setup, sizes[0], print_message)
+        contests = build_comparisons(question, networks, setup, sizes[0], print_message)
     for contest in contests:
         for line in contest.unusable:
             print_message(line)
         for number in parse_batches(batch, (1,)):
-            plan = Plan(number, pairs, seconds, warmup, buffers)
+            plan = ComparisonOptions(number, pairs, seconds, warmup, buffers)
             with progress("rounds") as advance:
-                found = measurements(contest, plan, question, advance=advance)
+                found = measure_comparison(contest, plan, question, advance=advance)
             for measurement in found:
-                deliver(measurement, out, as_json=as_json)
+                write_measurement(measurement, out, as_json=as_json)
                 _tell(measurement, contest)
 
 
-def _of_files(files: list[Path], setup: Setup) -> Iterator[Contest]:
-    from opal_deploy.bench.compare import Contest
+def _of_files(files: list[Path], setup: Setup) -> Iterator[Comparison]:
+    from opal_deploy.bench.compare import Comparison
     from opal_deploy.bench.targets.loading import load_file
 
     if len(files) < 2:
         raise UsageError("nothing to compare: give two models, A and B, or --question head, runtime or precision")
-    yield Contest(files[0].name, tuple(load_file(path, setup) for path in files))
+    yield Comparison(files[0].name, tuple(load_file(path, setup) for path in files))
 
 
-def _tell(found: Measurement, contest: Contest) -> None:
+def _tell(found: Measurement, contest: Comparison) -> None:
     ratio, rate = found.figures["ratio"], found.figures["images_per_second"]
     low, high = ratio.interval or (ratio.value, ratio.value)
-    of = found.subject
+    of = found.target
     name = f"{of.name} ({of.runtime}, {of.precision})" if of is not None else ""
     print_message(
         f"{name}: {ratio.value:.4f} of {contest.reference}'s throughput, 95 % interval {low:.4f} to {high:.4f}; "

@@ -20,7 +20,7 @@ def decoding(
     as_json: Json = False,
 ) -> None:
     """Every decode path against plain Pillow: largest and mean difference in counts, and pictures a second."""
-    from opal_deploy.bench.decoding import compare, compare_gpu
+    from opal_deploy.bench.decoding import compare_cpu_paths, compare_gpu_path
     from opal_deploy.bench.machine import provenance
     from opal_deploy.preprocess.gpu import open_gpus
     from opal_deploy.runtime.onnx_session import available_cpus
@@ -28,8 +28,8 @@ def decoding(
 
     gpus = open_gpus(gpu_names(device), available_cpus(), "leave --device out") if device else ()
     paths = [item.path for item in find_items(images, limit)]
-    results = compare(paths, (size, size))
-    results += [compare_gpu(paths, (size, size), gpu) for gpu in gpus]
+    results = compare_cpu_paths(paths, (size, size))
+    results += [compare_gpu_path(paths, (size, size), gpu) for gpu in gpus]
     for r in results:
         print_message(
             f"{r.name}: {r.images} pictures, largest difference {r.largest}, mean {r.mean:.4f} counts, "

@@ -11,7 +11,7 @@ from opal_deploy.cli.bench.options import Json
 from opal_deploy.cli.console import print_json, print_message
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.diff import Change, Difference
+    from opal_deploy.bench.diff import FigureChange, MeasurementDiff
 
 # of everything but regressions; all of it is in --json
 _MOST_LINES = 20
@@ -31,10 +31,10 @@ def diff(
     Here, exit code 1 is not a bug of opal-deploy but a regression, and its last line says so. Changes in measurements
     that are marked noisy or throttled are listed as doubtful and do not fail.
     """
-    from opal_deploy.bench.diff import compare
-    from opal_deploy.bench.record import read
+    from opal_deploy.bench.diff import compare_measurements
+    from opal_deploy.bench.measurement import read_measurements
 
-    result = compare(read([old]), read([new]), tolerance / 100)
+    result = compare_measurements(read_measurements([old]), read_measurements([new]), tolerance / 100)
     _tell(result)
     if as_json:
         print_json(result.to_dict())
@@ -49,7 +49,7 @@ def diff(
     print_message("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
 
 
-def _tell(result: Difference) -> None:
+def _tell(result: MeasurementDiff) -> None:
     if result.machines:
         print_message("DIFFERENT MACHINES: what follows compares machines as much as software")
         _list(result.machines)
@@ -73,7 +73,7 @@ def _tell(result: Difference) -> None:
     print_message(f"unchanged within the noise: {len(result.of('unchanged'))} of {len(result.changes)} figures")
 
 
-def _list_changes(title: str, found: tuple[Change, ...], limit: int | None = _MOST_LINES) -> None:
+def _list_changes(title: str, found: tuple[FigureChange, ...], limit: int | None = _MOST_LINES) -> None:
     if found:
         print_message(f"{title} ({len(found)}):")
         _list([change.line() for change in found], limit)

@@ -29,7 +29,7 @@ def engines(
     as_json: Json = False,
 ) -> None:
     """Build time, size and the gate's figures for models, precisions and GPUs, ahead of time with TensorRT for RTX."""
-    from opal_deploy.bench.engines import HEADER, measure
+    from opal_deploy.bench.engines import TABLE_HEADER, measure_precisions
     from opal_deploy.bench.machine import provenance
     from opal_deploy.export.candidate import ExportOptions
     from opal_deploy.export.tensorrt.options import BuildOptions, choose, parse_batch
@@ -42,12 +42,12 @@ def engines(
     library = load(TENSORRT_RTX, "opal-deploy bench engines")
     options = ExportOptions(pictures=pictures, calibrate=calibrate, threads=threads)
     rows = []
-    print_message(HEADER)
+    print_message(TABLE_HEADER)
     for model in models:
         checkpoint = _checkpoint(model)
         name = Path(model).name
         build = BuildOptions(batch=parse_batch(batch))
-        for row in measure(checkpoint, name, wanted, choices, library, options, build):
+        for row in measure_precisions(checkpoint, name, wanted, choices, library, options, build):
             rows.append(row)
             for line in row.lines():
                 print_message(line)
@@ -74,10 +74,10 @@ def _checkpoint(model: str) -> Checkpoint:
 
     if model_kind(Path(model)) == "checkpoint" or Path(model).is_file():
         return load(Path(model))
-    from opal_deploy.bench.engines import settle
+    from opal_deploy.bench.targets.networks import update_batch_norms
     from opal_deploy.synthetic import example_images
 
     torch.manual_seed(0)
     network = OpalNetwork(NetworkConfig(model, 10, (224, 224)))
-    settle(network, example_images(16, 224, 224))
+    update_batch_norms(network, example_images(16, 224, 224))
     return Checkpoint(network, [str(number) for number in range(10)])

@@ -27,11 +27,11 @@ from opal_deploy.cli.bench.options import (
     Size,
     Threads,
     Warmup,
-    deliver,
-    openings,
+    build_random_networks,
+    build_setups,
+    load_targets,
     parse_batches,
-    random_networks,
-    setups,
+    write_measurement,
 )
 from opal_deploy.cli.console import print_message
 from opal_deploy.errors import UsageError
@@ -39,7 +39,7 @@ from opal_deploy.errors import UsageError
 if TYPE_CHECKING:
     from opal_deploy.bench.batch_timing import TimingOptions
     from opal_deploy.bench.latency import ServerOptions
-    from opal_deploy.bench.record import Measurement
+    from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.targets.loading import LoadedTarget
 
 _SCENARIOS = "MLPerf's scenarios (offline: bench throughput)"
@@ -96,13 +96,13 @@ def latency(
     if limit_ms is not None:
         serving = ServerOptions(limit_ms, max_batch, seconds, repeats, warmup, buffers, seed)
     sizes = parse_batches(batch, (1,))
-    for opened in openings(
+    for opened in load_targets(
         model,
-        random_networks(backbone, head, classes, prototypes, size),
-        setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
+        build_random_networks(backbone, head, classes, prototypes, size),
+        build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
     ):
         for measurement in _measured(opened, scenario, sizes, timing, serving):
-            deliver(measurement, out, as_json=as_json)
+            write_measurement(measurement, out, as_json=as_json)
             _tell(measurement)
 
 
@@ -113,14 +113,14 @@ def _measured(
     timing: TimingOptions,
     serving: ServerOptions | None,
 ) -> Iterator[Measurement]:
-    from opal_deploy.bench.latency import over_batches, server, single_stream
+    from opal_deploy.bench.latency import measure_latency, measure_server, measure_single_stream
 
     if serving is not None:
-        yield server(opened, serving)
+        yield measure_server(opened, serving)
     elif scenario is not None:
-        yield single_stream(opened, timing)
+        yield measure_single_stream(opened, timing)
     else:
-        yield from over_batches(opened, sizes, timing)
+        yield from measure_latency(opened, sizes, timing)
 
 
 def _tell(found: Measurement) -> None:

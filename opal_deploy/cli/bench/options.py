@@ -18,7 +18,7 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.record import Measurement
+    from opal_deploy.bench.measurement import Measurement
     from opal_deploy.bench.targets.loading import LoadedTarget, Setup
     from opal_deploy.bench.targets.networks import NamedNetwork
     from opal_deploy.inference.sources.items import Item
@@ -30,12 +30,12 @@ JsonLines = Annotated[bool, typer.Option("--json", help="Write the measurements 
 Out = Annotated[Path | None, typer.Option(help="Add the measurements to this file, one line of JSON each.")]
 
 
-def deliver(measurement: Measurement, out: Path | None, *, as_json: bool) -> None:
+def write_measurement(measurement: Measurement, out: Path | None, *, as_json: bool) -> None:
     """Hand one measurement on as soon as there is one: what was measured survives whatever stops the next."""
-    from opal_deploy.bench.record import append
+    from opal_deploy.bench.measurement import append_measurement
 
     if out is not None:
-        append(out, measurement)
+        append_measurement(out, measurement)
     if as_json:
         print_json_line(measurement.to_line())
 
@@ -108,7 +108,7 @@ Iterations = Annotated[int, typer.Option(min=1, help="Least calls of a repeat.",
 Repeats = Annotated[int, typer.Option(min=1, help="The spread is between them.", rich_help_panel=_HOW)]
 
 
-def setups(
+def build_setups(
     runtimes: Sequence[str] | None,
     precisions: Sequence[str] | None,
     *,
@@ -123,9 +123,9 @@ def setups(
     """
     from opal_deploy.bench.targets.loading import PYTORCH, Setup
 
-    wanted = [_one_of("--runtime", text, get_args(RuntimeName)) for text in runtimes or ("onnxruntime",)]
+    wanted = [_check_choice("--runtime", text, get_args(RuntimeName)) for text in runtimes or ("onnxruntime",)]
     for text in precisions or ():
-        _one_of("--precision", text, get_args(PrecisionName))
+        _check_choice("--precision", text, get_args(PrecisionName))
     mixed = any(runtime in PYTORCH for runtime in wanted)
     return [
         Setup(
@@ -149,7 +149,7 @@ def parse_batches(texts: list[str] | None, default: tuple[int, ...]) -> tuple[in
     return tuple(sorted({int(part) for part in parts})) or default
 
 
-def random_networks(
+def build_random_networks(
     backbones: list[str] | None, head: Literal["opal", "linear"], classes: int, prototypes: int, size: str
 ) -> Iterator[NamedNetwork]:
     """The networks of `--backbone`, each made when its turn comes: nine of them need not fit into memory together.
@@ -162,18 +162,19 @@ def random_networks(
         return iter(())
     require("torch", "export", "timing a backbone")
     require("torchvision", "export", "timing a backbone")
-    from opal_deploy.bench.targets.networks import random_network
+    from opal_deploy.bench.targets.networks import build_random_network
     from opal_deploy.model.backbones import full_model
 
     pixels = parse_size(size)
     for name in backbones:
         full_model(name, "meta")
     return (
-        random_network(name, head=head, num_classes=classes, prototypes=prototypes, size=pixels) for name in backbones
+        build_random_network(name, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
+        for name in backbones
     )
 
 
-def openings(
+def load_targets(
     models: list[Path] | None, networks: Iterator[NamedNetwork], setups: Sequence[Setup]
 ) -> Iterator[LoadedTarget]:
     """Every model in every setup, each opened when its turn comes; what cannot run here is named and passed over.
@@ -190,27 +191,27 @@ def openings(
     """
     refused: list[tuple[str, OpalError]] = []
     opened_any = False
-    for name, open_it in _attempts(models, networks, setups):
+    for name, open_it in _loaders(models, networks, setups):
         try:
             opened = open_it()
         except OpalError as error:
             refused.append((name, error))
             continue
         opened_any = True
-        _tell_refused(refused)
+        _print_unusable(refused)
         print_message(opened.title)
         yield opened
     if opened_any:
-        _tell_refused(refused)
+        _print_unusable(refused)
     elif refused:
         _, last = refused.pop()
-        _tell_refused(refused)
+        _print_unusable(refused)
         raise last
     else:
         raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
 
 
-def _attempts(
+def _loaders(
     models: list[Path] | None, networks: Iterator[NamedNetwork], setups: Sequence[Setup]
 ) -> Iterator[tuple[str, Callable[[], LoadedTarget]]]:
     from opal_deploy.artifact.files import model_kind
@@ -218,23 +219,23 @@ def _attempts(
 
     for path in models or ():
         for setup in setups if model_kind(path) == "checkpoint" else setups[:1]:
-            yield _named(path.name, setup), partial(load_file, path, setup)
+            yield _loader_name(path.name, setup), partial(load_file, path, setup)
     for network in networks:
         for setup in setups:
-            yield _named(network.name, setup), partial(load_network, network, setup)
+            yield _loader_name(network.name, setup), partial(load_network, network, setup)
 
 
-def _named(name: str, setup: Setup) -> str:
+def _loader_name(name: str, setup: Setup) -> str:
     return f"{name} in {setup.runtime}, {setup.precision or 'fp32'}"
 
 
-def _tell_refused(refused: list[tuple[str, OpalError]]) -> None:
+def _print_unusable(refused: list[tuple[str, OpalError]]) -> None:
     for name, error in refused:
         print_message(f"{name}: not usable: {error}")
     refused.clear()
 
 
-def _one_of(option: str, text: str, known: tuple[str, ...]) -> str:
+def _check_choice(option: str, text: str, known: tuple[str, ...]) -> str:
     if text not in known:
         raise UsageError(f"{option} {text!r}: expected one of {', '.join(known)}")
     return text

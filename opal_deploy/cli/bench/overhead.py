@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, deliver
+from opal_deploy.cli.bench.options import JsonLines, Out, write_measurement
 from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
@@ -83,7 +83,7 @@ def overhead(
 
     table = make_table(backbone or list(paper.backbones), columns, head, input_size, counted=counted)
     for measurement in measurements(table) if out is not None or as_json else ():
-        deliver(measurement, out, as_json=as_json)
+        write_measurement(measurement, out, as_json=as_json)
     cells = compare(table, paper) if check else None
     if output == "json":
         print_json(formatting.to_json(table, cells))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.cli.bench.options import Images, JsonLines, Out, deliver, find_items
+from opal_deploy.cli.bench.options import Images, JsonLines, Out, find_items, write_measurement
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import default_workers
 from opal_deploy.errors import require
@@ -54,11 +54,11 @@ def pipeline(
     Of several values each is varied on its own around a base case. With --no-network answers cost nothing: what is
     measured is the pipeline itself.
     """
-    from opal_deploy.bench.monitor import watch
-    from opal_deploy.bench.pipeline.cases import Case, cases, parse_counts, parse_sizes, resized
-    from opal_deploy.bench.pipeline.formatting import measurement, tell, tell_growth
-    from opal_deploy.bench.pipeline.measure import measure, open_as_infer_does
-    from opal_deploy.bench.pipeline.memory import give_back
+    from opal_deploy.bench.memory import release_memory
+    from opal_deploy.bench.monitor import monitor_devices
+    from opal_deploy.bench.pipeline.cases import Case, build_cases, parse_counts, parse_sizes, resized_copies
+    from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
+    from opal_deploy.bench.pipeline.measure import load_for_inference, measure_case
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.runtime.select import gpu_names
@@ -75,18 +75,18 @@ def pipeline(
     loop = None
     if plain is not None:
         require("torchvision", "train", "bench pipeline --plain")
-        from opal_deploy.bench.pipeline.eager_baseline import PlainLoop
+        from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
         from opal_deploy.runtime.torch_session import torch_device
 
-        loop = PlainLoop(plain, str(torch_device(device)), threads)
+        loop = EagerBaseline(plain, str(torch_device(device)), threads)
     results = []
-    for case in cases(default, batches=batches, workers=counts, sizes=sizes):
+    for case in build_cases(default, batches=batches, workers=counts, sizes=sizes):
         # a session of its own: one keeps the memory of its largest batch
-        opened = open_as_infer_does(model, device=device, threads=threads)
+        opened = load_for_inference(model, device=device, threads=threads)
         if loop is not None:
             loop.check_same(opened.metadata)
-        with resized(items, case.image_size) as pictures, watch(opened.subject.device) as monitor:
-            result = measure(
+        with resized_copies(items, case.image_size) as pictures, monitor_devices(opened.target.device) as monitor:
+            result = measure_case(
                 opened.session,
                 pictures,
                 case,
@@ -96,13 +96,13 @@ def pipeline(
                 gpus=gpus,
                 plain=loop,
             )
-        found = measurement(result, opened, monitor, repeats=repeats, network=network)
-        for line in (*tell(result), *(f"  marked {mark}" for mark in found.marks)):
+        found = build_measurement(result, opened, monitor, repeats=repeats, network=network)
+        for line in (*format_result(result), *(f"  marked {mark}" for mark in found.marks)):
             print_message(line)
-        deliver(found, out, as_json=as_json)
+        write_measurement(found, out, as_json=as_json)
         results.append(result)
         del opened
-        give_back()
+        release_memory()
     if len(results) > 1:
-        for line in tell_growth(results):
+        for line in format_summary(results):
             print_message(line)

@@ -23,7 +23,7 @@ def report(
 ) -> None:
     """Measurements as a page with plots and tables, and how to repeat each."""
     from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.bench.record import read
+    from opal_deploy.bench.measurement import read_measurements
     from opal_deploy.bench.report.content import report_of
     from opal_deploy.bench.report.markdown import to_markdown
 
@@ -35,7 +35,7 @@ def report(
     if out is not None:
         require("matplotlib", "bench", "a page with plots")
         require("jinja2", "bench", "a page with plots")
-    content = report_of(read(files), title)
+    content = report_of(read_measurements(files), title)
     if not content.sections:
         raise UsageError("no measurements in these files; `opal-deploy bench ... --out FILE` writes them")
     if markdown is not None:

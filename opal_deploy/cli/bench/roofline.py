@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, deliver
+from opal_deploy.cli.bench.options import JsonLines, Out, write_measurement
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
@@ -87,7 +87,7 @@ def roofline(
         )
         points += of_one
     for measurement in table.measurements(points, case, ceilings) if out is not None or as_json else ():
-        deliver(measurement, out, as_json=as_json)
+        write_measurement(measurement, out, as_json=as_json)
     if not as_json:
         to_page = aligned if output == "text" else markdown
         header, rows = table.body(points, ceilings)
@@ -105,13 +105,15 @@ def roofline(
 
 
 def _ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) -> list[Ceiling]:
-    from opal_deploy.bench.record import read
+    from opal_deploy.bench.measurement import read_measurements
     from opal_deploy.bench.roofline.ceiling import find_device, known_devices
     from opal_deploy.bench.roofline.measure import ceiling_from
 
     found = []
     if path is not None:
-        found = [ceiling_from(measurement) for measurement in read([path]) if measurement.kind == "ceiling"]
+        found = [
+            ceiling_from(measurement) for measurement in read_measurements([path]) if measurement.kind == "ceiling"
+        ]
         if not found:
             raise UsageError(f"--ceiling {path}: no measured ceiling in it; make one: --measure-ceiling --out {path}")
     # what somebody measured is what they ask about; data sheets come with it on request
@@ -124,7 +126,7 @@ def _measure(device: str, threads: int | None, precision: str | None, out: Path 
     from opal_deploy.bench.roofline.measure import Plan, ceiling_from, default_precisions, measure
 
     found = measure(Plan(device, default_precisions(device) if precision is None else (precision,), threads))
-    deliver(found, out, as_json=as_json)
+    write_measurement(found, out, as_json=as_json)
     for name, figure in found.figures.items():
         spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
         print_message(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")

@@ -27,16 +27,16 @@ from opal_deploy.cli.bench.options import (
     Size,
     Threads,
     Warmup,
-    deliver,
-    openings,
+    build_random_networks,
+    build_setups,
+    load_targets,
     parse_batches,
-    random_networks,
-    setups,
+    write_measurement,
 )
 from opal_deploy.cli.console import print_message
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.record import Measurement
+    from opal_deploy.bench.measurement import Measurement
 
 
 def throughput(
@@ -68,18 +68,18 @@ def throughput(
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
     from opal_deploy.bench.batch_timing import TimingOptions
-    from opal_deploy.bench.throughput import read_ceilings, sweep
+    from opal_deploy.bench.throughput import measure_throughput, read_ceilings
 
     sizes = parse_batches(batch, (1, 2, 4, 8, 16, 32))
     measured = () if ceiling is None else read_ceilings(ceiling)
     options = TimingOptions(seconds, iterations, repeats, warmup, buffers)
-    for opened in openings(
+    for opened in load_targets(
         model,
-        random_networks(backbone, head, classes, prototypes, size),
-        setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
+        build_random_networks(backbone, head, classes, prototypes, size),
+        build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
     ):
-        for measurement in sweep(opened, sizes, options, measured):
-            deliver(measurement, out, as_json=as_json)
+        for measurement in measure_throughput(opened, sizes, options, measured):
+            write_measurement(measurement, out, as_json=as_json)
             _tell(measurement)
 
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from opal_deploy.bench.record import read
+from opal_deploy.bench.measurement import read_measurements
 from opal_deploy.cli import app
 
 Opal = Callable[..., "CompletedProcess[str]"]
@@ -43,12 +43,12 @@ class TestItsOutputs:
         assert counted == row["opal_paper"]
         assert document["percentages"]["opal_params"]["mean"] == pytest.approx(row["opal_params_percent"])
 
-        (measurement,) = read([lines])
+        (measurement,) = read_measurements([lines])
         assert measurement.kind == "overhead"
         assert measurement.figures["opal_macs_paper"].value == row["opal_paper"]
         assert measurement.figures["backbone_flops"].value == row["backbone_flops"]
-        assert measurement.subject is not None
-        assert measurement.subject.input_size == (160, 192)
+        assert measurement.target is not None
+        assert measurement.target.input_size == (160, 192)
         assert measurement.details["opal_operations"] == document["operations"]["opal"]
 
         texts = "".join(ElementTree.parse(chart).getroot().itertext())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.bench.record import Figure, Measurement, Target, append
+from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement
 
 HOSTILE = "<script>alert(1)</script>\"'&|`$x$\n\udcff\x1b[31m</title><img src=x onerror=alert(2)>_{{7*7}}.onnx"
 MACHINE = {
@@ -27,7 +27,7 @@ def subject(name: str = "resnet50 + opal", **changes: Any) -> Target:
 
 def measured(kind: Any, figures: dict[str, Figure], **changes: Any) -> Measurement:
     values: dict[str, Any] = {
-        "subject": subject(), "case": {}, "machine": MACHINE, "when": "2026-05-01T12:00:00+00:00",
+        "target": subject(), "case": {}, "machine": MACHINE, "when": "2026-05-01T12:00:00+00:00",
         "command": f"opal-deploy bench {kind} --model m.onnx", "timed": "from call to numpy arrays",
     }  # fmt: skip
     return Measurement(kind, figures=figures, **(values | changes))
@@ -44,9 +44,7 @@ def one_of_each(name: str = "resnet50") -> list[Measurement]:
         ratio = Figure(share, "ratio", "higher", (share - 0.01, share, share + 0.01), (share - 0.004, share + 0.005))
         who = subject(f"{backbone} + opal", backbone=backbone)
         case = {"question": "head", "reference": "linear", "batch": 8, "threads": 2}
-        out.append(
-            measured("compare", {"ratio": ratio, "images_per_second": rates(25 * share)}, subject=who, case=case)
-        )
+        out.append(measured("compare", {"ratio": ratio, "images_per_second": rates(25 * share)}, target=who, case=case))
         for batch in (1, 2, 4, 8):
             rate = 20 * share * batch**0.2
             figures = {
@@ -55,16 +53,16 @@ def one_of_each(name: str = "resnet50") -> list[Measurement]:
             }
             marks = ("noisy: the repeats differ by 15%",) if batch == 4 else ()
             case = {"batch": batch, "threads": 2}
-            out.append(measured("throughput", figures, subject=who, case=case, marks=marks))
+            out.append(measured("throughput", figures, target=who, case=case, marks=marks))
             times = {f"p{p}_ms": Figure(1000 * batch / rate * (1 + p / 400), "ms", "lower") for p in (50, 90, 95, 99)}
-            out.append(measured("latency", {**times, "mean_ms": times["p50_ms"]}, subject=who, case=case))
+            out.append(measured("latency", {**times, "mean_ms": times["p50_ms"]}, target=who, case=case))
         for dataset, classes in (("cub", 200), ("flowers", 102)):
             counts = {"backbone_params": Figure(23508032, "parameters"), "backbone_macs": Figure(4.1e9, "MACs")}
             for head, size in (("linear", 0.3), ("opal", 8.7)):
                 for quantity in ("params", "macs_paper", "flops"):
                     counts[f"{head}_{quantity}_percent"] = Figure(size * classes / 200 * share, "%")
             what = subject(f"{backbone} + opal", backbone=backbone, num_classes=classes, runtime="", device="")
-            out.append(measured("overhead", counts, subject=what, case={"dataset": dataset}, timed=""))
+            out.append(measured("overhead", counts, target=what, case={"dataset": dataset}, timed=""))
     for workers in (1, 2):
         figures = {"bare": rates(27), "infer": rates(25 * workers / 2), "peak_memory": Figure(512, "MB", "lower")}
         for stage, wall in (("read", 0.2), ("decode", 4.1), ("resize", 1.5), ("compute", 37.0), ("write", 0.1)):
@@ -81,7 +79,7 @@ def one_of_each(name: str = "resnet50") -> list[Measurement]:
         roof = {"name": "NVIDIA L4", "flops": 121e12, "bytes_per_second": 3e11, "bound": "memory"}
         case = {"batch": 1, "part": part}
         out.append(measured("roofline", counted, case=case, timed="", details={"ceilings": [roof]}))
-    out.append(measured("ceiling", {"copy": Figure(2.1e10, "bytes/s", "higher")}, subject=None))
+    out.append(measured("ceiling", {"copy": Figure(2.1e10, "bytes/s", "higher")}, target=None))
     return out
 
 
@@ -91,7 +89,7 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
 
     def write(*measurements: Measurement, name: str = "lines.jsonl") -> Path:
         for measurement in measurements:
-            append(tmp_path / name, measurement)
+            append_measurement(tmp_path / name, measurement)
         return tmp_path / name
 
     return write

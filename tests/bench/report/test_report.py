@@ -13,7 +13,7 @@ from typing import get_args
 
 import pytest
 
-from opal_deploy.bench.record import Figure, Kind, Measurement
+from opal_deploy.bench.measurement import Figure, Kind, Measurement
 from opal_deploy.bench.report.content import report_of
 from opal_deploy.bench.report.markdown import to_markdown
 from opal_deploy.bench.report.page import to_html
@@ -55,7 +55,7 @@ def _hostile(measurements: list[Measurement], text: str) -> list[Measurement]:
     return [
         replace(
             m,
-            subject=m.subject and replace(m.subject, name=text, backbone=text, head=text, device=text, runtime=text),
+            target=m.target and replace(m.target, name=text, backbone=text, head=text, device=text, runtime=text),
             case={**m.case, text: text},
             figures={**m.figures, text: Figure(1.0, text, "higher")},
             settings={text: text},

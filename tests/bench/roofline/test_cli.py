@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from opal_deploy.bench.record import Figure, Measurement, Target, append, read
+from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement, read_measurements
 from opal_deploy.bench.roofline import measure
 from opal_deploy.bench.roofline.ceiling import find_device
 from opal_deploy.bench.roofline.work import work_of_backbone, work_of_head
@@ -24,7 +24,7 @@ def _run(*arguments: str | Path) -> Result:
 def _ceiling(path: Path) -> Path:
     subject = Target(name="cpu", device="cpu")
     figures = {"copy": Figure(10.0, "GB/s"), "matmul_fp32": Figure(0.5, "TFLOP/s")}
-    append(path, Measurement("ceiling", subject, {"threads": 2}, figures, when="2026-01-02T03:04:05+00:00"))
+    append_measurement(path, Measurement("ceiling", subject, {"threads": 2}, figures, when="2026-01-02T03:04:05+00:00"))
     return path
 
 
@@ -36,7 +36,7 @@ class TestItsOutputs:
             "--gpu", "l4", "--gpu", "NVIDIA H200", "--out", lines, "--chart", chart,
         )  # fmt: skip
         assert done.exit_code == 0, done.output
-        found = {m.case["part"]: m for m in read([lines])}
+        found = {m.case["part"]: m for m in read_measurements([lines])}
         body = work_of_backbone("resnet18", (160, 192))
         head = work_of_head("resnet18", 10, HeadConfig(prototypes_per_class=3), (160, 192))
         for part, work in (("backbone", body), ("head", head), ("network", body + head)):
@@ -70,7 +70,7 @@ class TestItsOutputs:
             "--backbone", "resnet18", "--measure-ceiling", "--threads", 1, "--precision", "fp32", "--out", lines
         )  # fmt: skip
         assert done.exit_code == 0, done.output
-        assert [m.kind for m in read([lines])] == ["ceiling", "roofline", "roofline", "roofline"]
+        assert [m.kind for m in read_measurements([lines])] == ["ceiling", "roofline", "roofline", "roofline"]
         assert "timed: copy: 0 MiB" in done.stderr
         assert "cpu, 1 thread" in done.stdout
 
@@ -93,5 +93,5 @@ class TestRefusals:
 
     def test_a_file_without_a_ceiling(self, tmp_path: Path) -> None:
         path = tmp_path / "other.jsonl"
-        append(path, Measurement("latency", None, {}, {}))
+        append_measurement(path, Measurement("latency", None, {}, {}))
         assert "no measured ceiling in it" in f"{_run('--ceiling', path).exception}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opal_deploy.bench.record import Measurement
+from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.roofline.measure import Plan, ceiling_from, measure
 from opal_deploy.errors import UsageError
 
@@ -28,8 +28,8 @@ class TestTheMeasurement:
         assert "32 x 32 by 32 x 32" in measured.timed
         assert measured.settings["warm_up"] == 2
         assert measured.case == {"threads": 1}
-        assert measured.subject is not None
-        assert measured.subject.device == "cpu"
+        assert measured.target is not None
+        assert measured.target.device == "cpu"
 
     def test_survives_its_line(self, measured: Measurement) -> None:
         read = Measurement.from_line(measured.to_line())

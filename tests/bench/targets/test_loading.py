@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.bench.measurement import head_name
 from opal_deploy.bench.targets.loading import Setup, load_file, load_network
-from opal_deploy.bench.targets.names import head_name
-from opal_deploy.bench.targets.networks import NamedNetwork, from_checkpoint, random_network, with_linear_head
+from opal_deploy.bench.targets.networks import (
+    NamedNetwork,
+    build_random_network,
+    load_checkpoint_network,
+    replace_head_with_linear,
+)
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -25,7 +30,7 @@ CPU = Setup(device="cpu", threads=1)
 
 @pytest.fixture(scope="module")
 def network(exact_model: Path) -> NamedNetwork:
-    return from_checkpoint(exact_model.with_suffix(".pt"))
+    return load_checkpoint_network(exact_model.with_suffix(".pt"))
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +82,12 @@ def test_onnx_runtime_gets_the_same_network(network: NamedNetwork, exact_model: 
 def test_a_file_in_another_precision_is_made_and_runs(network: NamedNetwork, pictures: Any, precision: str) -> None:
     opened = load_network(network, replace(CPU, precision=precision))
 
-    assert opened.subject.precision == opened.metadata.precision == precision
+    assert opened.target.precision == opened.metadata.precision == precision
     assert len(opened.session.run(pictures)) == 3
 
 
 def test_the_record_says_what_it_is(network: NamedNetwork, exact_model: Path) -> None:
-    subject = load_network(network, replace(CPU, runtime="eager")).subject
+    subject = load_network(network, replace(CPU, runtime="eager")).target
 
     assert (subject.name, subject.backbone, subject.head) == ("exact.pt", "shufflenet_v2_x0_5", "opal")
     assert (subject.runtime, subject.runtime_version) == ("torch eager", torch.__version__)
@@ -95,8 +100,8 @@ def test_the_record_says_what_it_is(network: NamedNetwork, exact_model: Path) ->
 def test_an_onnx_file_is_timed_as_it_is(exact_model: Path) -> None:
     opened = load_file(exact_model, CPU)
 
-    assert opened.subject.sha256 == compute_sha256(exact_model)
-    assert opened.subject.runtime == "onnxruntime"
+    assert opened.target.sha256 == compute_sha256(exact_model)
+    assert opened.target.runtime == "onnxruntime"
     assert opened.threads == 1
     assert "to logits, argmax, scores in host memory" in opened.timed
 
@@ -105,7 +110,7 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() 
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    a, b = (random_network("shufflenet_v2_x0_5", num_classes=3, size=(64, 64)) for _ in range(2))
+    a, b = (build_random_network("shufflenet_v2_x0_5", num_classes=3, size=(64, 64)) for _ in range(2))
 
     assert torch.rand(1) == expected
     states = (n.checkpoint.network.state_dict().values() for n in (a, b))
@@ -114,7 +119,7 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() 
 
 
 def test_the_linear_head_sits_on_the_same_backbone(network: NamedNetwork) -> None:
-    linear = with_linear_head(network)
+    linear = replace_head_with_linear(network)
 
     assert head_name(linear.config.head.to_dict()) == "linear"
     for name, value in network.checkpoint.network.backbone.state_dict().items():
@@ -162,7 +167,7 @@ def test_stages_of_a_gpu_are_told_apart(network: NamedNetwork, pictures: Any, ru
 
     np.testing.assert_allclose(outputs.logits, session.run(pictures).logits, atol=1e-4)
     assert min(stages.host_to_device or 0, stages.compute or 0, stages.device_to_host or 0) > 0
-    assert opened.subject.device.startswith("cuda:0 ")
+    assert opened.target.device.startswith("cuda:0 ")
 
 
 @pytest.mark.parametrize(

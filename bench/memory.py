@@ -94,7 +94,7 @@ class MemoryCurve:
         return seconds[after], megabytes[after]
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Return what was freed to the system, where its C library can: the next peak is not to be of memory kept idle."""
     gc.collect()
     # glibc's alone
@@ -102,7 +102,7 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class MemoryWatch:
+class MemorySampler:
     """Samples this process's resident memory every `interval` seconds while its block runs, in a thread."""
 
     def __init__(self, interval: float = 0.1) -> None:
@@ -116,7 +116,7 @@ class MemoryWatch:
         """What was sampled."""
         return MemoryCurve(tuple(self._seconds), tuple(self._megabytes))
 
-    def __enter__(self) -> MemoryWatch:
+    def __enter__(self) -> MemorySampler:
         import psutil
 
         self._process = psutil.Process()

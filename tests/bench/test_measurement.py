@@ -10,12 +10,12 @@ from typing import Any, get_args
 
 import pytest
 
-from opal_deploy.bench.record import Figure, Kind, Measurement, Target, append, read
+from opal_deploy.bench.measurement import Figure, Kind, Measurement, Target, append_measurement, read_measurements
 from opal_deploy.errors import UsageError
 
 FULL = Measurement(
     kind="throughput",
-    subject=Target(
+    target=Target(
         "Übersee \udcff.onnx", "resnet50", "opal", "onnxruntime", "1.31.0", "cpu", "fp32", "uint8 NHWC", (160, 192),
         200, 5, "ab" * 32,
     ),
@@ -54,9 +54,9 @@ def figure(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("example", [FULL, MINIMAL], ids=["full", "minimal"])
 def test_every_kind_comes_back_equal(tmp_path: Path, kind: Kind, example: Measurement) -> None:
     written = replace(example, kind=kind)
-    append(tmp_path / "new folder" / "lines.jsonl", written)
-    append(tmp_path / "new folder" / "lines.jsonl", written)
-    assert list(read([tmp_path / "new folder" / "lines.jsonl"])) == [written, written]
+    append_measurement(tmp_path / "new folder" / "lines.jsonl", written)
+    append_measurement(tmp_path / "new folder" / "lines.jsonl", written)
+    assert list(read_measurements([tmp_path / "new folder" / "lines.jsonl"])) == [written, written]
 
 
 def test_a_line_is_ascii_and_one_line() -> None:
@@ -69,7 +69,7 @@ def test_line_separators_that_are_no_line_ends_may_stand_in_texts(tmp_path: Path
     path.write_text(
         json.dumps(raw(timed="a\u2028b\x85c", subject=None), ensure_ascii=False) + "\r\n\n", encoding="utf-8"
     )
-    assert [m.timed for m in read([path])] == ["a\u2028b\x85c"]
+    assert [m.timed for m in read_measurements([path])] == ["a\u2028b\x85c"]
 
 
 def test_unknown_keys_of_a_newer_writer_are_passed_over() -> None:
@@ -80,7 +80,7 @@ def test_unknown_keys_of_a_newer_writer_are_passed_over() -> None:
 def test_a_folder_stands_for_its_lines_files_in_order(tmp_path: Path) -> None:
     for name, timed in (("b.jsonl", "second"), ("a.jsonl", "first"), ("c.json", "other")):
         (tmp_path / name).write_text(json.dumps(raw(timed=timed)) + "\n")
-    assert [m.timed for m in read([tmp_path])] == ["first", "second"]
+    assert [m.timed for m in read_measurements([tmp_path])] == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_is_malformed_is_named_by_file_line_and_field(tmp_path: Path, docum
     path = tmp_path / "lines.jsonl"
     path.write_text(FULL.to_line() + "\n" + json.dumps(document) + "\n")
     with pytest.raises(UsageError, match=told) as error:
-        list(read([path]))
+        list(read_measurements([path]))
     assert str(error.value).startswith(f"{path}:2: ")
     assert "\n" not in str(error.value)
 
@@ -146,7 +146,7 @@ def test_what_is_no_json_is_named_by_file_and_line(tmp_path: Path, text: str, to
     path = tmp_path / "lines.jsonl"
     path.write_text(f"\n{text}\n")
     with pytest.raises(UsageError, match=told) as error:
-        list(read([path]))
+        list(read_measurements([path]))
     assert str(error.value).startswith(f"{path}:2: ")
     assert "\n" not in str(error.value)
 
@@ -159,7 +159,7 @@ def test_what_is_not_finite_is_never_written(tmp_path: Path, where: str, value: 
     details = {"slope": value} if where == "details" else {}
     path = tmp_path / "lines.jsonl"
     with pytest.raises(ValueError, match="JSON compliant"):
-        append(path, Measurement("ceiling", None, case, figures, details=details))
+        append_measurement(path, Measurement("ceiling", None, case, figures, details=details))
     assert not path.exists() or path.read_text() == ""
 
 
@@ -176,28 +176,28 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, make: Any, told: str) -
     path = tmp_path / "there"
     make(path)
     with pytest.raises(UsageError, match=told) as error:
-        list(read([path]))
+        list(read_measurements([path]))
     assert str(error.value).startswith(f"{path}: ")
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="choose another --out"):
-        append(tmp_path / "file" / "lines.jsonl", MINIMAL)
+        append_measurement(tmp_path / "file" / "lines.jsonl", MINIMAL)
 
 
 def test_the_key_is_that_of_the_thing_not_of_the_time(tmp_path: Path) -> None:
-    assert FULL.subject is not None
+    assert FULL.target is not None
     later = replace(
         FULL, when="2027", command="another", machine={}, marks=(), figures={},
-        subject=replace(FULL.subject, runtime_version="2", sha256=None),
+        target=replace(FULL.target, runtime_version="2", sha256=None),
     )  # fmt: skip
     assert later.key == FULL.key
     for other in (
         replace(FULL, kind="latency"),
-        replace(FULL, subject=None),
+        replace(FULL, target=None),
         replace(FULL, case={**FULL.case, "batch": 16}),
-        replace(FULL, subject=replace(FULL.subject, precision="fp16")),
+        replace(FULL, target=replace(FULL.target, precision="fp16")),
     ):
         assert other.key != FULL.key
 

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from opal_deploy.bench.pipeline.memory import POINTS, MemoryCurve, MemoryWatch, give_back
+from opal_deploy.bench.memory import POINTS, MemoryCurve, MemorySampler, release_memory
 
 
 def curve(*megabytes: float) -> MemoryCurve:
@@ -58,7 +58,7 @@ def test_a_curve_is_thinned_and_keeps_both_ends(count: int) -> None:
 
 
 def test_memory_that_a_process_takes_and_gives_back_is_seen() -> None:
-    with MemoryWatch(0.005) as watch:
+    with MemorySampler(0.005) as watch:
         time.sleep(0.05)
         # written to, so that it is resident
         block = bytearray(b"x" * 80_000_000)
@@ -83,7 +83,7 @@ def test_what_was_freed_is_given_back_to_the_system() -> None:
     blocks.clear()
     before = process.memory_info().rss
 
-    give_back()
+    release_memory()
 
     assert before - process.memory_info().rss > 80_000_000
     assert len(last) == 60_000
