@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
-from opal_deploy.visualization.palette import BASE, BLACK, RGB, WHITE, contrast, css
+from opal_deploy.visualization.palette import BASE_COLORS, BLACK, RGB, WHITE, contrast_ratio, to_hex
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ _CSS = {INK: "currentColor", SOFT: "var(--soft)", GRID: "var(--line)", CARD: "va
 LIGHT_CARD, DARK_CARD = (255, 255, 255), (31, 31, 29)
 NEEDED, NEEDED_ON_DARK = 3.0, 4.5
 # without the yellow, which no white page can show as a line; in an order in which neighbours lie far apart
-HUES = tuple(BASE[place] for place in (0, 2, 7, 4, 6, 3, 5))
+HUES = tuple(BASE_COLORS[place] for place in (0, 2, 7, 4, 6, 3, 5))
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.5, 1.5)), (0, (7, 1.6, 1.5, 1.6)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")
 
@@ -158,15 +158,15 @@ def faded(series: int) -> float:
 def properties(dark: bool) -> str:
     """The custom properties of CSS that plots use for their series."""
     card, needed = (DARK_CARD, NEEDED_ON_DARK) if dark else (LIGHT_CARD, NEEDED)
-    return " ".join(f"--s{place}: {css(readable(hue, card, needed))};" for place, hue in enumerate(HUES))
+    return " ".join(f"--s{place}: {to_hex(readable(hue, card, needed))};" for place, hue in enumerate(HUES))
 
 
 def readable(hue: RGB, background: RGB, needed: float) -> RGB:
     """`hue`, moved towards black or white only until its contrast to `background` is what is needed."""
-    target = BLACK if contrast(BLACK, background) > contrast(WHITE, background) else WHITE
+    target = BLACK if contrast_ratio(BLACK, background) > contrast_ratio(WHITE, background) else WHITE
     for step in range(101):
         red, green, blue = (round(h + (t - h) * step / 100) for h, t in zip(hue, target, strict=True))
-        if contrast((red, green, blue), background) >= needed:
+        if contrast_ratio((red, green, blue), background) >= needed:
             return red, green, blue
     return target
 

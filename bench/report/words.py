@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.text import escape_unprintable
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 # counted things: written with a prefix from 10,000 on; everything else is written out
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
         return number(value)
-    return visible(" ".join(str(value).split()) if isinstance(value, str) else str(value))
+    return escape_unprintable(" ".join(str(value).split()) if isinstance(value, str) else str(value))
 
 
 def shortened(text: str, limit: int) -> str:

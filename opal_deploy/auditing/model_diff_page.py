@@ -12,8 +12,8 @@ from PIL import Image
 from opal_deploy.auditing.model_diff import KINDS, Change, Changes
 from opal_deploy.inference.explanation import line_of
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.overlay import as_jpeg, draw_overlay
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.text import escape_unprintable
 
 # of a drawing on the page, pixels
 _SIDE = 560
@@ -74,10 +74,10 @@ def _figure(title: str, record: Record, picture: Callable[[Record], Image.Image 
     if photograph is not None:
         overlay = draw_overlay(photograph, record)
         overlay.thumbnail((_SIDE, _SIDE), Image.Resampling.BILINEAR)
-        data = base64.b64encode(as_jpeg(overlay)).decode()
+        data = base64.b64encode(encode_jpeg(overlay)).decode()
         shown = f'<img alt="{text}" src="data:image/jpeg;base64,{data}">'
     return f"<figure><figcaption>{text}</figcaption>{shown}</figure>"
 
 
 def _safe(text: str) -> str:
-    return escape(visible(text), quote=True)
+    return escape(escape_unprintable(text), quote=True)

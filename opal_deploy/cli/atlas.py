@@ -81,19 +81,19 @@ def atlas(
     from opal_deploy.cli.infer import setup
     from opal_deploy.inference.atlas import collect, write_patches
     from opal_deploy.inference.executor import InferenceOptions
-    from opal_deploy.inference.sheets import check_exact
+    from opal_deploy.inference.sheets import check_exact_evidence
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.visualization.atlas.page import write_page
-    from opal_deploy.visualization.atlas.storage import check_place, write_atlas
+    from opal_deploy.visualization.atlas.storage import check_out_dir, write_atlas
 
     if not data.exists():
         raise UsageError(f"{data}: no such file or folder")
-    check_place(out, overwrite=overwrite)
+    check_out_dir(out, overwrite=overwrite)
     path = model or setup.found_model(device)
     setup.raise_pillows_limit(max_pixels)
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
-    check_exact(metadata, str(path))
+    check_exact_evidence(metadata, str(path))
     found = _pictures(data, _Reading(dataset, partition, skip_missing, split, boxes, plain=plain))
     _check_labels(found, metadata, data, only_correct=only_correct)
     if metadata.unverified:

@@ -81,11 +81,11 @@ def _make_room(out: Path, *, overwrite: bool) -> None:
 
 
 def _draw(folder: Path, train_per_class: int, seed: int) -> None:
-    from opal_deploy.synthetic import generate
+    from opal_deploy.synthetic import generate_dataset
 
     r = RECIPE
     with progress("drawing") as advance:
-        drawn = generate(
+        drawn = generate_dataset(
             folder,
             num_species=r.species,
             train_per_class=train_per_class,

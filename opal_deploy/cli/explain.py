@@ -185,7 +185,7 @@ def _explain_all(
 def _one(request: Request, maker: SheetBuilder, path: Path, atlas: Atlas | None, rows: int) -> dict[str, Any]:
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.inference.decoding.prepare import content_sha256
-    from opal_deploy.visualization.atlas.selection import find_exemplars
+    from opal_deploy.visualization.atlas.exemplars import find_exemplars
     from opal_deploy.visualization.legend import format_number
     from opal_deploy.visualization.sheet.layout import layout_sheet
     from opal_deploy.visualization.sheet.rendering import encode_png, encode_svg

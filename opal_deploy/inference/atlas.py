@@ -16,11 +16,11 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.prepare import Request, content_sha256
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
-from opal_deploy.inference.sheets import check_exact
+from opal_deploy.inference.sheets import check_exact_evidence
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.runtime.session import Session
-from opal_deploy.visualization.atlas.collector import Candidate, Collector, findings_of
-from opal_deploy.visualization.atlas.exemplars import AtlasPatch, Finding, SlotEntry
+from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate, list_findings
+from opal_deploy.visualization.atlas.entries import AtlasPatch, Finding, SlotEntry
 from opal_deploy.visualization.atlas.storage import Atlas, write_patch
 
 _CHUNK = 1 << 20
@@ -71,7 +71,7 @@ def collect(
     only_correct: bool = False,
     model: str = "the model",
     report: Callable[[int], None] = lambda _: None,
-) -> tuple[Collector, Counts]:
+) -> tuple[AtlasCollector, Counts]:
     """Run every picture, and keep the best `top` patches a slot.
 
     A picture counts for the class that it is predicted as; with `only_correct` only where that is its label.
@@ -80,8 +80,8 @@ def collect(
         UsageError: no cell of the model is evidence. StoppedEarly: a device was lost.
     """
     metadata = sessions[0].metadata
-    check_exact(metadata, model)
-    collector, counts = Collector(metadata, top), Counts()
+    check_exact_evidence(metadata, model)
+    collector, counts = AtlasCollector(metadata, top), Counts()
     labels: dict[int, str | None] = {}
 
     def requests() -> Iterator[Request]:
@@ -110,7 +110,7 @@ def collect(
     return collector, counts
 
 
-def write_patches(collector: Collector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
+def write_patches(collector: AtlasCollector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
     """Write the patches that were kept, and put the atlas together; `write_atlas` makes it the folder's.
 
     Raises:
@@ -124,19 +124,19 @@ def write_patches(collector: Collector, root: Path, model: Mapping[str, Any], da
         for slot in slots:
             patches = tuple(_written(candidate, root) for candidate in collector.best(class_id, slot))
             entries[class_id, slot] = SlotEntry(class_id, slot, collector.figures(class_id, slot), patches)
-        findings += findings_of(class_id, label, [entries[class_id, slot].figures for slot in slots])
+        findings += list_findings(class_id, label, [entries[class_id, slot].figures for slot in slots])
     cells = tuple(int(count) for count in collector.cells())
     about = {**model, **_of_metadata(metadata)}
     return Atlas(root, about, metadata.class_names, dict(data), collector.top, entries, tuple(findings), cells)
 
 
-def _cut(missing: list[Candidate], options: InferenceOptions) -> None:
+def _cut(missing: list[PatchCandidate], options: InferenceOptions) -> None:
     """Patches of pictures too large to be kept: each is read again, once, however many of its patches are wanted."""
-    by_image: dict[str, list[Candidate]] = {}
+    by_image: dict[str, list[PatchCandidate]] = {}
     for candidate in missing:
         by_image.setdefault(candidate.sha256, []).append(candidate)
 
-    def cut(candidates: list[Candidate]) -> None:
+    def cut(candidates: list[PatchCandidate]) -> None:
         try:
             picture = decode(candidates[0].source, max_pixels=options.max_pixels)
         except ImageError:
@@ -148,7 +148,7 @@ def _cut(missing: list[Candidate], options: InferenceOptions) -> None:
         list(pool.map(cut, by_image.values()))
 
 
-def _written(candidate: Candidate, root: Path) -> AtlasPatch:
+def _written(candidate: PatchCandidate, root: Path) -> AtlasPatch:
     slot = candidate.slot
     x0, y0, x1, y1 = slot["box"]
     return AtlasPatch(

@@ -15,9 +15,9 @@ from opal_deploy.inference.decoding.prepare import read_whole
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answer, Record, Slot
-from opal_deploy.visualization.overlay import as_jpeg, draw_overlay
-from opal_deploy.visualization.palette import css, slot_color
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.palette import slot_color, to_hex
+from opal_deploy.visualization.text import escape_unprintable
 
 if TYPE_CHECKING:
     from opal_deploy.records.tables import Rows
@@ -81,9 +81,9 @@ def explained_all(records: Iterable[Record]) -> Explanations:
 
 def line_of(record: Record) -> str:
     """One line for a person, which no name from outside can break."""
-    name = visible(record["image"]) if record["image"] is not None else "image"
+    name = escape_unprintable(record["image"]) if record["image"] is not None else "image"
     if "error" in record:
-        return f"{name}: error {record['error']['code']}: {visible(record['error']['message'])}"
+        return f"{name}: error {record['error']['code']}: {escape_unprintable(record['error']['message'])}"
     margin = record.get("margin")
     sure = "" if margin is None else f", margin {margin:.4f}"
     mark = " (abstained)" if record["status"] == "abstained" else ""
@@ -92,15 +92,15 @@ def line_of(record: Record) -> str:
 
 def _answer(answer: Answer) -> str:
     how = f"logit {answer['logit']:.4f}" if answer["cosine"] is None else f"cosine {answer['cosine']:.4f}"
-    return f"{visible(answer['label'])}, {how}"
+    return f"{escape_unprintable(answer['label'])}, {how}"
 
 
 def _safe(text: str) -> str:
-    return escape(visible(text), quote=True)
+    return escape(escape_unprintable(text), quote=True)
 
 
 def _slot_row(slot: Slot) -> str:
-    swatch = f'<span style="color:{css(slot_color(slot["slot"]))}">&#9632;</span>'
+    swatch = f'<span style="color:{to_hex(slot_color(slot["slot"]))}">&#9632;</span>'
     name = f" {_safe(slot['name'])}" if slot.get("name") else ""
     part = "" if slot["contribution"] is None else f"{slot['contribution']:.4f}"
     row, col = slot["cell"]
@@ -118,7 +118,7 @@ def _drawing(record: Record) -> str:
         return ""
     overlay = draw_overlay(picture, record)
     overlay.thumbnail((2 * _SIDE, 2 * _SIDE), Image.Resampling.BILINEAR)
-    data = base64.b64encode(as_jpeg(overlay)).decode()
+    data = base64.b64encode(encode_jpeg(overlay)).decode()
     return f'<img alt="{_safe(line_of(record))}" style="max-width:{_SIDE}px" src="data:image/jpeg;base64,{data}">'
 
 

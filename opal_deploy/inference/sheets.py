@@ -21,7 +21,7 @@ from opal_deploy.inference.prediction import Result
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.resize import compute_geometry, normalise, to_input
 from opal_deploy.runtime.session import ImageBatch, Session
-from opal_deploy.visualization.atlas.selection import find_exemplars
+from opal_deploy.visualization.atlas.exemplars import find_exemplars
 from opal_deploy.visualization.atlas.storage import Atlas
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
 from opal_deploy.visualization.sheet.layout import Exemplars, layout_sheet
@@ -55,7 +55,7 @@ class SheetBuilder:
         Raises:
             UsageError: no cell of it is evidence, or `heatmap` without attention maps.
         """
-        check_exact(session.metadata, model)
+        check_exact_evidence(session.metadata, model)
         self._run = _with_attention(session, model) if heatmap else _without_attention(session)
         self._metadata = session.metadata
         self._min_margin, self._names, self._max_pixels = min_margin, names, max_pixels
@@ -79,7 +79,7 @@ class SheetBuilder:
         return SheetInput(content, photograph)
 
 
-def check_exact(metadata: Metadata, model: str) -> None:
+def check_exact_evidence(metadata: Metadata, model: str) -> None:
     """Refuse a model whose answers do not come from single cells.
 
     Raises:
@@ -172,7 +172,7 @@ class SheetOptions:
             raise StoppedEarly(str(error)) from None
 
 
-def with_maps(sessions: Sequence[Session]) -> list[Session]:
+def with_attention(sessions: Sequence[Session]) -> list[Session]:
     """The same models, answering with attention maps.
 
     Args:

@@ -1,13 +1,22 @@
-"""The generated data set: creatures whose parts, and what tells them apart, are known to the pixel.
+"""A generated, part-annotated data set: drawn creatures whose parts are known to the pixel.
 
-`generate` writes an ImageFolder with part annotations; `box_hits` and `summarise` then say how often an explanation's
-boxes lie on the parts that make the species, and how often random boxes on the creature would.
+Start with `generate_dataset`, which writes an ImageFolder with part annotations, and `read_annotations`. Species differ
+in the shape of a few parts only, so `opal_deploy.evaluation.pointing` can measure whether an explanation's boxes lie on
+the parts that tell the species apart. `example_images` gives images to check an exported model on. Needs NumPy and
+Pillow only.
 """
 
-from opal_deploy.synthetic.creatures import Creature, PartBox, draw
-from opal_deploy.synthetic.dataset import Annotation, DatasetSummary, annotate, generate, read_annotations
-from opal_deploy.synthetic.examples import example_images, noise_image
-from opal_deploy.synthetic.scenery import background
+from opal_deploy.synthetic.creatures import Creature, PartBox, draw_creature
+from opal_deploy.synthetic.dataset import (
+    Annotation,
+    DatasetSummary,
+    build_annotation,
+    example_images,
+    generate_dataset,
+    noise_image,
+    read_annotations,
+)
+from opal_deploy.synthetic.scenery import draw_background
 from opal_deploy.synthetic.species import MAX_SPECIES, VARIANTS, Species, list_species
 
 __all__ = [
@@ -18,11 +27,11 @@ __all__ = [
     "DatasetSummary",
     "PartBox",
     "Species",
-    "annotate",
-    "background",
-    "draw",
+    "build_annotation",
+    "draw_background",
+    "draw_creature",
     "example_images",
-    "generate",
+    "generate_dataset",
     "list_species",
     "noise_image",
     "read_annotations",

@@ -10,8 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic.scenery import SUPERSAMPLING, Colour, background, blank_layer, colour, flatten, ink
-from opal_deploy.synthetic.shapes import Frame, Points, ellipse, line, pieces, placed, ribbon, turned
+from opal_deploy.synthetic.scenery import (
+    SUPERSAMPLING,
+    Color,
+    blank_layer,
+    composite,
+    draw_background,
+    hsv_to_rgb,
+    premultiply,
+)
+from opal_deploy.synthetic.shapes import Frame, Points, ellipse, line, part_polygons, place_in_frame, ribbon, rotate
 from opal_deploy.synthetic.species import VARIANTS, Species
 
 MIN_SIDE = 32
@@ -53,7 +61,7 @@ class Creature:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Appearance:
     """Everything about a drawing that is left to chance except the scene; nothing in it depends on the species."""
 
     flip: bool
@@ -66,11 +74,11 @@ class _Look:
     scale: float
     place: tuple[float, float]  # 0 ... 1, where within the room that is left
     light: tuple[float, float]  # how much brighter a side is, across and down
-    body: Colour
-    belly: Colour
-    legs: Colour
-    dark: Colour  # of the lines around everything
-    paint: dict[str, tuple[Colour, Colour]]  # of each part: its colour and its second colour
+    body: Color
+    belly: Color
+    legs: Color
+    dark: Color  # of the lines around everything
+    paint: dict[str, tuple[Color, Color]]  # of each part: its colour and its second colour
 
 
 # A part's colour varies around a hue that is the part's own, in every species alike: it helps to find the part and says
@@ -79,22 +87,22 @@ _HUES = {"beak": 0.08, "crest": 0.95, "wing": 0.60, "tail": 0.36, "feet": 0.16}
 _HUE_JITTER = 0.05
 
 
-def _sample(rng: np.random.Generator) -> _Look:
+def _sample_appearance(rng: np.random.Generator) -> _Appearance:
     def within(limit: float) -> float:
         return float(rng.uniform(-limit, limit))
 
     hue = rng.uniform()
-    body = colour(hue, rng.uniform(0.08, 0.32), rng.uniform(0.6, 0.92))
-    belly = colour(hue + within(0.06), rng.uniform(0.08, 0.3), rng.uniform(0.9, 1.0))
-    paint: dict[str, tuple[Colour, Colour]] = {}
+    body = hsv_to_rgb(hue, rng.uniform(0.08, 0.32), rng.uniform(0.6, 0.92))
+    belly = hsv_to_rgb(hue + within(0.06), rng.uniform(0.08, 0.3), rng.uniform(0.9, 1.0))
+    paint: dict[str, tuple[Color, Color]] = {}
     for part in VARIANTS:
         own = _HUES[part] + within(_HUE_JITTER)
-        first = colour(own, rng.uniform(0.6, 0.95), rng.uniform(0.65, 1.0))
+        first = hsv_to_rgb(own, rng.uniform(0.6, 0.95), rng.uniform(0.65, 1.0))
         # a mark is much darker or much lighter than what it lies on: its shape must be readable whatever the hues
         bright = 0.3 * first[0] + 0.59 * first[1] + 0.11 * first[2] > 125
         saturation, value = ((0.4, 0.9), (0.1, 0.3)) if bright else ((0.0, 0.18), (0.94, 1.0))
-        paint[part] = first, colour(own + within(0.2), rng.uniform(*saturation), rng.uniform(*value))
-    return _Look(
+        paint[part] = first, hsv_to_rgb(own + within(0.2), rng.uniform(*saturation), rng.uniform(*value))
+    return _Appearance(
         flip=bool(rng.uniform() < 0.5),
         angle=math.radians(within(20)),
         lean=math.radians(within(9)),
@@ -107,18 +115,18 @@ def _sample(rng: np.random.Generator) -> _Look:
         light=(within(0.12), float(rng.uniform(-0.22, 0.0))),
         body=body,
         belly=belly,
-        legs=colour(rng.uniform(), rng.uniform(0.2, 0.6), rng.uniform(0.35, 0.7)),
-        dark=colour(rng.uniform(), 0.4, rng.uniform(0.1, 0.2)),
+        legs=hsv_to_rgb(rng.uniform(), rng.uniform(0.2, 0.6), rng.uniform(0.35, 0.7)),
+        dark=hsv_to_rgb(rng.uniform(), 0.4, rng.uniform(0.1, 0.2)),
         paint=paint,
     )
 
 
-def _frames(look: _Look) -> dict[str, list[Frame]]:
+def _frames(look: _Appearance) -> dict[str, list[Frame]]:
     """Part -> (x, y, direction) of the frames it is drawn in, in creature units: facing right, body at the origin."""
     (hx, hy), lean = look.head, look.lean
 
     def on_body(x: float, y: float) -> tuple[float, float]:
-        px, py = turned(np.array([[x, y]]), lean)[0]
+        px, py = rotate(np.array([[x, y]]), lean)[0]
         return float(px), float(py)
 
     def on_head(angle: float) -> tuple[float, float]:
@@ -136,16 +144,16 @@ def _frames(look: _Look) -> dict[str, list[Frame]]:
     return frames
 
 
-def _painting(look: _Look, variants: Mapping[str, str]) -> Iterator[tuple[str, Points, Colour, bool]]:
+def _paint_order(look: _Appearance, variants: Mapping[str, str]) -> Iterator[tuple[str, Points, Color, bool]]:
     """(part or "", outline in creature units, colour, whether it gets a dark line around), from back to front."""
     frames = _frames(look)
 
-    def part(name: str) -> Iterator[tuple[str, Points, Colour, bool]]:
+    def part(name: str) -> Iterator[tuple[str, Points, Color, bool]]:
         fill, mark = look.paint[name]
         tones = {"fill": fill, "base": fill, "mark": mark, "rib": look.dark}
         for frame in frames[name]:
-            for outline, tone in pieces(name, variants[name]):
-                yield name, placed(outline, frame), tones[tone], tone == "fill"
+            for outline, tone in part_polygons(name, variants[name]):
+                yield name, place_in_frame(outline, frame), tones[tone], tone == "fill"
 
     hx, hy = look.head
     yield from part("tail")
@@ -154,19 +162,19 @@ def _painting(look: _Look, variants: Mapping[str, str]) -> Iterator[tuple[str, P
     yield from part("feet")
     neck = np.array([[0.07, -0.03], [0.13, -0.1], [hx, hy]])
     yield "", ribbon(neck, 0.2, 0.1), look.body, True
-    yield "", turned(ellipse(0, 0, 0.2, 0.142, corners=40), look.lean), look.body, True
+    yield "", rotate(ellipse(0, 0, 0.2, 0.142, corners=40), look.lean), look.body, True
     yield "", ribbon(neck, 0.185, 0.085), look.body, False  # again, over the line between neck and body
-    yield "", turned(ellipse(0.035, 0.075, 0.125, 0.054), look.lean), look.belly, False
+    yield "", rotate(ellipse(0.035, 0.075, 0.125, 0.054), look.lean), look.belly, False
     yield from part("wing")
     yield from part("crest")
     yield from part("beak")
     yield "", ellipse(hx, hy, 0.09, 0.09, corners=32), look.body, True
-    ex, ey = turned(np.array([[0.028, -0.022]]), look.tilt)[0] + (hx, hy)
+    ex, ey = rotate(np.array([[0.028, -0.022]]), look.tilt)[0] + (hx, hy)
     yield "", ellipse(ex, ey, 0.027, 0.029, corners=20), (250, 250, 246), True
     yield "", ellipse(ex + 0.006, ey, 0.014, 0.016, corners=16), (22, 20, 26), False
 
 
-def _to_pixels(look: _Look, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _to_pixels(look: _Appearance, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """[2, 2] matrix and [2] shift from creature units to pixels.
 
     Room is kept for every variant of every part, so that a creature's place does not depend on its species.
@@ -174,10 +182,10 @@ def _to_pixels(look: _Look, size: tuple[int, int]) -> tuple[NDArray[np.float64],
     height, width = size
     frames = _frames(look)
     corners = [
-        placed(outline, frame)
+        place_in_frame(outline, frame)
         for part, names in VARIANTS.items()
         for name in names
-        for outline, _ in pieces(part, name)
+        for outline, _ in part_polygons(part, name)
         for frame in frames[part]
     ]
     c, s = math.cos(look.angle), math.sin(look.angle)
@@ -197,7 +205,9 @@ def check_size(size: tuple[int, int]) -> None:
         raise UsageError(f"creatures of {size[0]}x{size[1]} pixels asked for: each side must be at least {MIN_SIDE}")
 
 
-def draw(species: Species, rng: np.random.Generator, size: tuple[int, int], *, hide: Collection[str] = ()) -> Creature:
+def draw_creature(
+    species: Species, rng: np.random.Generator, size: tuple[int, int], *, hide: Collection[str] = ()
+) -> Creature:
     """Draw a creature of a species.
 
     Scene, pose, colours and place come from `rng` and do not depend on the species: two species drawn from generators
@@ -215,24 +225,24 @@ def draw(species: Species, rng: np.random.Generator, size: tuple[int, int], *, h
     check_size(size)
     if unknown := set(hide) - set(VARIANTS):
         raise UsageError(f"no such part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
-    scene = background(rng, size)
-    look = _sample(rng)
+    scene = draw_background(rng, size)
+    look = _sample_appearance(rng)
     matrix, shift = _to_pixels(look, size)
 
     stroke = _OUTLINE * math.sqrt(abs(float(np.linalg.det(matrix))))
     layer, pen = blank_layer(size)
     outlines: dict[str, list[Points]] = {part: [] for part in VARIANTS}
-    for part, points, paint, outlined in _painting(look, species.variants):
+    for part, points, paint, outlined in _paint_order(look, species.variants):
         pixels = points @ matrix + shift
         if part and outlined:
             outlines[part].append(pixels)
         if part in hide:
             continue
         flat = (pixels * SUPERSAMPLING - 0.5).ravel().tolist()
-        pen.polygon(flat, fill=ink(paint))
+        pen.polygon(flat, fill=premultiply(paint))
         if outlined:
-            pen.line(flat + flat[:4], fill=ink(look.dark), width=max(1, round(stroke * SUPERSAMPLING)))
-    region, figure, alpha = flatten(layer)
+            pen.line(flat + flat[:4], fill=premultiply(look.dark), width=max(1, round(stroke * SUPERSAMPLING)))
+    region, figure, alpha = composite(layer)
     down, across = (
         np.linspace(-1, 1, length, dtype=np.float32)[part] for length, part in zip(size, region, strict=True)
     )

@@ -3,7 +3,8 @@
 out/train/<species>/0000.png ...   out/val/...   out/test/...
 out/classes.txt                    one species a line, in the order of their class ids
 out/parts.jsonl                    one JSON object an image, see `Annotation`; written last
-"""
+
+Pictures that are always at hand: what an exported graph is compared with PyTorch on."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic.creatures import Creature, PartBox, check_size, draw
-from opal_deploy.synthetic.species import list_species
+from opal_deploy.synthetic.creatures import Creature, PartBox, check_size, draw_creature
+from opal_deploy.synthetic.species import MAX_SPECIES, list_species
 
 SPLITS = ("train", "val", "test")
 PARTS_FILE = "parts.jsonl"
@@ -71,7 +72,7 @@ class DatasetSummary:
     annotations: Path
 
 
-def generate(
+def generate_dataset(
     out: Path,
     *,
     num_species: int = 8,
@@ -110,17 +111,17 @@ def generate(
         for split, class_id in product(SPLITS, range(num_species))
         for index in range(counts[split])
     ]
-    _claim(out)
+    _make_empty_dir(out)
     lines = []
     for done, (split, class_id, index) in enumerate(jobs, 1):
         kind = kinds[class_id]
         rng = np.random.default_rng(np.random.SeedSequence([seed, SPLITS.index(split), class_id, index]))
-        creature = draw(kind, rng, size)
+        creature = draw_creature(kind, rng, size)
         name = f"{split}/{kind.name}/{index:04d}.png"
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         # the fastest level: the files are read far more often than they are moved
         Image.fromarray(creature.image).save(out / name, compress_level=1)
-        lines.append(_to_json(annotate(creature, name, kind.name)))
+        lines.append(_to_json(build_annotation(creature, name, kind.name)))
         if progress is not None:
             progress(done, len(jobs))
     classes = tuple(kind.name for kind in kinds)
@@ -130,7 +131,7 @@ def generate(
     return DatasetSummary(out, classes, totals, out / PARTS_FILE)
 
 
-def annotate(creature: Creature, image: str, species_name: str) -> Annotation:
+def build_annotation(creature: Creature, image: str, species_name: str) -> Annotation:
     """The annotation of a drawn creature."""
     height, width = creature.foreground.shape
     return Annotation(image, species_name, width, height, creature.parts, encode_runs(creature.foreground))
@@ -166,7 +167,7 @@ def read_annotations(path: Path) -> list[Annotation]:
     return found
 
 
-def _claim(out: Path) -> None:
+def _make_empty_dir(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         occupied = any(out.iterdir())
@@ -191,3 +192,33 @@ def _from_json(record: dict[str, Any]) -> Annotation:
     if sum(runs) != width * height:
         raise ValueError(f"runs add up to {sum(runs)} pixels, not {width} x {height}")
     return Annotation(record["image"], record["species"], width, height, parts, runs)
+
+
+_SEED = 20260917
+
+
+def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
+    """Creatures of different species (up to `MAX_SPECIES`, then again from the first), each in a scene of its own.
+
+    The same arguments give the same pictures wherever numpy and Pillow are the same; picture i does not depend on
+    `count`.
+
+    Returns:
+        uint8 [count, height, width, 3], RGB.
+
+    Raises:
+        UsageError: `count` is negative or a side is under 32 pixels.
+    """
+    if count < 0:
+        raise UsageError(f"{count} pictures asked for: the number must not be negative")
+    check_size((height, width))
+    pictures = np.empty((count, height, width, 3), dtype=np.uint8)
+    kinds = list_species(MAX_SPECIES)
+    for i in range(count):
+        pictures[i] = draw_creature(kinds[i % MAX_SPECIES], np.random.default_rng([_SEED, i]), (height, width)).image
+    return pictures
+
+
+def noise_image(height: int, width: int) -> NDArray[np.uint8]:
+    """Uniform noise, always the same: uint8 [height, width, 3]."""
+    return np.random.default_rng(_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -11,11 +11,11 @@ from PIL import Image, ImageDraw
 
 from opal_deploy.synthetic.shapes import ellipse, ribbon
 
-Colour = tuple[int, int, int]
+Color = tuple[int, int, int]
 SUPERSAMPLING = 2
 
 
-def colour(hue: float, saturation: float, value: float) -> Colour:
+def hsv_to_rgb(hue: float, saturation: float, value: float) -> Color:
     """RGB 0 ... 255 from hue (any number, period 1), saturation and value (both 0 ... 1)."""
     r, g, b = colorsys.hsv_to_rgb(hue % 1.0, saturation, value)
     return round(255 * r), round(255 * g), round(255 * b)
@@ -28,13 +28,13 @@ def blank_layer(size: tuple[int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw
     return layer, ImageDraw.Draw(layer)
 
 
-def ink(paint: Colour, alpha: int = 255) -> tuple[int, int, int, int]:
+def premultiply(paint: Color, alpha: int = 255) -> tuple[int, int, int, int]:
     """A colour as `blank_layer` takes it; alpha 0 ... 255."""
     r, g, b = paint
     return r * alpha // 255, g * alpha // 255, b * alpha // 255, alpha
 
 
-def flatten(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float32], NDArray[np.float32]]:
+def composite(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float32], NDArray[np.float32]]:
     """What a layer shows at the picture's size, only where something was painted.
 
     Returns:
@@ -47,7 +47,7 @@ def flatten(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float32
     return (slice(box[1], box[3]), slice(box[0], box[2])), bands[..., :3], bands[..., 3:] / np.float32(255)
 
 
-def background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint8]:
+def draw_background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint8]:
     """A scene without a creature.
 
     Args:
@@ -61,8 +61,8 @@ def background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.ui
     height, width = size
     side = min(size)
     hue = rng.uniform()
-    top = np.array(colour(hue, rng.uniform(0.08, 0.36), rng.uniform(0.62, 0.95)))
-    bottom = np.array(colour(hue + rng.normal(0, 0.12), rng.uniform(0.1, 0.42), rng.uniform(0.42, 0.9)))
+    top = np.array(hsv_to_rgb(hue, rng.uniform(0.08, 0.36), rng.uniform(0.62, 0.95)))
+    bottom = np.array(hsv_to_rgb(hue + rng.normal(0, 0.12), rng.uniform(0.1, 0.42), rng.uniform(0.42, 0.9)))
     # a few coloured points, stretched to the picture: a gradient with soft clouds in it
     coarse, clouds = int(rng.integers(4, 17)), rng.uniform(4, 16)
     across = np.linspace(-0.5, 0.5, coarse)
@@ -76,19 +76,21 @@ def background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.ui
 
     layer, pen = blank_layer(size)
     for kind in rng.permutation(3)[: int(rng.integers(1, 3))]:
-        (_hills, _blades, _drops)[kind](pen, rng, (layer.width, layer.height), side * SUPERSAMPLING, hue)
-    region, things, alpha = flatten(layer)
+        (_draw_hills, _draw_blades, _draw_drops)[kind](pen, rng, (layer.width, layer.height), side * SUPERSAMPLING, hue)
+    region, things, alpha = composite(layer)
     scene[region] *= 1 - alpha
     scene[region] += things
     return np.clip(scene, 0, 255).astype(np.uint8)
 
 
-def _muted(rng: np.random.Generator, hue: float, alpha: tuple[int, int]) -> tuple[int, int, int, int]:
-    paint = colour(hue + rng.normal(0, 0.1), rng.uniform(0.1, 0.45), rng.uniform(0.4, 0.95))
-    return ink(paint, int(rng.integers(*alpha)))
+def _muted_color(rng: np.random.Generator, hue: float, alpha: tuple[int, int]) -> tuple[int, int, int, int]:
+    paint = hsv_to_rgb(hue + rng.normal(0, 0.1), rng.uniform(0.1, 0.45), rng.uniform(0.4, 0.95))
+    return premultiply(paint, int(rng.integers(*alpha)))
 
 
-def _hills(pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float) -> None:
+def _draw_hills(
+    pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float
+) -> None:
     x = np.linspace(0, end[0], 24)
     for level in np.sort(rng.uniform(0.55, 0.95, int(rng.integers(1, 4)))):
         waves = (
@@ -97,20 +99,24 @@ def _hills(pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, i
         )
         y = level * end[1] + side * rng.uniform(0.02, 0.08) * waves
         outline = np.concatenate([np.stack([x, y], axis=1), [[end[0], end[1]], [0, end[1]]]])
-        pen.polygon(outline.ravel().tolist(), fill=_muted(rng, hue, (120, 220)))
+        pen.polygon(outline.ravel().tolist(), fill=_muted_color(rng, hue, (120, 220)))
 
 
-def _blades(pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float) -> None:
+def _draw_blades(
+    pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float
+) -> None:
     wind, t = rng.uniform(-0.35, 0.35), np.linspace(0, 1, 6)
     for _ in range(int(rng.integers(8, 26))):
         length, bend = side * rng.uniform(0.12, 0.5), wind + rng.normal(0, 0.2)
         x = rng.uniform(0, end[0]) + length * bend * t**2
         path = np.stack([x, end[1] + 2 - length * t], axis=1)
         blade = ribbon(path, side * rng.uniform(0.012, 0.03), side * 0.003)
-        pen.polygon(blade.ravel().tolist(), fill=_muted(rng, hue, (110, 220)))
+        pen.polygon(blade.ravel().tolist(), fill=_muted_color(rng, hue, (110, 220)))
 
 
-def _drops(pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float) -> None:
+def _draw_drops(
+    pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float
+) -> None:
     for _ in range(int(rng.integers(4, 13))):
         radius = side * rng.uniform(0.03, 0.16)
         drop = ellipse(
@@ -120,4 +126,4 @@ def _drops(pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, i
             radius * rng.uniform(0.5, 1),
             rng.uniform(0, math.pi),
         )
-        pen.polygon(drop.ravel().tolist(), fill=_muted(rng, hue, (35, 110)))
+        pen.polygon(drop.ravel().tolist(), fill=_muted_color(rng, hue, (35, 110)))

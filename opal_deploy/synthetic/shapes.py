@@ -20,7 +20,7 @@ Points = NDArray[np.float64]
 Frame = tuple[float, float, float]
 """A part's own frame of reference: x, y of its origin and the direction of its x axis in radians."""
 
-Piece = tuple[Points, str]
+TonedPolygon = tuple[Points, str]
 """A polygon and its tone: "fill" (outlined, the part's colour), "mark" (no outline, the part's second colour),
 "base" (no outline, the part's colour again, to cut a hole into a mark) or "rib" (no outline, the outline's colour)."""
 
@@ -28,18 +28,18 @@ Piece = tuple[Points, str]
 def ellipse(x: float, y: float, rx: float, ry: float, angle: float = 0.0, corners: int = 28) -> Points:
     """[corners, 2] ellipse about (x, y) with half axes rx, ry, turned by `angle` radians."""
     t = np.linspace(0, 2 * math.pi, corners, endpoint=False)
-    return placed(np.stack([rx * np.cos(t), ry * np.sin(t)], axis=1), (x, y, angle))
+    return place_in_frame(np.stack([rx * np.cos(t), ry * np.sin(t)], axis=1), (x, y, angle))
 
 
-def turned(points: Points, angle: float) -> Points:
+def rotate(points: Points, angle: float) -> Points:
     """`points` [P, 2] rotated about the origin by `angle` radians (from x towards y)."""
     c, s = math.cos(angle), math.sin(angle)
     return np.asarray(points @ np.array([[c, s], [-s, c]]), dtype=np.float64)
 
 
-def placed(points: Points, frame: Frame) -> Points:
+def place_in_frame(points: Points, frame: Frame) -> Points:
     """`points` [P, 2] given in `frame`, in the coordinates that the frame itself is given in."""
-    return np.asarray(turned(points, frame[2]) + np.array(frame[:2]), dtype=np.float64)
+    return np.asarray(rotate(points, frame[2]) + np.array(frame[:2]), dtype=np.float64)
 
 
 def ribbon(path: Points, start: float, end: float) -> Points:
@@ -61,7 +61,7 @@ def leaf(length: float, width: float, angle: float) -> Points:
     half = width / 2 * np.sin(math.pi * t**1.5) ** 0.7
     path = np.stack([length * t, np.zeros_like(t)], axis=1)
     side = np.stack([np.zeros_like(t), half], axis=1)
-    return turned(np.concatenate([path + side, (path - side)[::-1]]), angle)
+    return rotate(np.concatenate([path + side, (path - side)[::-1]]), angle)
 
 
 def arc(radius: float, start: float, end: float, corners: int = 16) -> Points:
@@ -75,45 +75,45 @@ def polygon(*corners: tuple[float, float]) -> Points:
     return np.array(corners, dtype=np.float64)
 
 
-def _filled(*outlines: Points) -> list[Piece]:
+def _fill(*outlines: Points) -> list[TonedPolygon]:
     return [(outline, "fill") for outline in outlines]
 
 
-def _beak(variant: str) -> list[Piece]:
+def _beak(variant: str) -> list[TonedPolygon]:
     if variant == "cone":
         return [
-            *_filled(polygon((-0.015, -0.055), (0.13, 0.01), (-0.015, 0.06))),
+            *_fill(polygon((-0.015, -0.055), (0.13, 0.01), (-0.015, 0.06))),
             (line(0, 0.005, 0.1, 0.01, 0.008, 0.004), "rib"),
         ]
     if variant == "sickle":
-        bow = placed(arc(0.15, -math.pi / 2, math.radians(10), 14), (-0.005, 0.14, 0.0))
-        return _filled(ribbon(bow, 0.062, 0.008))
+        bow = place_in_frame(arc(0.15, -math.pi / 2, math.radians(10), 14), (-0.005, 0.14, 0.0))
+        return _fill(ribbon(bow, 0.062, 0.008))
     if variant == "spoon":
-        return _filled(line(-0.015, 0, 0.1, 0, 0.034, 0.026), ellipse(0.125, 0.0, 0.045, 0.038))
+        return _fill(line(-0.015, 0, 0.1, 0, 0.034, 0.026), ellipse(0.125, 0.0, 0.045, 0.038))
     hood = polygon((-0.015, -0.062), (0.03, -0.066), (0.065, -0.052), (0.09, -0.02), (0.096, 0.025), (0.082, 0.078))
-    return _filled(np.concatenate([hood, polygon((0.066, 0.03), (0.045, 0.016), (0.03, 0.03), (-0.015, 0.036))]))
+    return _fill(np.concatenate([hood, polygon((0.066, 0.03), (0.045, 0.016), (0.03, 0.03), (-0.015, 0.036))]))
 
 
-def _crest(variant: str) -> list[Piece]:
+def _crest(variant: str) -> list[TonedPolygon]:
     if variant == "fan":
-        return _filled(*(leaf(0.135, 0.036, math.radians(a)) for a in (-48, 48, 0)))
+        return _fill(*(leaf(0.135, 0.036, math.radians(a)) for a in (-48, 48, 0)))
     if variant == "spike":
-        return _filled(polygon((-0.01, -0.045), (0.08, -0.03), (0.19, -0.035), (0.09, 0.025), (-0.01, 0.045)))
+        return _fill(polygon((-0.01, -0.045), (0.08, -0.03), (0.19, -0.035), (0.09, 0.025), (-0.01, 0.045)))
     if variant == "curl":
         t = np.linspace(0, 1, 26)
         swirl = np.stack(
             [0.098 - np.cos(t * 5.6) * 0.05 * (1 - 0.62 * t), -np.sin(t * 5.6) * 0.056 * (1 - 0.6 * t)], axis=1
         )
-        return _filled(ribbon(np.concatenate([polygon((-0.01, 0.012), (0.02, 0.006)), swirl]), 0.036, 0.026))
-    return _filled(line(-0.01, 0, 0.08, 0, 0.02, 0.016), ellipse(0.11, 0, 0.049, 0.049))
+        return _fill(ribbon(np.concatenate([polygon((-0.01, 0.012), (0.02, 0.006)), swirl]), 0.036, 0.026))
+    return _fill(line(-0.01, 0, 0.08, 0, 0.02, 0.016), ellipse(0.11, 0, 0.049, 0.049))
 
 
 WING = (0.122, 0.082)
 """Half axes of the wing, the same for every variant: only the pattern on it varies."""
 
 
-def _wing(variant: str) -> list[Piece]:
-    oval: Piece = (ellipse(0, 0, *WING, corners=36), "fill")
+def _wing(variant: str) -> list[TonedPolygon]:
+    oval: TonedPolygon = (ellipse(0, 0, *WING, corners=36), "fill")
     if variant == "bars":
         bars = [line(x, -h, x, h, 0.026, 0.026) for x, h in ((-0.062, 0.05), (0.0, 0.064), (0.062, 0.05))]
         return [oval, *((bar, "mark") for bar in bars)]
@@ -128,48 +128,48 @@ def _wing(variant: str) -> list[Piece]:
             (ellipse(0, 0, 0.021, 0.021), "mark"),
         ]
     teeth = polygon((-0.1, 0.022), (-0.05, -0.04), (0.0, 0.034), (0.05, -0.04), (0.1, 0.022))
-    up, down = (placed(teeth, (0.0, shift, 0.0)) for shift in (0.018, -0.018))
+    up, down = (place_in_frame(teeth, (0.0, shift, 0.0)) for shift in (0.018, -0.018))
     return [oval, (np.concatenate([up, down[::-1]]), "mark")]
 
 
-def _tail(variant: str) -> list[Piece]:
+def _tail(variant: str) -> list[TonedPolygon]:
     if variant == "paddle":
         return [
-            *_filled(ellipse(0.105, 0, 0.085, 0.044), line(-0.02, 0, 0.05, 0, 0.05, 0.04)),
+            *_fill(ellipse(0.105, 0, 0.085, 0.044), line(-0.02, 0, 0.05, 0, 0.05, 0.04)),
             (line(0.0, 0, 0.15, 0, 0.008, 0.006), "rib"),
         ]
     if variant == "fork":
         tine = ribbon(np.array([[-0.02, 0.004], [0.07, 0.03], [0.13, 0.064], [0.19, 0.108]]), 0.055, 0.012)
-        return _filled(tine, tine * np.array([1.0, -1.0]))
+        return _fill(tine, tine * np.array([1.0, -1.0]))
     if variant == "shell":
         fan = np.concatenate([polygon((-0.02, 0.016), (-0.02, -0.016)), arc(0.128, -0.76, 0.76, 14)])
         return [
-            *_filled(fan),
-            *((turned(line(0.01, 0, 0.115, 0, 0.006, 0.008), a), "rib") for a in (-0.4, 0, 0.4)),
+            *_fill(fan),
+            *((rotate(line(0.01, 0, 0.115, 0, 0.006, 0.008), a), "rib") for a in (-0.4, 0, 0.4)),
         ]
     x = np.linspace(-0.02, 0.19, 26)
-    return _filled(ribbon(np.stack([x, 0.046 * np.sin(x * 42)], axis=1), 0.046, 0.03))
+    return _fill(ribbon(np.stack([x, 0.046 * np.sin(x * 42)], axis=1), 0.046, 0.03))
 
 
-def _foot(variant: str) -> list[Piece]:
+def _foot(variant: str) -> list[TonedPolygon]:
     """One of the two feet; its frame has x forward along the ground and its origin at the ankle."""
     if variant == "toes":
-        return _filled(
+        return _fill(
             *(
                 ribbon(np.array([[0, 0], [math.cos(a) * 0.074, math.sin(a) * 0.074]]), 0.028, 0.018)
                 for a in (2.5, 0.64, 1.57)
             )
         )
     if variant == "flippers":
-        return _filled(polygon((-0.012, -0.012), (0.014, -0.012), (0.105, 0.032), (0.088, 0.05), (-0.02, 0.05)))
+        return _fill(polygon((-0.012, -0.012), (0.014, -0.012), (0.105, 0.032), (0.088, 0.05), (-0.02, 0.05)))
     if variant == "boots":
-        return _filled(
+        return _fill(
             polygon((-0.024, -0.03), (0.022, -0.03), (0.022, 0.008), (0.06, 0.016), (0.066, 0.052), (-0.024, 0.052))
         )
-    return _filled(ellipse(0.004, 0.032, 0.041, 0.041, corners=20))
+    return _fill(ellipse(0.004, 0.032, 0.041, 0.041, corners=20))
 
 
-_DRAWN: dict[str, Callable[[str], list[Piece]]] = {
+_DRAWN: dict[str, Callable[[str], list[TonedPolygon]]] = {
     "beak": _beak,
     "crest": _crest,
     "wing": _wing,
@@ -179,6 +179,6 @@ _DRAWN: dict[str, Callable[[str], list[Piece]]] = {
 
 
 @cache
-def pieces(part: str, variant: str) -> Sequence[Piece]:
+def part_polygons(part: str, variant: str) -> Sequence[TonedPolygon]:
     """The polygons of one variant of a part, in painting order. For the feet: of one foot."""
     return tuple(_DRAWN[part](variant))

@@ -11,7 +11,7 @@ from PIL import ImageDraw
 
 from opal_deploy.records.record import Answer, Record
 from opal_deploy.visualization.palette import RGB, slot_color, text_color
-from opal_deploy.visualization.text import drawable, fit, font, put_text
+from opal_deploy.visualization.text import draw_text, font, to_drawable, wrap_text
 
 COSINE = "contribution to the cosine"
 DISTANCE = "part of the distance (smaller: closer)"
@@ -110,15 +110,15 @@ class Legend:
         self._text, self._small = font(size), font(max(12, round(size * 0.8)))
         self._title = font(round(size * 1.35))
         inner = width - 2 * self._pad
-        answer = prediction_of(record)
-        label = drawable(answer["label"]) or f"class {answer['class_id']}"
-        self._title_lines = fit(label, self._title, inner, lines=2)
-        self._facts = fit(facts_line(record), self._text, inner, lines=3)
-        self._abstained = fit("abstained: margin below the threshold", self._text, inner, lines=2)
+        answer = get_prediction(record)
+        label = to_drawable(answer["label"]) or f"class {answer['class_id']}"
+        self._title_lines = wrap_text(label, self._title, inner, lines=2)
+        self._facts = wrap_text(format_facts(record), self._text, inner, lines=3)
+        self._abstained = wrap_text("abstained: margin below the threshold", self._text, inner, lines=2)
         if record["status"] != "abstained":
             self._abstained = []
         self._bars = build_bars(record)
-        self._note = [] if self._bars.bars else fit(NO_EVIDENCE, self._small, inner, lines=4)
+        self._note = [] if self._bars.bars else wrap_text(NO_EVIDENCE, self._small, inner, lines=4)
         count = len(self._bars.bars)
         self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
         self._rows = -(-count // self._columns)
@@ -131,17 +131,17 @@ class Legend:
         size, left = self._size, x + self._pad
         y += self._pad
         for line in self._title_lines:
-            put_text(draw, (left, y), line, INK, self._title)
+            draw_text(draw, (left, y), line, INK, self._title)
             y += round(size * 1.35 * 1.35)
         for line in self._facts:
-            put_text(draw, (left, y), line, INK, self._text)
+            draw_text(draw, (left, y), line, INK, self._text)
             y += self._line
         for line in self._abstained:
-            put_text(draw, (left, y), line, _ALERT, self._text)
+            draw_text(draw, (left, y), line, _ALERT, self._text)
             y += self._line
         y += round(size * 0.5)
         for line in self._note:
-            put_text(draw, (left, y), line, _FAINT, self._small)
+            draw_text(draw, (left, y), line, _FAINT, self._small)
             y += self._line
         gap = 2 * size
         column = (self._width - 2 * self._pad - gap * (self._columns - 1)) // self._columns
@@ -158,10 +158,10 @@ class Legend:
         value_right = score_right - round(3.6 * size) if both else score_right
         bar_left, bar_right = x + round(2.1 * size), value_right - round(3.4 * size)
         middle = y + line // 2
-        put_text(draw, (x, middle), "slot", _FAINT, self._small, "lm")
-        put_text(draw, (score_right, middle), "score", _FAINT, self._small, "rm")
+        draw_text(draw, (x, middle), "slot", _FAINT, self._small, "lm")
+        draw_text(draw, (score_right, middle), "score", _FAINT, self._small, "rm")
         if both:
-            put_text(draw, (value_right, middle), _HEADINGS[self._bars.meaning], _FAINT, self._small, "rm")
+            draw_text(draw, (value_right, middle), _HEADINGS[self._bars.meaning], _FAINT, self._small, "rm")
         hair = max(1, size // 14)
         for bar in bars:
             y += line
@@ -169,7 +169,7 @@ class Legend:
             half = round(size * 0.58)
             swatch = (x, middle - half, x + round(size * 1.5), middle + half)
             draw.rectangle(swatch, fill=bar.color, outline=INK, width=hair)
-            put_text(
+            draw_text(
                 draw, ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(bar.color), self._small, "mm"
             )
             thick = max(2, round(size * 0.32))
@@ -178,12 +178,12 @@ class Legend:
             start, stop = bar_left + round(bar.start * room), bar_left + round(bar.stop * room)
             if stop > start:
                 draw.rectangle((start, middle - thick, stop, middle + thick), fill=bar.color)
-            put_text(draw, (value_right, middle), format_number(bar.value), INK, self._text, "rm")
+            draw_text(draw, (value_right, middle), format_number(bar.value), INK, self._text, "rm")
             if both:
-                put_text(draw, (score_right, middle), format_number(bar.score), _FAINT, self._text, "rm")
+                draw_text(draw, (score_right, middle), format_number(bar.score), _FAINT, self._text, "rm")
 
 
-def prediction_of(record: Record) -> Answer:
+def get_prediction(record: Record) -> Answer:
     """The prediction of a record that has one.
 
     Raises:
@@ -194,9 +194,9 @@ def prediction_of(record: Record) -> Answer:
     return record["prediction"]
 
 
-def facts_line(record: Record) -> str:
+def format_facts(record: Record) -> str:
     """Cosine and margin, or the logit where the model has no cosine."""
-    answer = prediction_of(record)
+    answer = get_prediction(record)
     parts = [f"class {answer['class_id']}"]
     if answer["cosine"] is None:
         parts.append(f"logit {format_number(answer['logit'])}")

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from PIL import Image, ImageDraw
 
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.legend import INK, MIN_WIDTH_EM, PAPER, Legend, prediction_of
+from opal_deploy.visualization.legend import INK, MIN_WIDTH_EM, PAPER, Legend, get_prediction
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
-from opal_deploy.visualization.text import font, put_text, text_length
+from opal_deploy.visualization.text import draw_text, font, text_length
 
 Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
 
@@ -44,11 +44,11 @@ def photograph_size(width: int, height: int) -> tuple[int, int]:
 def overlay_width(width: int, height: int) -> int:
     """Width of the overlay of a picture of that size; its photograph is `photograph_size` large."""
     width, height = photograph_size(width, height)
-    room = MIN_WIDTH_EM * _letters(width, height)
+    room = MIN_WIDTH_EM * _font_size(width, height)
     return width + room if height > _BESIDE * width else max(width, room)
 
 
-def _letters(width: int, height: int) -> int:
+def _font_size(width: int, height: int) -> int:
     return max(12, round(math.sqrt(width * height) / 30))
 
 
@@ -68,7 +68,7 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     Raises:
         ValueError: the record is of another picture size, or has no prediction.
     """
-    prediction_of(record)
+    get_prediction(record)
     expected = (record.get("width"), record.get("height"))
     if image.size != expected:
         raise ValueError(f"the picture is {image.size} pixels but its record says {expected}")
@@ -78,7 +78,7 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     if scale > 1:
         photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
 
-    size = _letters(width, height)
+    size = _font_size(width, height)
     beside = height > _BESIDE * width
     legend = Legend(record, MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size), size)
     if beside:
@@ -94,10 +94,10 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
 
 def encode_overlay(image: Image.Image, record: Record, quality: int = 90) -> bytes:
     """`draw_overlay`, encoded by `as_jpeg`."""
-    return as_jpeg(draw_overlay(image, record), quality)
+    return encode_jpeg(draw_overlay(image, record), quality)
 
 
-def as_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
+def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
     """An overlay as JPEG, colour at full resolution: thin coloured lines are what it is for."""
     overlay.thumbnail((_JPEG_LIMIT, _JPEG_LIMIT))
     buffer = io.BytesIO()
@@ -132,8 +132,8 @@ def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], l
     casing = min(max(1, line // 2), max(0, (room - line) // 2))
     if casing:
         draw.rectangle(box, outline=INK, width=casing)
-    _draw_frame(draw, _inset(box, casing), colors, line)
-    inner = _inset(box, casing + line)
+    _draw_frame(draw, _shrink(box, casing), colors, line)
+    inner = _shrink(box, casing + line)
     if casing and inner[2] >= inner[0] and inner[3] >= inner[1]:
         draw.rectangle(inner, outline=WHITE, width=casing)
 
@@ -180,7 +180,7 @@ def _draw_tags(
     width, height = per_row * (chip_width + casing) + casing, rows * (chip_height + casing) + casing
     if width > size[0] or height > size[1]:
         return  # the legend's swatches still name the colours
-    left, top = _place(box, (width, height), size, boxes, tags)
+    left, top = _place_tag(box, (width, height), size, boxes, tags)
     tags.append((left, top, left + width - 1, top + height - 1))
     for i, slot in enumerate(group):
         row, column = divmod(i, per_row)
@@ -189,10 +189,10 @@ def _draw_tags(
         color = slot_color(slot)
         draw.rectangle(edge, fill=color, outline=INK, width=casing)
         center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
-        put_text(draw, center, str(slot), text_color(color), face, "mm")
+        draw_text(draw, center, str(slot), text_color(color), face, "mm")
 
 
-def _place(
+def _place_tag(
     box: Rectangle, tag: tuple[int, int], size: tuple[int, int], boxes: list[Rectangle], tags: list[Rectangle]
 ) -> tuple[int, int]:
     """Upper left corner for a tag: at the box, in the picture, where it hides least of other tags, then of boxes."""
@@ -219,5 +219,5 @@ def _overlap(a: Rectangle, b: Rectangle) -> int:
     return width * height if width > 0 and height > 0 else 0
 
 
-def _inset(box: Rectangle, by: int) -> Rectangle:
+def _shrink(box: Rectangle, by: int) -> Rectangle:
     return box[0] + by, box[1] + by, box[2] - by, box[3] - by

@@ -15,7 +15,7 @@ WHITE: RGB = (255, 255, 255)
 BLACK: RGB = (0, 0, 0)
 
 # Okabe & Ito, "Color Universal Design" (2008)
-BASE: tuple[RGB, ...] = (
+BASE_COLORS: tuple[RGB, ...] = (
     (0, 114, 178),  # blue
     (240, 228, 66),  # yellow
     (213, 94, 0),  # vermilion
@@ -27,13 +27,13 @@ BASE: tuple[RGB, ...] = (
 )
 _LIGHTER, _DARKER = 0.55, 0.5
 # different ones, shades among them
-COLORS = 3 * len(BASE)
+NUM_COLORS = 3 * len(BASE_COLORS)
 
 
 def slot_color(slot: int) -> RGB:
     """The colour of a slot (0, 1, ...): any slot has one, and the same slot always the same."""
-    shade, hue = divmod(slot, len(BASE))
-    color = BASE[hue]
+    shade, hue = divmod(slot, len(BASE_COLORS))
+    color = BASE_COLORS[hue]
     if shade % 3 == 1:
         return _mix(color, WHITE, _LIGHTER)
     if shade % 3 == 2:
@@ -44,16 +44,16 @@ def slot_color(slot: int) -> RGB:
 @lru_cache(maxsize=1024)
 def text_color(background: RGB) -> RGB:
     """White or black, whichever contrasts more with `background` (at least 4.5:1, WCAG AA)."""
-    return WHITE if contrast(WHITE, background) > contrast(BLACK, background) else BLACK
+    return WHITE if contrast_ratio(WHITE, background) > contrast_ratio(BLACK, background) else BLACK
 
 
-def contrast(a: RGB, b: RGB) -> float:
+def contrast_ratio(a: RGB, b: RGB) -> float:
     """WCAG 2 contrast ratio of two colours: 1 to 21."""
     low, high = sorted((_luminance(a), _luminance(b)))
     return (high + 0.05) / (low + 0.05)
 
 
-def css(color: RGB) -> str:
+def to_hex(color: RGB) -> str:
     """The colour as CSS writes it: #rrggbb."""
     return "#{:02x}{:02x}{:02x}".format(*color)
 

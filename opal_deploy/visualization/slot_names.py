@@ -61,11 +61,11 @@ def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class
                 f"{path}: {label!r} is no class of the model{f'; did you mean {near[0]!r}?' if near else ''}; "
                 'expected a table a class, such as ["a class"]'
             )
-        names.update(_of_class(path, label, ids[label], table, prototypes_per_class))
+        names.update(_parse_class(path, label, ids[label], table, prototypes_per_class))
     return SlotNames(names)
 
 
-def _of_class(path: Path, label: str, class_id: int, table: Any, count: int) -> dict[tuple[int, int], str]:
+def _parse_class(path: Path, label: str, class_id: int, table: Any, count: int) -> dict[tuple[int, int], str]:
     if not isinstance(table, dict):
         raise UsageError(f'{path}: {label!r} is a value; expected a table with lines such as 0 = "beak"')
     names = {}
@@ -78,7 +78,7 @@ def _of_class(path: Path, label: str, class_id: int, table: Any, count: int) -> 
     return names
 
 
-def with_names(record: Record, names: SlotNames) -> Record:
+def add_slot_names(record: Record, names: SlotNames) -> Record:
     """The record with a `name` in each evidence slot that has one; the record itself is not changed."""
     if "evidence" not in record or "prediction" not in record or not names:
         return record

@@ -33,7 +33,7 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     return fonts[size]
 
 
-def put_text(
+def draw_text(
     draw: ImageDraw.ImageDraw,
     xy: tuple[float, float],
     text: str,
@@ -48,7 +48,7 @@ def put_text(
     (x, left), (y, top) = math.modf(xy[0]), math.modf(xy[1])
     for word in text.split(" ") if anchor[0] == "l" else [text]:
         if word:
-            (right, down), mask = _stencil(word, face.size, anchor, x, y)
+            (right, down), mask = _word_mask(word, face.size, anchor, x, y)
             draw.bitmap((int(left) + right, int(top) + down), mask, fill)
         left += text_length(word + " ", face)
 
@@ -60,7 +60,7 @@ def text_length(text: str, face: ImageFont.FreeTypeFont) -> float:
 
 
 @lru_cache(maxsize=8192)
-def _stencil(text: str, size: float, anchor: str, x: float, y: float) -> tuple[tuple[int, int], Image.Image]:
+def _word_mask(text: str, size: float, anchor: str, x: float, y: float) -> tuple[tuple[int, int], Image.Image]:
     """How much of each pixel a text covers that is drawn at the fraction (x, y) of a pixel, and where that begins."""
     core, (right, down) = font(round(size)).getmask2(text, "L", anchor=anchor, start=(x, y))
     return (int(right), int(down)), Image.frombytes("L", core.size, bytes(core))
@@ -71,14 +71,14 @@ def _length(text: str, size: float) -> float:
     return font(round(size)).getlength(text)
 
 
-def visible(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """`text` with everything that does not print (line ends, controls, direction marks, lone surrogates) as \\x0a."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in _JOINERS else c.encode("unicode_escape").decode() for c in text)
 
 
-def drawable(text: str, limit: int = 300) -> str:
+def to_drawable(text: str, limit: int = 300) -> str:
     """One line of at most `limit` characters that the built-in font can draw; accents go, other letters become `?`."""
     text = " ".join(text[: 4 * limit].split())[:limit]
     if text.isascii() and text.isprintable():
@@ -106,16 +106,16 @@ def _has_glyph(character: str) -> bool:
     return character == " " or bytes(face.getmask(character)) != bytes(face.getmask("\uffff"))
 
 
-def fit(text: str, face: ImageFont.FreeTypeFont, width: float, lines: int = 1) -> list[str]:
+def wrap_text(text: str, face: ImageFont.FreeTypeFont, width: float, lines: int = 1) -> list[str]:
     """`text` broken at spaces into at most `lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
     rest = text
     out: list[str] = []
     while rest and len(out) < lines:
         if text_length(rest, face) <= width:
             return [*out, rest]
-        count = _count_that_fits(rest, face, width)
+        count = _count_fitting(rest, face, width)
         if len(out) == lines - 1:
-            count = _count_that_fits(rest, face, width - text_length("…", face))
+            count = _count_fitting(rest, face, width - text_length("…", face))
             return [*out, rest[:count].rstrip() + "…"]
         space = rest.rfind(" ", 1, count + 1)
         cut = space if space > 0 else max(count, 1)
@@ -124,7 +124,7 @@ def fit(text: str, face: ImageFont.FreeTypeFont, width: float, lines: int = 1) -
     return out
 
 
-def _count_that_fits(text: str, face: ImageFont.FreeTypeFont, width: float) -> int:
+def _count_fitting(text: str, face: ImageFont.FreeTypeFont, width: float) -> int:
     low, high = 0, len(text)
     while low < high:
         middle = (low + high + 1) // 2

@@ -9,13 +9,13 @@ import pytest
 
 from opal_deploy.cli.demo import MARKER, demo, judge
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import generate, read_annotations
+from opal_deploy.synthetic import generate_dataset, read_annotations
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "data"
-    generate(folder, num_species=8, train_per_class=1, val_per_class=1, test_per_class=1, size=(128, 128))
+    generate_dataset(folder, num_species=8, train_per_class=1, val_per_class=1, test_per_class=1, size=(128, 128))
     return folder
 
 

@@ -384,9 +384,9 @@ def test_the_generated_set_brings_its_parts_and_its_foreground(
     figures: Figures, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from opal_deploy.model.config import HeadConfig
-    from opal_deploy.synthetic import generate
+    from opal_deploy.synthetic import generate_dataset
 
-    made = generate(
+    made = generate_dataset(
         tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
     )
     path = _saved(tmp_path / "model.pt", HeadConfig(prototypes_per_class=2), list(made.classes))

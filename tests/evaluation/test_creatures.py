@@ -16,7 +16,7 @@ from opal_deploy.evaluation import pointing
 from opal_deploy.evaluation.metrics import compute_metrics
 from opal_deploy.evaluation.pointing import box_hits, summarise
 from opal_deploy.evaluation.session import Measured
-from opal_deploy.synthetic import generate, read_annotations
+from opal_deploy.synthetic import generate_dataset, read_annotations
 
 GRID = (4, 4)
 
@@ -24,7 +24,7 @@ GRID = (4, 4)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     root = tmp_path_factory.mktemp("creatures") / "data"
-    generate(root, num_species=3, train_per_class=2, val_per_class=1, test_per_class=3, size=(64, 64))
+    generate_dataset(root, num_species=3, train_per_class=2, val_per_class=1, test_per_class=3, size=(64, 64))
     return read(root)
 
 

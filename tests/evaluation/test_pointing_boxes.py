@@ -7,7 +7,7 @@ import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.pointing import box_hits, cell_foreground, summarise
-from opal_deploy.synthetic import Annotation, PartBox, annotate, draw, list_species
+from opal_deploy.synthetic import Annotation, PartBox, build_annotation, draw_creature, list_species
 from opal_deploy.synthetic.dataset import encode_runs
 
 
@@ -24,7 +24,9 @@ def made_up() -> Annotation:
 
 def a_creature() -> Annotation:
     kind = list_species(8)[5]
-    return annotate(draw(kind, np.random.default_rng(3), (160, 224)), f"test/{kind.name}/0003.png", kind.name)
+    return build_annotation(
+        draw_creature(kind, np.random.default_rng(3), (160, 224)), f"test/{kind.name}/0003.png", kind.name
+    )
 
 
 def test_boxes_are_counted_by_what_they_cover() -> None:
@@ -78,7 +80,7 @@ def test_some_cell_covers_each_distinguishing_part() -> None:
     grid = [(c * 32.0, r * 32.0, c * 32.0 + 32, r * 32.0 + 32) for r in range(7) for c in range(7)]
     for seed in range(60):
         kind = list_species(8)[seed % 8]
-        annotation = annotate(draw(kind, np.random.default_rng(seed), (224, 224)), "x.png", kind.name)
+        annotation = build_annotation(draw_creature(kind, np.random.default_rng(seed), (224, 224)), "x.png", kind.name)
         for name in kind.distinguishing:
             only = replace(annotation, parts={name: annotation.parts[name]})
             assert box_hits(only, grid, (7, 7)).distinguishing >= 1

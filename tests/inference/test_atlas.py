@@ -17,7 +17,7 @@ from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
-from opal_deploy.visualization.atlas.selection import find_exemplars
+from opal_deploy.visualization.atlas.exemplars import find_exemplars
 from opal_deploy.visualization.atlas.storage import Atlas, write_atlas
 
 OPTIONS = InferenceOptions(batch=4, workers=1)

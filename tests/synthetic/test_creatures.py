@@ -7,14 +7,14 @@ import pytest
 from numpy.typing import NDArray
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, Creature, background, draw, list_species
+from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, Creature, draw_background, draw_creature, list_species
 
 SIDE = 224
 KINDS = list_species(MAX_SPECIES)
 
 
 def drawn(kind: int, seed: int, size: tuple[int, int] = (SIDE, SIDE)) -> Creature:
-    return draw(KINDS[kind], np.random.default_rng(seed), size)
+    return draw_creature(KINDS[kind], np.random.default_rng(seed), size)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_parts_are_apart_from_each_other(many: list[Creature]) -> None:
 
 def test_scene_depends_on_the_generator_only() -> None:
     for seed in range(8):
-        scene = background(np.random.default_rng(seed), (96, 128))
+        scene = draw_background(np.random.default_rng(seed), (96, 128))
         for kind in range(MAX_SPECIES):
             creature = drawn(kind, seed, (96, 128))
             own = within([part.box for part in creature.parts.values()], (96, 128)) | creature.foreground
@@ -93,8 +93,8 @@ def test_two_species_differ_exactly_inside_the_parts_that_differ(size: tuple[int
 def test_box_is_tight_around_what_the_part_paints(part: str) -> None:
     for seed in range(24):
         kind = KINDS[seed % MAX_SPECIES]
-        whole = draw(kind, np.random.default_rng(seed), (SIDE, SIDE))
-        without = draw(kind, np.random.default_rng(seed), (SIDE, SIDE), hide=[part])
+        whole = draw_creature(kind, np.random.default_rng(seed), (SIDE, SIDE))
+        without = draw_creature(kind, np.random.default_rng(seed), (SIDE, SIDE), hide=[part])
         rows, columns = np.nonzero((whole.image != without.image).any(axis=2))
         x0, y0, x1, y1 = whole.parts[part].box
         # where a part meets the creature its root lies under the head or the body
@@ -107,7 +107,7 @@ def test_box_is_tight_around_what_the_part_paints(part: str) -> None:
 
 def test_hidden_part_is_not_visible_and_changes_nothing_else() -> None:
     whole = drawn(0, 5)
-    without = draw(KINDS[0], np.random.default_rng(5), (SIDE, SIDE), hide={"tail", "crest"})
+    without = draw_creature(KINDS[0], np.random.default_rng(5), (SIDE, SIDE), hide={"tail", "crest"})
     assert {name for name, part in without.parts.items() if not part.visible} == {"tail", "crest"}
     assert without.parts["beak"] == whole.parts["beak"]
     changed = (whole.image != without.image).any(axis=2)
@@ -140,7 +140,7 @@ def test_too_small_a_picture_is_refused() -> None:
 
 def test_hiding_what_is_no_part_is_refused() -> None:
     with pytest.raises(UsageError, match="no such part to hide: horn"):
-        draw(KINDS[0], np.random.default_rng(0), (64, 64), hide=["horn"])
+        draw_creature(KINDS[0], np.random.default_rng(0), (64, 64), hide=["horn"])
 
 
 def test_colours_hardly_tell_the_species() -> None:
@@ -151,7 +151,7 @@ def test_colours_hardly_tell_the_species() -> None:
         rows, labels = [], []
         for label, kind in enumerate(kinds):
             for i in range(per_class):
-                image = draw(kind, np.random.default_rng([seed, label, i]), (64, 64)).image
+                image = draw_creature(kind, np.random.default_rng([seed, label, i]), (64, 64)).image
                 bins = (image // 64).astype(np.int64) @ np.array([16, 4, 1])
                 rows.append(np.bincount(bins.ravel(), minlength=64) / bins.size)
                 labels.append(label)

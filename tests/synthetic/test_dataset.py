@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import draw, generate, list_species, read_annotations
+from opal_deploy.synthetic import draw_creature, generate_dataset, list_species, read_annotations
 from opal_deploy.synthetic.dataset import encode_runs
 
 SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
@@ -22,7 +22,7 @@ def pixels(path: Path) -> NDArray[np.uint8]:
 
 def test_layout_is_an_image_folder_with_annotations(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    summary = generate(tmp_path / "a" / "b", **SMALL, progress=lambda done, total: steps.append((done, total)))
+    summary = generate_dataset(tmp_path / "a" / "b", **SMALL, progress=lambda done, total: steps.append((done, total)))
     root = tmp_path / "a" / "b"
     assert summary.root == root
     assert summary.images == {"train": 6, "val": 3, "test": 3}
@@ -37,10 +37,10 @@ def test_layout_is_an_image_folder_with_annotations(tmp_path: Path) -> None:
 
 
 def test_annotations_read_back_are_those_of_the_drawings(tmp_path: Path) -> None:
-    generate(tmp_path, **SMALL, seed=5)
+    generate_dataset(tmp_path, **SMALL, seed=5)
     found = {annotation.image: annotation for annotation in read_annotations(tmp_path)}
     kind = list_species(3)[2]
-    creature = draw(kind, np.random.default_rng(np.random.SeedSequence([5, 0, 2, 1])), (64, 96))
+    creature = draw_creature(kind, np.random.default_rng(np.random.SeedSequence([5, 0, 2, 1])), (64, 96))
     annotation = found[f"train/{kind.name}/0001.png"]
     assert annotation.species == kind.name
     assert (annotation.height, annotation.width) == (64, 96)
@@ -50,16 +50,16 @@ def test_annotations_read_back_are_those_of_the_drawings(tmp_path: Path) -> None
 
 
 def test_an_image_depends_on_its_own_place_only(tmp_path: Path) -> None:
-    generate(tmp_path / "few", **SMALL)
-    generate(tmp_path / "more", **{**SMALL, "num_species": 4, "train_per_class": 3, "val_per_class": 0})
+    generate_dataset(tmp_path / "few", **SMALL)
+    generate_dataset(tmp_path / "more", **{**SMALL, "num_species": 4, "train_per_class": 3, "val_per_class": 0})
     name = f"test/{list_species(3)[1].name}/0000.png"
     np.testing.assert_array_equal(pixels(tmp_path / "few" / name), pixels(tmp_path / "more" / name))
     assert not (tmp_path / "more" / "val").exists()
 
 
 def test_splits_classes_and_seeds_have_pictures_of_their_own(tmp_path: Path) -> None:
-    generate(tmp_path / "0", **SMALL)
-    generate(tmp_path / "1", **SMALL, seed=1)
+    generate_dataset(tmp_path / "0", **SMALL)
+    generate_dataset(tmp_path / "1", **SMALL, seed=1)
     files = sorted(tmp_path.glob("*/*/*/*.png"))
     assert len({pixels(path).tobytes() for path in files}) == len(files) == 24
 
@@ -67,14 +67,14 @@ def test_splits_classes_and_seeds_have_pictures_of_their_own(tmp_path: Path) -> 
 def test_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(UsageError, match="is not empty"):
-        generate(tmp_path, **SMALL)
+        generate_dataset(tmp_path, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write a data set"):
-        generate(tmp_path / "file", **SMALL)
+        generate_dataset(tmp_path / "file", **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_impossible_request_is_refused_before_anything_is_written(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        generate(tmp_path / "new", **{**SMALL, **change})
+        generate_dataset(tmp_path / "new", **{**SMALL, **change})
     assert not (tmp_path / "new").exists()
 
 
@@ -115,7 +115,7 @@ def test_missing_annotations_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', "short"])
 def test_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
-    summary = generate(tmp_path, **SMALL)
+    summary = generate_dataset(tmp_path, **SMALL)
     first, second, *_ = summary.annotations.read_text().splitlines()
     if damage == "short":
         record = json.loads(second)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import background, example_images, noise_image
+from opal_deploy.synthetic import draw_background, example_images, noise_image
 
 
 def test_examples_are_the_same_each_time_and_do_not_depend_on_their_number() -> None:
@@ -40,7 +40,7 @@ def test_noise_covers_all_values_and_stays_the_same() -> None:
 
 
 def test_scenes_are_varied() -> None:
-    means = np.array([background(np.random.default_rng(i), (64, 64)).mean(axis=(0, 1)) for i in range(40)])
+    means = np.array([draw_background(np.random.default_rng(i), (64, 64)).mean(axis=(0, 1)) for i in range(40)])
     assert means.std(axis=0).min() > 15
 
 

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, list_species
-from opal_deploy.synthetic.shapes import pieces
+from opal_deploy.synthetic.shapes import part_polygons
 
 
 def test_any_two_species_differ_in_two_to_four_parts() -> None:
@@ -41,7 +41,7 @@ def test_variants_of_a_part_paint_about_the_same_area(part: str) -> None:
     areas = []
     for variant in VARIANTS[part]:
         canvas = Image.new("L", (600, 600))
-        for outline, tone in pieces(part, variant):
+        for outline, tone in part_polygons(part, variant):
             if (part, tone) != ("wing", "fill"):  # the wing itself is the same in every variant
                 flat = (outline * 1000 + 300).ravel().tolist()
                 ImageDraw.Draw(canvas).polygon(flat, fill=0 if tone == "base" else 255)

@@ -14,7 +14,7 @@ import torch
 from opal_deploy.datasets.registry import DataSet, read
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.synthetic import generate
+from opal_deploy.synthetic import generate_dataset
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import Options, TrainingPrecision
 
@@ -39,7 +39,7 @@ OPTIONS = Options(
 @pytest.fixture(scope="module")
 def creatures(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     root = tmp_path_factory.mktemp("creatures") / "data"
-    generate(root, num_species=3, train_per_class=64, val_per_class=12, test_per_class=12, size=(96, 96))
+    generate_dataset(root, num_species=3, train_per_class=64, val_per_class=12, test_per_class=12, size=(96, 96))
     return read(root)
 
 

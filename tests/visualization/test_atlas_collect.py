@@ -12,8 +12,8 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Record, build_record
-from opal_deploy.visualization.atlas.collector import Collector, findings_of
-from opal_deploy.visualization.atlas.exemplars import SlotFigures
+from opal_deploy.visualization.atlas.collector import AtlasCollector, list_findings
+from opal_deploy.visualization.atlas.entries import SlotStatistics
 
 GRID = (4, 4)
 SIZE = (64, 64)
@@ -50,16 +50,16 @@ def picture(name: str) -> Image.Image:
 
 def collected(
     records: list[Record], top: int = 4, distance: str = "l2", content: dict[str, str] | None = None
-) -> Collector:
+) -> AtlasCollector:
     """`content`: digests of pictures that are the same under several names."""
-    collector = Collector(metadata(distance), top)
+    collector = AtlasCollector(metadata(distance), top)
     for each in records:
         name = each["image"]
         collector.add(each, lambda name=name: (content or {}).get(name, name), picture(name), None)
     return collector
 
 
-def kept(collector: Collector) -> list[list[tuple[str, float, bytes | None]]]:
+def kept(collector: AtlasCollector) -> list[list[tuple[str, float, bytes | None]]]:
     return [[(c.image, c.key, c.jpeg) for c in collector.best(i, slot)] for i in range(2) for slot in range(3)]
 
 
@@ -111,7 +111,7 @@ def test_a_patch_is_its_box_of_the_picture() -> None:
 
 
 def test_a_large_patch_is_made_smaller() -> None:
-    collector = Collector(metadata(), 1)
+    collector = AtlasCollector(metadata(), 1)
     large = record("a.jpg", (0, 1, 2))
     large["evidence"][0]["box"] = [0.0, 0.0, 2000.0, 1000.0]
     collector.add(large, lambda: "x", Image.new("RGB", (2000, 1000)), None)
@@ -120,7 +120,7 @@ def test_a_large_patch_is_made_smaller() -> None:
 
 
 def test_the_digest_is_asked_only_of_pictures_that_enter() -> None:
-    collector = Collector(metadata(), 1)
+    collector = AtlasCollector(metadata(), 1)
     asked = []
     for name, scores in (("a.jpg", (0.5, 0.5, 0.5)), ("b.jpg", (0.5, 0.5, 0.5)), ("c.jpg", (0.9, 0.1, 0.1))):
         collector.add(
@@ -145,7 +145,7 @@ def test_the_figures_are_those_of_a_hand_count() -> None:
 
 
 def test_a_class_that_is_never_predicted_has_no_figures() -> None:
-    assert collected([record("a.jpg", (0, 1, 2))]).figures(1, 0) == SlotFigures(0, *[None] * 8)
+    assert collected([record("a.jpg", (0, 1, 2))]).figures(1, 0) == SlotStatistics(0, *[None] * 8)
 
 
 def test_every_chosen_cell_is_counted() -> None:
@@ -153,8 +153,8 @@ def test_every_chosen_cell_is_counted() -> None:
     assert counted.tolist() == [2, 2, 1, 1] + [0] * 12
 
 
-def figures(images: int = 10, own: float = 0.9, part: float | None = 0.3, share: float = 0.2) -> SlotFigures:
-    return SlotFigures(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
+def figures(images: int = 10, own: float = 0.9, part: float | None = 0.3, share: float = 0.2) -> SlotStatistics:
+    return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def figures(images: int = 10, own: float = 0.9, part: float | None = 0.3, share:
             [("shares_its_cell", 0), ("adds_little", 1), ("one_place", 1)],
         ),
         ([figures(images=4, own=0.0, share=1.0)] * 2, []),
-        ([SlotFigures(0, *[None] * 8)] * 2, [("never_predicted", None)]),
+        ([SlotStatistics(0, *[None] * 8)] * 2, [("never_predicted", None)]),
         ([figures(part=None)] * 2, []),
         ([figures(own=0.0)], []),
         ([figures(share=0.5)] * 2, []),
@@ -177,6 +177,6 @@ def figures(images: int = 10, own: float = 0.9, part: float | None = 0.3, share:
     ids=["well", "shares", "little", "one place", "several", "few pictures", "never", "no sum", "single", "half"],
 )
 def test_the_to_do_list_names_what_does_not_do_its_part(
-    slots: list[SlotFigures], kinds: list[tuple[str, int | None]]
+    slots: list[SlotStatistics], kinds: list[tuple[str, int | None]]
 ) -> None:
-    assert [(finding.kind, finding.slot) for finding in findings_of(0, "oak", slots)] == kinds
+    assert [(finding.kind, finding.slot) for finding in list_findings(0, "oak", slots)] == kinds

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.visualization.atlas.exemplars import AtlasPatch, Finding, SlotEntry, SlotFigures
+from opal_deploy.visualization.atlas.entries import AtlasPatch, Finding, SlotEntry, SlotStatistics
 from opal_deploy.visualization.atlas.page import write_page
-from opal_deploy.visualization.atlas.storage import Atlas, check_place, write_atlas, write_patch
+from opal_deploy.visualization.atlas.storage import Atlas, check_out_dir, write_atlas, write_patch
 
 MODEL = {
     "file": "m.onnx", "sha256": "a" * 64, "checkpoint_sha256": "c" * 64, "backbone": "resnet18", "precision": "fp32",
@@ -31,7 +31,7 @@ def jpeg(shade: int) -> bytes:
 
 def built(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
     """Two classes of two slots; class 1 was never predicted."""
-    figures = SlotFigures(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
+    figures = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
     entries = {}
     for slot in range(2):
         patches = tuple(
@@ -42,7 +42,7 @@ def built(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
             for i in range(3)
         )  # fmt: skip
         entries[0, slot] = SlotEntry(0, slot, figures, patches)
-        entries[1, slot] = SlotEntry(1, slot, SlotFigures(0, *[None] * 8), ())
+        entries[1, slot] = SlotEntry(1, slot, SlotStatistics(0, *[None] * 8), ())
     findings = (Finding("never_predicted", 1, None, 0.0, "ash: predicted for no picture"),)
     atlas = Atlas(
         root, MODEL, (label, "ash"), {"description": "train", "answered": 3}, 8, entries, findings, (6,) + (0,) * 48
@@ -171,16 +171,16 @@ def test_an_atlas_is_written_only_where_it_replaces_nothing_else(
     for name in there:
         (tmp_path / name).write_text("")
     if complaint is None:
-        check_place(tmp_path, overwrite=overwrite)
+        check_out_dir(tmp_path, overwrite=overwrite)
     else:
         with pytest.raises(UsageError, match=complaint):
-            check_place(tmp_path, overwrite=overwrite)
+            check_out_dir(tmp_path, overwrite=overwrite)
 
 
 def test_a_file_is_no_place_for_an_atlas(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("")
     with pytest.raises(UsageError, match="a file is there"):
-        check_place(tmp_path / "a", overwrite=True)
+        check_out_dir(tmp_path / "a", overwrite=True)
 
 
 class _Elements(HTMLParser):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from opal_deploy.visualization.palette import BASE, RGB, contrast, css, slot_color, text_color
+from opal_deploy.visualization.palette import BASE_COLORS, RGB, contrast_ratio, slot_color, text_color, to_hex
 
 # Machado, Oliveira & Fernandes (2009), severity 1.0, on linear RGB
 DEFICIENCIES = {
@@ -34,14 +34,14 @@ def test_slots_stay_apart_for_colour_blind_readers(deficiency: str, slots: int, 
 
 
 def test_the_first_24_slots_have_colours_of_their_own_and_every_slot_has_one() -> None:
-    assert len({slot_color(i) for i in range(3 * len(BASE))}) == 24
+    assert len({slot_color(i) for i in range(3 * len(BASE_COLORS))}) == 24
     assert slot_color(24) == slot_color(0)
     assert all(0 <= channel <= 255 for i in range(1000) for channel in slot_color(i))
 
 
 def test_numbers_on_the_colours_can_be_read() -> None:
-    assert all(contrast(text_color(slot_color(i)), slot_color(i)) >= 4.5 for i in range(24))
+    assert all(contrast_ratio(text_color(slot_color(i)), slot_color(i)) >= 4.5 for i in range(24))
 
 
 def test_css_writes_six_hexadecimal_digits() -> None:
-    assert css((0, 114, 178)) == "#0072b2"
+    assert to_hex((0, 114, 178)) == "#0072b2"

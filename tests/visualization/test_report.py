@@ -16,8 +16,8 @@ from PIL import Image
 
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_overlay
-from opal_deploy.visualization.report import ReportWriter, pictures_for, thumbnail
-from opal_deploy.visualization.report.page import asset, to_json
+from opal_deploy.visualization.report import ReportWriter, choose_image_mode, make_thumbnail
+from opal_deploy.visualization.report.page import read_asset, to_json
 
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff</title><img src=x onerror=alert(2)>.jpg"
 SIZE = (200, 200)
@@ -104,7 +104,7 @@ def test_the_policy_lets_in_one_script_and_its_styles_by_their_digests(
 
 
 def test_the_script_makes_no_markup_and_runs_no_text() -> None:
-    script = asset("script.js")
+    script = read_asset("script.js")
     for name in (
         "innerHTML",
         "outerHTML",
@@ -198,7 +198,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path, make_record) -> None:
 @pytest.mark.parametrize("first", [0.9, 0.1], ids=["ever less certain", "ever more certain"])
 def test_cards_wait_on_disk_not_in_memory(tmp_path: Path, make_record, first: float) -> None:
     record = make_record((480, 480))
-    picture = thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
+    picture = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as report:
         report.add(record, picture)
         tracemalloc.start()
@@ -215,7 +215,7 @@ def test_each_picture_is_in_the_file_once(tmp_path: Path, make_record) -> None:
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as report:
         for i in range(120):
             record = {**make_record((60, 40)), "margin": rng.random()}
-            report.add(record, thumbnail(Image.new("RGB", (60, 40), (2 * i, 255 - 2 * i, i)), record))
+            report.add(record, make_thumbnail(Image.new("RGB", (60, 40), (2 * i, 255 - 2 * i, i)), record))
     page = read(tmp_path / "report.html")
     written = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', page)
     kept = dict(re.findall(r'<script type="text/plain" id="p(\d+)">([^<]+)</script>', page))
@@ -253,7 +253,7 @@ def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(tmp_path: Pat
 
 @pytest.mark.parametrize(("count", "expected"), [(0, "embed"), (200, "embed"), (201, "files")])
 def test_few_pictures_are_embedded(count: int, expected: str) -> None:
-    assert pictures_for(count) == expected
+    assert choose_image_mode(count) == expected
 
 
 def test_labels_are_set_against_classes(tmp_path: Path, make_record) -> None:
@@ -364,7 +364,7 @@ def test_a_thumbnail_is_the_photograph_alone(make_record, size, expected, encode
     record = make_record(size, [(0, 0)])
     image = Image.new("RGB", size, (10, 20, 120))
     overlay = encode_overlay(image, record) if encoded else draw_overlay(image, record)
-    small = Image.open(io.BytesIO(thumbnail(overlay, record)))
+    small = Image.open(io.BytesIO(make_thumbnail(overlay, record)))
     assert small.size == expected
     # the last row and column are still the photograph, not the legend's paper
     for place in ((expected[0] - 1, 0), (expected[0] - 1, expected[1] - 1), (0, expected[1] - 1)):

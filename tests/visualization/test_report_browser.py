@@ -17,7 +17,7 @@ from PIL import Image
 
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import encode_overlay
-from opal_deploy.visualization.report import ReportWriter, thumbnail
+from opal_deploy.visualization.report import ReportWriter, make_thumbnail
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -459,7 +459,7 @@ def test_a_sheet_is_printed_alone(browser: Browser, report: Path) -> None:
 def test_printed_photographs_are_whole(browser: Browser, tmp_path: Path, make_record: Any) -> None:
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as writer:
         for size in ((200, 500), (300, 200)):
-            writer.add(make_record(size), thumbnail(Image.new("RGB", size), make_record(size)))
+            writer.add(make_record(size), make_thumbnail(Image.new("RGB", size), make_record(size)))
     browser.open(tmp_path / "report.html", width=794)
     browser.send("Emulation.setEmulatedMedia", media="print")
     try:

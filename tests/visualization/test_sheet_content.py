@@ -13,7 +13,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import build_record, class_evidence
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
-from opal_deploy.visualization.slot_names import SlotNames, read_slot_names, with_names
+from opal_deploy.visualization.slot_names import SlotNames, add_slot_names, read_slot_names
 
 GRID = (7, 7)
 GEOMETRY = Geometry.whole(700, 350)
@@ -202,8 +202,8 @@ def test_a_wrong_name_is_refused_in_one_line(tmp_path: Path, text: str, complain
 def test_a_record_gets_names_beside_its_evidence_and_nothing_else_changes() -> None:
     record = build_record("a.jpg", GEOMETRY, outputs(3), 0, metadata(3))
     before = [dict(slot) for slot in record["evidence"]]
-    named = with_names(record, SlotNames({(record["prediction"]["class_id"], 2): "beak", (99, 0): "x"}))
+    named = add_slot_names(record, SlotNames({(record["prediction"]["class_id"], 2): "beak", (99, 0): "x"}))
     assert [slot.get("name") for slot in named["evidence"]] == [None, None, "beak"]
     assert record["evidence"] == before
     assert {**named, "evidence": before} == record
-    assert with_names(record, SlotNames()) is record
+    assert add_slot_names(record, SlotNames()) is record

@@ -14,19 +14,19 @@ from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.visualization.palette import slot_color
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
-from opal_deploy.visualization.sheet.images import attention_map, enlarged, patch
+from opal_deploy.visualization.sheet.images import crop_box, draw_attention_map, enlarge
 from opal_deploy.visualization.sheet.layout import Exemplar, Exemplars, layout_sheet
 from opal_deploy.visualization.sheet.rendering import (
+    Bitmap,
     Drawing,
-    Picture,
     Rect,
     Text,
-    draw_png,
     encode_png,
     encode_svg,
-    lines_of,
-    middle_cut,
+    render_png,
     text_width,
+    truncate_middle,
+    wrap_lines,
 )
 from opal_deploy.visualization.slot_names import SlotNames
 
@@ -112,7 +112,7 @@ def test_everything_lies_on_the_sheet(shown: SheetContent, others: Exemplars | N
         if isinstance(element, Text):
             left, top, right, bottom = extent(element)
         else:
-            size = element.image.size if isinstance(element, Picture) else (element.width, element.height)
+            size = element.image.size if isinstance(element, Bitmap) else (element.width, element.height)
             left, top, right, bottom = element.x, element.y, element.x + size[0], element.y + size[1]
         assert left >= 0
         assert top >= 0
@@ -125,7 +125,7 @@ def test_no_text_lies_over_another_or_over_a_picture(shown: SheetContent, others
     page = drawing(shown, others)
     boxes = [(extent(e), e.text) for e in page.elements if isinstance(e, Text) and e.text]
     pictures = [
-        ((e.x, e.y, e.x + e.image.width, e.y + e.image.height), e.alt) for e in page.elements if isinstance(e, Picture)
+        ((e.x, e.y, e.x + e.image.width, e.y + e.image.height), e.alt) for e in page.elements if isinstance(e, Bitmap)
     ]
     for (a, name), (b, other) in itertools.chain(itertools.combinations(boxes, 2), itertools.product(boxes, pictures)):
         apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
@@ -146,7 +146,7 @@ def test_the_png_has_the_drawings_size_and_its_description() -> None:
 
 def test_each_slots_patch_is_its_cell_of_the_photograph() -> None:
     shown = content(size=(700, 490))
-    found = [e for e in drawing(shown).elements if isinstance(e, Picture) and e.alt.startswith("patch of slot")]
+    found = [e for e in drawing(shown).elements if isinstance(e, Bitmap) and e.alt.startswith("patch of slot")]
     slots = [*zip(shown.predicted.slots, shown.runner_up.slots, strict=True)]
     for picture, slot in zip(found, itertools.chain(*slots), strict=True):
         row, col = slot.cell
@@ -157,9 +157,9 @@ def test_each_slots_patch_is_its_cell_of_the_photograph() -> None:
 def test_the_patch_has_the_cells_aspect_ratio_and_its_slots_colour_around_it() -> None:
     shown = content(size=(700, 490))
     elements = drawing(shown).elements
-    first = next(e for e in elements if isinstance(e, Picture) and e.alt.startswith("patch of slot"))
+    first = next(e for e in elements if isinstance(e, Bitmap) and e.alt.startswith("patch of slot"))
     assert first.image.width / first.image.height == pytest.approx(100 / 70, abs=0.03)
-    drawn = draw_png(drawing(shown))
+    drawn = render_png(drawing(shown))
     assert drawn.getpixel((first.x - 2, first.y + 5)) == slot_color(shown.predicted.slots[0].slot)
 
 
@@ -225,26 +225,26 @@ def test_a_picture_of_another_size_is_refused() -> None:
 def test_the_darkest_cell_of_an_attention_map_is_its_highest() -> None:
     attention = np.zeros((7, 7), np.float32)
     attention[2, 5] = 0.5
-    drawn = np.asarray(attention_map(attention, 0.5, (70, 70)).convert("L"))
+    drawn = np.asarray(draw_attention_map(attention, 0.5, (70, 70)).convert("L"))
     assert (drawn[20:30, 50:60] == drawn.min()).all()
     assert drawn[0, 0] == drawn.max()
 
 
 def test_a_patch_at_the_edge_stays_in_the_picture_and_is_at_least_a_pixel() -> None:
     picture = photograph((70, 70))
-    assert patch(picture, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
-    assert patch(picture, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)
+    assert crop_box(picture, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
+    assert crop_box(picture, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)
 
 
 def test_few_pixels_are_shown_as_squares() -> None:
     two = Image.fromarray(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
-    assert {color for _, color in enlarged(two, (100, 100)).getcolors()} == {(0, 0, 0), (255, 255, 255)}
+    assert {color for _, color in enlarge(two, (100, 100)).getcolors()} == {(0, 0, 0), (255, 255, 255)}
 
 
 def test_long_text_is_cut_where_it_tells_least() -> None:
-    assert middle_cut("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
-    assert text_width(middle_cut("ab" * 500, 16, 300), 16) <= 300
-    lines = lines_of("word " * 100, 16, 300, 3)
+    assert truncate_middle("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
+    assert text_width(truncate_middle("ab" * 500, 16, 300), 16) <= 300
+    lines = wrap_lines("word " * 100, 16, 300, 3)
     assert len(lines) == 3
     assert lines[-1].endswith("…")
     assert all(text_width(line, 16) <= 300 for line in lines)

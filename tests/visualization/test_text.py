@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from PIL import Image, ImageDraw
 
-from opal_deploy.visualization.text import drawable, fit, font, put_text, text_length, visible
+from opal_deploy.visualization.text import draw_text, escape_unprintable, font, text_length, to_drawable, wrap_text
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from opal_deploy.visualization.text import drawable, fit, font, put_text, text_l
     ],
 )
 def test_what_does_not_print_is_made_visible(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert escape_unprintable(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -33,17 +33,17 @@ def test_what_does_not_print_is_made_visible(text: str, shown: str) -> None:
     ],
 )
 def test_labels_are_reduced_to_what_the_font_has(text: str, drawn: str) -> None:
-    assert drawable(text) == drawn
+    assert to_drawable(text) == drawn
 
 
 def test_a_label_of_a_million_letters_is_cut_before_it_costs_anything() -> None:
-    assert len(drawable("x" * 1_000_000)) == 300
+    assert len(to_drawable("x" * 1_000_000)) == 300
 
 
 def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
     face = font(14)
-    assert fit("short", face, 200) == ["short"]
-    lines = fit("Northern long-tailed nightjar, female, winter plumage", face, 120, lines=2)
+    assert wrap_text("short", face, 200) == ["short"]
+    lines = wrap_text("Northern long-tailed nightjar, female, winter plumage", face, 120, lines=2)
     assert len(lines) == 2
     assert lines[0] == "Northern"
     assert lines[1].endswith("…")
@@ -51,7 +51,7 @@ def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
 
 
 def test_a_width_of_nothing_still_ends() -> None:
-    assert len(fit("word", font(14), 0, lines=3)) <= 3
+    assert len(wrap_text("word", font(14), 0, lines=3)) <= 3
 
 
 TEXTS = [
@@ -78,5 +78,5 @@ def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text:
             # the second time from what was kept
             for _ in range(2):
                 found.paste((250, 250, 248), (0, 0, 900, 80))
-                put_text(ImageDraw.Draw(found), (x, y), text, (200, 26, 90), face, anchor)
+                draw_text(ImageDraw.Draw(found), (x, y), text, (200, 26, 90), face, anchor)
             assert found.tobytes() == expected.tobytes(), (anchor, x, y)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opal_deploy.inference.sheets import SheetOptions
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.storage import Atlas
-    from opal_deploy.visualization.report import Pictures
+    from opal_deploy.visualization.report import ImageMode
     from opal_deploy.visualization.slot_names import SlotNames
 
 
@@ -148,7 +148,7 @@ def model_identity(path: Path) -> dict[str, str]:
     return {"file": path.name, "sha256": compute_sha256(path)}
 
 
-def check_pictures(text: str | None) -> Pictures | None:
+def check_pictures(text: str | None) -> ImageMode | None:
     """Where the report's pictures are to be, if somebody said so.
 
     Raises:
@@ -207,7 +207,7 @@ def settle(
         UsageError: the model has no evidence of single cells, no attention maps, is not the atlas's, or the names do
             not fit it. ArtifactError: there is no such atlas, or it is damaged.
     """
-    from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_exact, with_maps
+    from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_exact_evidence, with_attention
     from opal_deploy.visualization.atlas.storage import ATLAS
 
     sheets = sheets or heatmap or atlas is not None
@@ -215,11 +215,11 @@ def settle(
         return Wanted(None, None, sessions)
     metadata = sessions[0].metadata
     identity: dict[str, object] = {}
-    check_exact(metadata, str(path))
+    check_exact_evidence(metadata, str(path))
     if heatmap:
         # it refuses a model that has no attention maps to show
         SheetBuilder(sessions[0], heatmap=True, model=str(path))
-        sessions = with_maps(sessions)
+        sessions = with_attention(sessions)
     if sheets:
         identity |= {"sheets": True} | ({"heatmap": True} if heatmap else {})
     neighbours = None if atlas is None else setup.atlas_of(path, metadata, model, atlas)

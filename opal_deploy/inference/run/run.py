@@ -46,18 +46,18 @@ from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.records.tables import Format, write_table
 from opal_deploy.runtime.session import Session
-from opal_deploy.visualization.overlay import as_jpeg, draw_overlay
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     REPORT_LIMIT,
     Fact,
-    Pictures,
+    ImageMode,
     ReportWriter,
     Thumbnail,
-    pictures_for,
-    thumbnail,
+    choose_image_mode,
+    make_thumbnail,
 )
-from opal_deploy.visualization.slot_names import SlotNames, with_names
+from opal_deploy.visualization.slot_names import SlotNames, add_slot_names
 
 # kept in memory for the report, a few megabytes; those after them are made from the overlays on the disk
 _THUMBNAILS = 500
@@ -95,7 +95,7 @@ class RunOptions:
     formats: tuple[Format, ...] = ()
     resume: bool = False
     say: Callable[[str], None] = lambda _: None
-    report_pictures: Pictures | None = None
+    report_pictures: ImageMode | None = None
     sheets: SheetOptions | None = None
     names: SlotNames | None = None
 
@@ -191,7 +191,7 @@ def _records(results: Iterable[Result], job: RunOptions) -> Iterator[tuple[Recor
     for result in results:
         record = result.record
         if job.names is not None:
-            record = with_names(record, job.names)
+            record = add_slot_names(record, job.names)
         if job.labels is not None and record["image"] is not None:
             truth = job.labels.find(Path(unescape_name(record["image"])).as_posix())
             if truth is not None:
@@ -269,9 +269,9 @@ def _with_overlay(
 ) -> Record:
     with clock.stage("draw"):
         overlay = draw_overlay(picture, record)
-        encoded = as_jpeg(overlay)
+        encoded = encode_jpeg(overlay)
         if thumbnails is not None:
-            thumbnails[index] = thumbnail(overlay, record)
+            thumbnails[index] = make_thumbnail(overlay, record)
     name = overlay_name(index, record["image"])
     with clock.stage("write"):
         write_drawing(job.out, name, encoded)
@@ -314,7 +314,7 @@ def write_report(
     facts: Sequence[Fact],
     limit: int,
     thumbnails: Mapping[int, Thumbnail] = NO_THUMBNAILS,
-    pictures: Pictures | None = None,
+    pictures: ImageMode | None = None,
 ) -> None:
     """Write the report of the run in `out`.
 
@@ -330,7 +330,7 @@ def write_report(
     """
     try:
         if pictures is None:
-            pictures = pictures_for(min(limit, _count(out / RESULTS)))
+            pictures = choose_image_mode(min(limit, _count(out / RESULTS)))
         title = "OPAL explanations"
         with ReportWriter(out / REPORT, title=title, facts=facts, limit=limit, pictures=pictures) as report:
             for index, record in enumerate(read_records(out / RESULTS)):

@@ -21,16 +21,16 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.atlas.exemplars import Finding, SlotFigures
-from opal_deploy.visualization.overlay import as_jpeg
-from opal_deploy.visualization.sheet.images import patch
+from opal_deploy.visualization.atlas.entries import Finding, SlotStatistics
+from opal_deploy.visualization.overlay import encode_jpeg
+from opal_deploy.visualization.sheet.images import crop_box
 
 # a patch is shown small; what is larger is made smaller
 _LONGEST, _QUALITY = 160, 88
 
 
 @dataclass(order=True)
-class Candidate:
+class PatchCandidate:
     """A patch that is among a slot's best so far; sorts the best first.
 
     Attributes:
@@ -49,12 +49,12 @@ class Candidate:
 
     def cut(self, picture: Image.Image) -> None:
         """Keep the patch of `picture`, RGB, the whole oriented picture."""
-        found = patch(picture, self.slot["box"])
+        found = crop_box(picture, self.slot["box"])
         found.thumbnail((_LONGEST, _LONGEST), Image.Resampling.LANCZOS)
-        self.jpeg, self.source = as_jpeg(found, _QUALITY), None
+        self.jpeg, self.source = encode_jpeg(found, _QUALITY), None
 
 
-class Collector:
+class AtlasCollector:
     """The best patches of every slot so far, and sums for its figures."""
 
     def __init__(self, metadata: Metadata, top: int) -> None:
@@ -62,7 +62,7 @@ class Collector:
         self.metadata, self.top = metadata, top
         classes, m = metadata.num_classes, metadata.prototypes_per_class
         rows, cols = metadata.grid
-        self._best: dict[tuple[int, int], list[Candidate]] = {}
+        self._best: dict[tuple[int, int], list[PatchCandidate]] = {}
         self._cells = np.zeros((classes, m, rows * cols), np.int32)
         self._own = np.zeros((classes, m), np.int32)
         self._strongest = np.zeros((classes, m), np.int32)
@@ -85,7 +85,7 @@ class Collector:
         name = record["image"] or ""
         ranked = [_rank(slot, self.metadata.distance) for slot in evidence]
         entering = [
-            Candidate(-value, name, "", slot, None, source)
+            PatchCandidate(-value, name, "", slot, None, source)
             for slot, value in zip(evidence, ranked, strict=True)
             if self._is_wanted(class_id, slot["slot"], -value, name)
         ]
@@ -107,7 +107,7 @@ class Collector:
         best = self._best.get((class_id, slot), [])
         return len(best) < self.top or (key, name) < (best[-1].key, best[-1].image)
 
-    def _enter(self, best: list[Candidate], candidate: Candidate, picture: Image.Image | None) -> None:
+    def _enter(self, best: list[PatchCandidate], candidate: PatchCandidate, picture: Image.Image | None) -> None:
         # one picture under two names is one example
         twin = next((index for index, each in enumerate(best) if each.sha256 == candidate.sha256), None)
         if twin is not None:
@@ -119,12 +119,12 @@ class Collector:
         bisect.insort(best, candidate)
         del best[self.top :]
 
-    def uncut(self) -> Iterator[Candidate]:
+    def uncut(self) -> Iterator[PatchCandidate]:
         """Those kept whose patch is still to be cut."""
         for best in self._best.values():
             yield from (candidate for candidate in best if candidate.jpeg is None)
 
-    def best(self, class_id: int, slot: int) -> list[Candidate]:
+    def best(self, class_id: int, slot: int) -> list[PatchCandidate]:
         """A slot's patches, best first; those that could not be cut are left out."""
         return [candidate for candidate in self._best.get((class_id, slot), []) if candidate.jpeg is not None]
 
@@ -132,17 +132,17 @@ class Collector:
         """Pictures that the class was predicted for."""
         return int(self._cells[class_id, 0].sum())
 
-    def figures(self, class_id: int, slot: int) -> SlotFigures:
+    def figures(self, class_id: int, slot: int) -> SlotStatistics:
         """How the slot behaved."""
         at = class_id, slot
         count = self.images(class_id)
         if not count:
-            return SlotFigures(0, None, None, None, None, None, None, None, None)
+            return SlotStatistics(0, None, None, None, None, None, None, None, None)
         cells = self._cells[at]
         top = int(cells.argmax())
         row, col = divmod(top, self.metadata.grid[1])
         known = self.metadata.distance not in ("linf", "tropical")
-        return SlotFigures(
+        return SlotStatistics(
             count,
             int(self._own[at]) / count,
             int(self._strongest[at]) / count,
@@ -195,7 +195,7 @@ EQUAL_PART = 0.2
 ONE_PLACE = 0.5
 
 
-def findings_of(class_id: int, label: str, slots: Sequence[SlotFigures]) -> list[Finding]:
+def list_findings(class_id: int, label: str, slots: Sequence[SlotStatistics]) -> list[Finding]:
     """What is wrong with a class's slots, in their order."""
     if not slots[0].images:
         return [

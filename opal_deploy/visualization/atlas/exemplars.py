@@ -1,85 +1,43 @@
-"""What an atlas holds: patches and figures of every class's slots."""
+"""What an atlas adds to a sheet: for each slot of the predicted class, patches of other pictures."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection
+
+from opal_deploy.visualization.atlas.storage import Atlas
+from opal_deploy.visualization.legend import format_number
+from opal_deploy.visualization.sheet.content import SheetContent
+from opal_deploy.visualization.sheet.layout import Exemplar, Exemplars
 
 
-@dataclass(frozen=True)
-class AtlasPatch:
-    """A place in a picture where a slot was strong.
+def find_exemplars(atlas: Atlas, content: SheetContent, *, exclude: Collection[str] = (), rows: int = 4) -> Exemplars:
+    """The best patches of the predicted class's slots.
 
-    Attributes:
-        image: the picture's name in the set that the atlas was built of. sha256: of the picture's file.
-        cell, box, score, contribution: as in a record's evidence.
-        file: the patch's JPEG, relative to the atlas's folder.
+    Args:
+        atlas: of the same model.
+        content: of the picture; its own name is excluded always.
+        exclude: names or file digests of pictures that are not to be shown: the picture's own digest, above all.
+        rows: patches a slot at most.
+
+    Raises:
+        ArtifactError: a patch's file is missing or damaged.
     """
-
-    image: str
-    sha256: str
-    cell: tuple[int, int]
-    box: tuple[float, float, float, float]
-    score: float
-    contribution: float | None
-    file: str
-
-
-@dataclass(frozen=True)
-class SlotFigures:
-    """How a slot behaves over the pictures that its class was predicted for; None where there are none.
-
-    Attributes:
-        images: how many pictures these are.
-        own_cell: share of them in which no other slot of the class chose its cell.
-        strongest: share in which it is the class's strongest slot (by contribution to the cosine, else by score).
-        mean_score, mean_contribution: over them; None too where the distance has no contributions.
-        top_cell: the cell that it chose most often, top_cell_share: in which share of the pictures.
-        entropy: of its cells over the grid, in bits; 0 for one cell always, log2(H * W) for all alike.
-        spread: standard deviation of its place, as a share of the view's diagonal; 0 for one place always.
-    """
-
-    images: int
-    own_cell: float | None
-    strongest: float | None
-    mean_score: float | None
-    mean_contribution: float | None
-    top_cell: tuple[int, int] | None
-    top_cell_share: float | None
-    entropy: float | None
-    spread: float | None
-
-
-@dataclass(frozen=True)
-class SlotEntry:
-    """One slot of one class, its patches best first."""
-
-    class_id: int
-    slot: int
-    figures: SlotFigures
-    patches: tuple[AtlasPatch, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "slot": self.slot,
-            **asdict(self.figures),
-            "patches": [asdict(patch) for patch in self.patches],
-        }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of a model owner's to-do list.
-
-    Attributes:
-        kind: `never_predicted`, `shares_its_cell`, `adds_little` or `one_place`.
-        slot: None where it concerns the whole class.
-        value: the figure that is out of bounds; message: says so.
-    """
-
-    kind: str
-    class_id: int
-    slot: int | None
-    value: float
-    message: str
+    class_id = content.predicted.class_id
+    left_out = {*exclude, *([content.image] if content.image else [])}
+    by_slot = {}
+    for slot in content.predicted.slots:
+        found = atlas.rows(class_id, slot.slot, exclude=left_out)[:rows]
+        by_slot[slot.slot] = [
+            Exemplar(
+                atlas.picture(patch),
+                f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
+                f"{patch.image.rpartition('/')[2]}",
+                f"slot {slot.slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}",
+            )
+            for patch in found
+        ]
+    images = atlas.entries[class_id, 0].figures.images
+    answered = "1 picture was" if images == 1 else f"{images:,} pictures were"
+    return Exemplars(
+        by_slot, f"Below it: where each slot was strongest in the atlas's pictures, of which {answered} predicted so."
+    )

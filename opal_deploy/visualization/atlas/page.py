@@ -6,11 +6,11 @@ import html
 from collections.abc import Iterator
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.visualization.atlas.exemplars import SlotEntry
+from opal_deploy.visualization.atlas.entries import SlotEntry
 from opal_deploy.visualization.atlas.storage import PAGE, Atlas
 from opal_deploy.visualization.legend import format_number
-from opal_deploy.visualization.palette import css, slot_color, text_color
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.palette import slot_color, text_color, to_hex
+from opal_deploy.visualization.text import escape_unprintable
 
 _POLICY = "default-src 'none'; img-src 'self' file:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
@@ -77,7 +77,7 @@ def _slot(entry: SlotEntry) -> str:
         for patch in entry.patches
     )
     return (
-        f'<div class="slot"><div class="about"><b style="background:{css(color)};color:{css(text_color(color))}">'
+        f'<div class="slot"><div class="about"><b style="background:{to_hex(color)};color:{to_hex(text_color(color))}">'
         f"{entry.slot}</b> adds {format_number(mean)} on average; a cell to itself in {_share(figures.own_cell)}, "
         f"the strongest in {_share(figures.strongest)}, its favourite cell in {_share(figures.top_cell_share)}</div>"
         f"{patches}</div>\n"
@@ -89,4 +89,4 @@ def _share(value: float | None) -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(visible(text))
+    return html.escape(escape_unprintable(text))

@@ -19,7 +19,7 @@ from PIL import Image
 
 from opal_deploy.artifact.files import write_json
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.visualization.atlas.exemplars import AtlasPatch, Finding, SlotEntry, SlotFigures
+from opal_deploy.visualization.atlas.entries import AtlasPatch, Finding, SlotEntry, SlotStatistics
 
 ATLAS_SCHEMA = 1
 ATLAS_KIND = "opal-atlas"
@@ -138,7 +138,7 @@ def patch_name(encoded: bytes) -> str:
     return f"{PATCHES}/{digest[:2]}/{digest}.jpg"
 
 
-def check_place(root: Path, *, overwrite: bool) -> None:
+def check_out_dir(root: Path, *, overwrite: bool) -> None:
     """Refuse a folder that an atlas should not be written to.
 
     Raises:
@@ -242,10 +242,10 @@ def _parsed(root: Path, document: Mapping[str, Any]) -> Atlas:
 def _entry(class_id: int, slot: int, entry: Mapping[str, Any]) -> SlotEntry:
     if entry["slot"] != slot:
         raise ValueError(f"slot {slot} of class {class_id} is not as it was written")
-    figures = {name: entry[name] for name in SlotFigures.__dataclass_fields__}
+    figures = {name: entry[name] for name in SlotStatistics.__dataclass_fields__}
     if figures["top_cell"] is not None:
         figures["top_cell"] = _numbers(figures["top_cell"], 2, int)
-    return SlotEntry(class_id, slot, SlotFigures(**figures), tuple(_patches(entry["patches"])))
+    return SlotEntry(class_id, slot, SlotStatistics(**figures), tuple(_patches(entry["patches"])))
 
 
 def _patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:

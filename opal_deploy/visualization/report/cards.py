@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, prediction_of
+from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, get_prediction
 from opal_deploy.visualization.overlay import overlay_width, photograph_size
-from opal_deploy.visualization.palette import COLORS, css, slot_color, text_color
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.palette import NUM_COLORS, slot_color, text_color, to_hex
+from opal_deploy.visualization.text import escape_unprintable
 
 MEANINGS = (COSINE, DISTANCE, SCORE)
 STATUSES = ("ok", "abstained", "error")
 NO_NAME = "(no name)"
 # (tag, letters on it) of each slot; from the last on they repeat
-SLOT_COLORS = tuple((css(slot_color(slot)), css(text_color(slot_color(slot)))) for slot in range(COLORS))
+SLOT_COLORS = tuple((to_hex(slot_color(slot)), to_hex(text_color(slot_color(slot)))) for slot in range(NUM_COLORS))
 # digits after the point; every figure in full precision is in results.jsonl
 _DIGITS = 6
 _MESSAGE_LIMIT = 500
@@ -136,7 +136,7 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
         number: the record's place in the input.
         label_index: where a label is, or from now on will be, in the report's list.
     """
-    name = visible(record["image"]) if record["image"] else NO_NAME
+    name = escape_unprintable(record["image"]) if record["image"] else NO_NAME
     truth = label_index(record["truth"]) if "truth" in record else None
     if record["status"] == "error":
         problem = record.get("error", {"code": "unknown", "message": ""})
@@ -145,10 +145,10 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
             name,
             "error",
             truth=truth,
-            code=visible(problem["code"]),
-            message=visible(shortened(problem["message"])),
+            code=escape_unprintable(problem["code"]),
+            message=escape_unprintable(shorten(problem["message"])),
         )
-    answer = prediction_of(record)
+    answer = get_prediction(record)
     is_cosine = answer["cosine"] is not None
     bars = build_bars(record)
     evidence = record.get("evidence", [])
@@ -160,25 +160,25 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
         record["status"],
         label=label_index(answer["label"]),
         truth=truth,
-        margin=_rounded(record.get("margin")),
-        value=_rounded(answer["cosine"] if is_cosine else answer["logit"]),
+        margin=_round(record.get("margin")),
+        value=_round(answer["cosine"] if is_cosine else answer["logit"]),
         is_cosine=is_cosine,
         top=tuple(
-            (label_index(a["label"]), _rounded(a["cosine"] if is_cosine else a["logit"])) for a in record.get("top", [])
+            (label_index(a["label"]), _round(a["cosine"] if is_cosine else a["logit"])) for a in record.get("top", [])
         ),
         meaning=MEANINGS.index(bars.meaning),
         slots=tuple(
             SlotRow(
                 bar.slot,
-                css(bar.color),
-                css(text_color(bar.color)),
+                to_hex(bar.color),
+                to_hex(text_color(bar.color)),
                 slot["cell"][0],
                 slot["cell"][1],
-                _rounded(bar.value),
-                _rounded(bar.score),
+                _round(bar.value),
+                _round(bar.score),
                 round(100 * bar.start, 2),
                 round(100 * bar.stop, 2),
-                visible(slot["name"]) if "name" in slot else None,
+                escape_unprintable(slot["name"]) if "name" in slot else None,
             )
             for bar, slot in zip(bars.bars, evidence, strict=True)
         ),
@@ -191,10 +191,10 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
     )
 
 
-def shortened(message: str) -> str:
+def shorten(message: str) -> str:
     """The first 500 characters."""
     return message if len(message) <= _MESSAGE_LIMIT else message[:_MESSAGE_LIMIT] + " …"
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, _DIGITS)

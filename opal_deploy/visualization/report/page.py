@@ -23,13 +23,13 @@ from opal_deploy.records.record import Record
 from opal_deploy.visualization.legend import NO_EVIDENCE, format_number
 from opal_deploy.visualization.overlay import photograph_size
 from opal_deploy.visualization.report.cards import MEANINGS, Card
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.text import escape_unprintable
 
 if TYPE_CHECKING:
     import jinja2
 
 
-Pictures = Literal["embed", "files"]
+ImageMode = Literal["embed", "files"]
 
 # cards on one page of the grid, and so many are in the file for browsers without scripts
 PAGE_SIZE = 48
@@ -39,7 +39,7 @@ _WITHOUT_SCRIPTS = ".script{display:none!important}"
 _SOURCES = {"embed": "data:", "files": "'self' file:"}
 
 
-def render_head(pictures: Pictures, first: Sequence[Card], **content: Any) -> str:
+def render_head(pictures: ImageMode, first: Sequence[Card], **content: Any) -> str:
     """Everything up to the first page's cards.
 
     Args:
@@ -47,9 +47,9 @@ def render_head(pictures: Pictures, first: Sequence[Card], **content: Any) -> st
         first: cards of the first page, whose sizes go into the style sheet.
         content: what the template names: title, facts, counts, tables.
     """
-    style = asset("style.css") + "".join(_size_rule(card, pictures) for card in first)
+    style = read_asset("style.css") + "".join(_size_rule(card, pictures) for card in first)
     policy = (
-        f"default-src 'none'; img-src {_SOURCES[pictures]}; script-src '{_digest(asset('script.js'))}'; "
+        f"default-src 'none'; img-src {_SOURCES[pictures]}; script-src '{_digest(read_asset('script.js'))}'; "
         f"style-src '{_digest(style)}' '{_digest(_WITHOUT_SCRIPTS)}'; base-uri 'none'; form-action 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
@@ -73,10 +73,10 @@ def render_tables(**content: Any) -> str:
 
 def render_tail() -> str:
     """The script and the end."""
-    return f"<script>{asset('script.js')}</script>\n</body>\n</html>\n"
+    return f"<script>{read_asset('script.js')}</script>\n</body>\n</html>\n"
 
 
-def island(name: str, value: object) -> str:
+def json_script(name: str, value: object) -> str:
     """A value for the page's script, as a block of data that no browser runs."""
     return f'<script type="application/json" id="{name}">{to_json(value)}</script>\n'
 
@@ -88,12 +88,12 @@ def to_json(value: object) -> str:
 
 
 @cache
-def asset(name: str) -> str:
+def read_asset(name: str) -> str:
     """One of the package's own files."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _size_rule(card: Card, pictures: Pictures) -> str:
+def _size_rule(card: Card, pictures: ImageMode) -> str:
     """Room for a picture that is not there yet, and in a drawing the photograph alone without its legend."""
     if not card.width:
         return ""
@@ -125,7 +125,7 @@ def _environment() -> jinja2.Environment:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(asset),
+        loader=jinja2.FunctionLoader(read_asset),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -134,7 +134,7 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["number"] = format_number
     environment.filters["breakable"] = _breakable
-    environment.filters["visible"] = visible
+    environment.filters["visible"] = escape_unprintable
     environment.filters["thousands"] = lambda count: f"{count:,}"
     environment.filters["several"] = lambda count, one, many: f"{count:,} {one if count == 1 else many}"
     return environment
@@ -149,7 +149,7 @@ class Thumbnail(bytes):
     """What `thumbnail` makes: the JPEG that a card shows."""
 
 
-def thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
+def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
     """The overlay's photograph as JPEG, at most 480 x 640 pixels, or a little more where that spares a resize."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.legend import prediction_of
-from opal_deploy.visualization.report.cards import NO_NAME, shortened
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.legend import get_prediction
+from opal_deploy.visualization.report.cards import NO_NAME, shorten
+from opal_deploy.visualization.text import escape_unprintable
 
 CLASSES_LISTED = 30
 MATRIX_LIMIT = 25
@@ -94,10 +94,12 @@ class Tables:
             problem = record.get("error", {"code": "unknown", "message": ""})
             self.codes[problem["code"]] += 1
             if len(self.failures) < self.limit:
-                name = visible(record["image"]) if record["image"] else NO_NAME
-                self.failures.append(Failure(name, visible(problem["code"]), visible(shortened(problem["message"]))))
+                name = escape_unprintable(record["image"]) if record["image"] else NO_NAME
+                self.failures.append(
+                    Failure(name, escape_unprintable(problem["code"]), escape_unprintable(shorten(problem["message"])))
+                )
             return
-        answer = prediction_of(record)
+        answer = get_prediction(record)
         self.classes[answer["class_id"], answer["label"]] += 1
         if "truth" in record:
             self.pairs[record["truth"], answer["label"]] += 1
@@ -111,7 +113,7 @@ class Tables:
         """The most frequent classes."""
         # equal counts in the order of the classes, so that the same run gives the same report
         ranked = sorted(self.classes.items(), key=lambda item: (-item[1], item[0]))[:CLASSES_LISTED]
-        return [ClassRow(visible(label), n, round(100 * n / ranked[0][1], 1)) for (_, label), n in ranked]
+        return [ClassRow(escape_unprintable(label), n, round(100 * n / ranked[0][1], 1)) for (_, label), n in ranked]
 
     def confusion(self) -> Confusion | None:
         """Labels against classes; None where no answered image has a label."""
@@ -123,7 +125,12 @@ class Tables:
 
         def cell(truth: str, predicted: str) -> Cell:
             count = self.pairs[truth, predicted]
-            return Cell(visible(truth), visible(predicted), count, round(100 * count / per_truth[truth], 1))
+            return Cell(
+                escape_unprintable(truth),
+                escape_unprintable(predicted),
+                count,
+                round(100 * count / per_truth[truth], 1),
+            )
 
         names = sorted({name for pair in self.pairs for name in pair})
         predicted = [name for name in names if any(key[1] == name for key in self.pairs)] if _fits(names) else []
@@ -131,8 +138,11 @@ class Tables:
         return Confusion(
             self.pairs.total(),
             sum(n for (truth, label), n in self.pairs.items() if truth == label),
-            tuple(visible(name) for name in predicted),
-            tuple((visible(truth), tuple(cell(truth, label) for label in predicted)) for truth in sorted(per_truth))
+            tuple(escape_unprintable(name) for name in predicted),
+            tuple(
+                (escape_unprintable(truth), tuple(cell(truth, label) for label in predicted))
+                for truth in sorted(per_truth)
+            )
             if predicted
             else (),
             tuple(cell(*pair) for _, pair in wrong[:PAIRS_LISTED]),

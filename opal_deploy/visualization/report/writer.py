@@ -20,22 +20,22 @@ from typing import BinaryIO, TextIO, cast
 from PIL import Image
 
 from opal_deploy.records.record import Record
-from opal_deploy.visualization.legend import prediction_of
+from opal_deploy.visualization.legend import get_prediction
 from opal_deploy.visualization.report.cards import SLOT_COLORS, Card, build_card
 from opal_deploy.visualization.report.page import (
     PAGE_SIZE,
-    Pictures,
+    ImageMode,
     Thumbnail,
-    island,
+    json_script,
+    make_thumbnail,
     render_card,
     render_head,
     render_tables,
     render_tail,
-    thumbnail,
     to_json,
 )
 from opal_deploy.visualization.report.tables import CLASSES_LISTED, Tables
-from opal_deploy.visualization.text import visible
+from opal_deploy.visualization.text import escape_unprintable
 
 # a report of more images shows the drawings beside it; one of so many carries its pictures, and may be moved alone
 EMBED_LIMIT = 200
@@ -48,7 +48,7 @@ Fact = tuple[str, str]
 _Place = tuple[int, int]  # of a picture's block in the temporary file: where it starts and ends
 
 
-def pictures_for(count: int) -> Pictures:
+def choose_image_mode(count: int) -> ImageMode:
     """Where the pictures of a report of `count` images best are: in the page up to 200, else beside it."""
     return "embed" if count <= EMBED_LIMIT else "files"
 
@@ -78,7 +78,7 @@ class ReportWriter:
         title: str,
         facts: Sequence[Fact],
         limit: int = REPORT_LIMIT,
-        pictures: Pictures = "embed",
+        pictures: ImageMode = "embed",
     ) -> None:
         self._path = Path(path)
         self._title, self._facts, self._limit, self._pictures = title, list(facts), limit, pictures
@@ -133,7 +133,7 @@ class ReportWriter:
         if not self._open:
             raise ValueError(f"{self._path} is closed already")
         if record["status"] != "error":
-            prediction_of(record)
+            get_prediction(record)
         number = self._seen
         self._seen += 1
         self._tables.count(record)
@@ -152,7 +152,7 @@ class ReportWriter:
         else:
             self._cards += 1
             if overlay is not None and self._pictures == "embed":
-                small = overlay if isinstance(overlay, Thumbnail) else thumbnail(overlay, record)
+                small = overlay if isinstance(overlay, Thumbnail) else make_thumbnail(overlay, record)
                 place = self._store(number, small)
         bisect.insort(self._first, (card.order(position), card, place), key=lambda entry: entry[0])
         del self._first[PAGE_SIZE:]
@@ -190,13 +190,13 @@ class ReportWriter:
         return start, self._blobs.tell()
 
     def _write_block(self) -> None:
-        self._details.write(island(f"d{self._blocks}", self._block))
+        self._details.write(json_script(f"d{self._blocks}", self._block))
         self._blocks += 1
         self._block.clear()
 
     def _parts(self, facts: Sequence[Fact]) -> Iterator[str]:
         """The page, piece by piece."""
-        labels = [visible(label) for label in self._labels]
+        labels = [escape_unprintable(label) for label in self._labels]
         yield self._head(facts)
         for _, card, place in self._first:
             yield render_card(card, labels, self._source(card, place))
@@ -206,7 +206,7 @@ class ReportWriter:
             listed=CLASSES_LISTED,
             pages=-(-(self._cards + self._failed_cards) // PAGE_SIZE),
         )
-        yield island(
+        yield json_script(
             "config",
             {
                 "labels": labels,
@@ -228,8 +228,8 @@ class ReportWriter:
         return render_head(
             self._pictures,
             [card for _, card, _ in self._first],
-            title=visible(self._title),
-            facts=[(visible(name), visible(value)) for name, value in facts],
+            title=escape_unprintable(self._title),
+            facts=[(escape_unprintable(name), escape_unprintable(value)) for name, value in facts],
             tables=self._tables,
             cards=self._cards,
             failed_cards=self._failed_cards,

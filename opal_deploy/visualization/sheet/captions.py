@@ -13,12 +13,12 @@ HEADINGS = {
 _NO_SUM = "This head's distance ({}) is decided by one extreme entry, so slots have scores but no contributions."
 
 
-def title(content: SheetContent) -> str:
+def build_title(content: SheetContent) -> str:
     """What the sheet is called."""
     return f"{content.predicted.label}: evidence in {content.image or 'an image'}"
 
 
-def places(view: ClassView) -> str:
+def describe_places(view: ClassView) -> str:
     """How many places a class's slots looked at."""
     m = len(view.slots)
     if view.distinct_cells == 1 and m > 1:
@@ -30,7 +30,7 @@ def places(view: ClassView) -> str:
     return f"{m} slots at {view.distinct_cells} different places."
 
 
-def sum_of(content: SheetContent, view: ClassView) -> str:
+def label_sum(content: SheetContent, view: ClassView) -> str:
     """What the bars of a class come to; empty where they come to nothing."""
     if view.total is None:
         return ""
@@ -40,7 +40,7 @@ def sum_of(content: SheetContent, view: ClassView) -> str:
     return f"sum = {what}"
 
 
-def explanations(content: SheetContent) -> list[str]:
+def explain_figures(content: SheetContent) -> list[str]:
     """How the pictures and bars are to be read."""
     found = []
     if content.crop != (0, 0, content.width, content.height):
@@ -55,14 +55,14 @@ def explanations(content: SheetContent) -> list[str]:
     return found
 
 
-def difference(content: SheetContent) -> list[str]:
+def describe_difference(content: SheetContent) -> list[str]:
     """What made the difference, in sentences."""
     if content.runner_up is None:
         return []
     found = []
     what = content.difference
     if what is not None and content.margin is not None:
-        slots = [str(slot) + _called(content.predicted, slot) for slot in what.leading]
+        slots = [str(slot) + _slot_suffix(content.predicted, slot) for slot in what.leading]
         several = len(slots) > 1
         listed = ", ".join(slots[:-1]) + " and " + slots[-1] if several else slots[0]
         found.append(
@@ -80,17 +80,17 @@ def difference(content: SheetContent) -> list[str]:
     return found
 
 
-def place(slot: SlotView) -> str:
+def describe_place(slot: SlotView) -> str:
     """Where a slot found its maximum."""
     return f"cell {slot.cell[0]}, {slot.cell[1]}{' (shared)' if slot.shared else ''}"
 
 
 def describe_slot(slot: SlotView) -> str:
     """A slot's name, if it has one, and its place."""
-    return f"{slot.name}, {place(slot)}" if slot.name else place(slot)
+    return f"{slot.name}, {describe_place(slot)}" if slot.name else describe_place(slot)
 
 
-def description(content: SheetContent) -> str:
+def build_description(content: SheetContent) -> str:
     """All that the sheet says, in one paragraph."""
     predicted, runner_up = content.predicted, content.runner_up
     parts = [f"Predicted {predicted.label}, cosine {format_number(predicted.cosine)}"]
@@ -101,17 +101,17 @@ def description(content: SheetContent) -> str:
         )
     parts[0] += "."
     parts += content.cautions()
-    parts.append(places(predicted))
+    parts.append(describe_places(predicted))
     for view in (predicted, runner_up):
         if view is None:
             continue
         slots = "; ".join(f"slot {s.slot}, {describe_slot(s)}: {format_number(s.value)}" for s in view.slots)
-        total = sum_of(content, view)
+        total = label_sum(content, view)
         end = f"; {total} {format_number(view.total)}" if total else ""
         parts.append(f"{view.label}, {HEADINGS[content.meaning]}: {slots}{end}.")
-    return " ".join([*parts, *difference(content), *explanations(content)])
+    return " ".join([*parts, *describe_difference(content), *explain_figures(content)])
 
 
-def _called(view: ClassView, slot: int) -> str:
+def _slot_suffix(view: ClassView, slot: int) -> str:
     name = next(s.name for s in view.slots if s.slot == slot)
     return f" ({name})" if name else ""

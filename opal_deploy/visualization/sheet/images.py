@@ -19,13 +19,13 @@ _SQUARES = 8
 _RAMP: tuple[RGB, ...] = ((250, 250, 248), (120, 185, 225), (8, 60, 110))
 
 
-def fitted(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
+def fit_size(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
     """`size` scaled up or down to the largest that lies in `room`; at least one pixel each way."""
     share = min(room[0] / size[0], room[1] / size[1])
     return max(1, round(size[0] * share)), max(1, round(size[1] * share))
 
 
-def photograph_with_boxes(photograph: Image.Image, view: ClassView, room: tuple[int, int]) -> Image.Image:
+def draw_class_boxes(photograph: Image.Image, view: ClassView, room: tuple[int, int]) -> Image.Image:
     """The whole picture as large as `room` allows, with the boxes of one class drawn at that size.
 
     Args:
@@ -33,7 +33,7 @@ def photograph_with_boxes(photograph: Image.Image, view: ClassView, room: tuple[
         view: whose boxes.
         room: (width, height).
     """
-    size = fitted(photograph.size, room)
+    size = fit_size(photograph.size, room)
     across, down = size[0] / photograph.width, size[1] / photograph.height
     record: Record = {
         "schema": RECORD_SCHEMA,
@@ -44,7 +44,7 @@ def photograph_with_boxes(photograph: Image.Image, view: ClassView, room: tuple[
         "prediction": {
             "class_id": view.class_id, "label": view.label, "logit": view.logit, "cosine": view.cosine,
         },
-        "evidence": [_scaled(slot, across, down) for slot in sorted(view.slots, key=lambda slot: slot.slot)],
+        "evidence": [_scale_slot(slot, across, down) for slot in sorted(view.slots, key=lambda slot: slot.slot)],
     }  # fmt: skip
     drawn = draw_overlay(photograph.resize(size, Image.Resampling.LANCZOS), record)
     cut = drawn.crop((0, 0, *photograph_size(*size)))
@@ -52,7 +52,7 @@ def photograph_with_boxes(photograph: Image.Image, view: ClassView, room: tuple[
     return cut if display_scale(*size) == 1 else cut.resize(size, Image.Resampling.LANCZOS)
 
 
-def _scaled(slot: SlotView, across: float, down: float) -> Slot:
+def _scale_slot(slot: SlotView, across: float, down: float) -> Slot:
     x0, y0, x1, y1 = slot.box
     return {
         "slot": slot.slot,
@@ -64,7 +64,7 @@ def _scaled(slot: SlotView, across: float, down: float) -> Slot:
     }
 
 
-def patch(photograph: Image.Image, box: Sequence[float]) -> Image.Image:
+def crop_box(photograph: Image.Image, box: Sequence[float]) -> Image.Image:
     """The pixels of a box, x1 and y1 exclusive, in their own resolution; at least one, none outside the picture."""
     left = min(max(round(box[0]), 0), photograph.width - 1)
     top = min(max(round(box[1]), 0), photograph.height - 1)
@@ -73,14 +73,14 @@ def patch(photograph: Image.Image, box: Sequence[float]) -> Image.Image:
     return photograph.crop((left, top, right, bottom))
 
 
-def enlarged(picture: Image.Image, room: tuple[int, int]) -> Image.Image:
+def enlarge(picture: Image.Image, room: tuple[int, int]) -> Image.Image:
     """A patch as large as `room` allows, with its own aspect ratio."""
-    size = fitted(picture.size, room)
+    size = fit_size(picture.size, room)
     squares = size[0] >= _SQUARES * picture.width
     return picture.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
 
 
-def attention_map(attention: NDArray[np.float32], most: float, size: tuple[int, int]) -> Image.Image:
+def draw_attention_map(attention: NDArray[np.float32], most: float, size: tuple[int, int]) -> Image.Image:
     """A slot's attention: every cell one rectangle, from pale (0) to dark (`most`); nothing is smoothed.
 
     Args:

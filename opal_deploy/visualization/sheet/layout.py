@@ -19,17 +19,17 @@ from opal_deploy.visualization.legend import INK, format_number
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
 from opal_deploy.visualization.sheet import captions
 from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
-from opal_deploy.visualization.sheet.images import attention_map, enlarged, fitted, patch, photograph_with_boxes
+from opal_deploy.visualization.sheet.images import crop_box, draw_attention_map, draw_class_boxes, enlarge, fit_size
 from opal_deploy.visualization.sheet.rendering import (
+    Bitmap,
     Drawing,
     Element,
-    Picture,
     Rect,
     Text,
-    lines_of,
-    middle_cut,
-    one_line,
+    fit_line,
     text_width,
+    truncate_middle,
+    wrap_lines,
 )
 
 WIDTH: Final = 1200
@@ -104,13 +104,15 @@ class _Page:
 
     def drawing(self) -> Drawing:
         about = self.content
-        return Drawing(WIDTH, self.y + _EDGE, captions.title(about), captions.description(about), tuple(self.elements))
+        return Drawing(
+            WIDTH, self.y + _EDGE, captions.build_title(about), captions.build_description(about), tuple(self.elements)
+        )
 
     def text(self, x: int, y: int, text: str, size: int = _BODY, color: RGB = INK, **how: object) -> None:
         self.elements.append(Text(x, y, text, size, color, **how))  # type: ignore[arg-type]
 
     def paragraph(self, text: str, x: int, width: int, *, size: int = _BODY, color: RGB = INK, lines: int = 4) -> None:
-        for line in lines_of(text, size, width, lines):
+        for line in wrap_lines(text, size, width, lines):
             self.y += round(size * 1.4)
             self.text(x, self.y - round(size * 0.4), line, size, color)
 
@@ -118,11 +120,11 @@ class _Page:
 
     def head(self) -> None:
         content = self.content
-        for line in lines_of(_label(content.predicted), _TITLE, _INNER, 2):
+        for line in wrap_lines(_label(content.predicted), _TITLE, _INNER, 2):
             self.y += 40
             self.text(_EDGE, self.y - 10, line, _TITLE, strong=True)
         self.y += 24
-        self.text(_EDGE, self.y - 8, middle_cut(content.image or "(no name)", _BODY, _INNER), _BODY, _FAINT)
+        self.text(_EDGE, self.y - 8, truncate_middle(content.image or "(no name)", _BODY, _INNER), _BODY, _FAINT)
         self.y += 14
         top = self.y
         for view, what in ((content.predicted, "predicted"), (content.runner_up, "runner-up")):
@@ -140,14 +142,14 @@ class _Page:
             self.elements.append(Rect(_EDGE, self.y, _INNER, height, _ALERT_PAPER, _ALERT))
             self.y += 8
             for caution in cautions:
-                self.text(_EDGE + 14, self.y + 18, one_line(caution, _BODY, _INNER - 28), _BODY, _ALERT)
+                self.text(_EDGE + 14, self.y + 18, fit_line(caution, _BODY, _INNER - 28), _BODY, _ALERT)
                 self.y += 26
             self.y += 10
 
     def _cosine_bar(self, view: ClassView, what: str) -> None:
         middle = self.y + 16
         self.text(_EDGE, middle + 6, what, _SMALL, _FAINT)
-        self.text(_EDGE + 84, middle + 6, one_line(_label(view), _BODY, 320), _BODY)
+        self.text(_EDGE + 84, middle + 6, fit_line(_label(view), _BODY, 320), _BODY)
         left, right = 452, 880
         share = min(max(view.cosine, 0.0), 1.0)
         self.elements.append(Rect(left, middle - 8, right - left, 16, _TRACK))
@@ -166,23 +168,23 @@ class _Page:
         if content.runner_up is not None:
             self._photograph(content.runner_up, "What else it considered", _RIGHT, _SMALL_PHOTOGRAPH)
             self.y += 6
-            for sentence in captions.difference(content):
+            for sentence in captions.describe_difference(content):
                 self.paragraph(sentence, _RIGHT, _RIGHT_END - _RIGHT, lines=5)
                 self.y += 4
-        for sentence in captions.explanations(content):
+        for sentence in captions.explain_figures(content):
             self.paragraph(sentence, _RIGHT, _RIGHT_END - _RIGHT, size=_SMALL, color=_FAINT, lines=5)
         self.y = max(self.y, left_end) + 18
 
     def _photograph(self, view: ClassView, heading: str, x: int, room: tuple[int, int]) -> int:
         self.text(x, self.y + 20, heading, _HEAD, strong=True)
-        self.text(x, self.y + 42, one_line(_label(view), _BODY, room[0]), _BODY)
+        self.text(x, self.y + 42, fit_line(_label(view), _BODY, room[0]), _BODY)
         self.y += 54
-        drawn = photograph_with_boxes(self.photograph, view, room)
+        drawn = draw_class_boxes(self.photograph, view, room)
         alt = f"the picture with the places that {_label(view)} was found at"
-        self.elements.append(Picture(x, self.y, drawn, alt))
+        self.elements.append(Bitmap(x, self.y, drawn, alt))
         self._view_frame(x, self.y, drawn.size)
         self.y += drawn.height
-        self.paragraph(captions.places(view), x, room[0], size=_SMALL, color=_FAINT, lines=1)
+        self.paragraph(captions.describe_places(view), x, room[0], size=_SMALL, color=_FAINT, lines=1)
         return self.y
 
     def _view_frame(self, x: int, y: int, size: tuple[int, int]) -> None:
@@ -202,10 +204,10 @@ class _Page:
     def slots(self) -> None:
         content = self.content
         self._rule()
-        heading = one_line(captions.HEADINGS[content.meaning].capitalize(), _HEAD, _LEFT_END - _LEFT)
+        heading = fit_line(captions.HEADINGS[content.meaning].capitalize(), _HEAD, _LEFT_END - _LEFT)
         self.text(_LEFT, self.y + 22, heading, _HEAD, strong=True)
         if content.runner_up is not None:
-            label = one_line(f"and for the runner-up, {_label(content.runner_up)}", _BODY, _RIGHT_END - _RIGHT)
+            label = fit_line(f"and for the runner-up, {_label(content.runner_up)}", _BODY, _RIGHT_END - _RIGHT)
             self.text(_RIGHT, self.y + 22, label, _BODY)
         if content.difference is not None:
             self.text(_between(), self.y + 22, "difference", _SMALL, _FAINT, anchor="middle")
@@ -242,16 +244,16 @@ class _Page:
             wide = (wide - _GAP) // 2
         self._swatch(slot.slot, x, self.y + (tall - 30) // 2)
         x += _SWATCH
-        picture = enlarged(patch(self.photograph, slot.box), (wide, tall))
+        picture = enlarge(crop_box(self.photograph, slot.box), (wide, tall))
         self._framed(picture, x, self.y + (tall - picture.height) // 2, slot)
         x += wide + _GAP
         if most is not None and slot.attention is not None:
             self._map(slot, slot.attention, x, tall, wide, most)
             x += wide + _GAP
         middle = self.y + tall // 2
-        place = captions.place(slot)
+        place = captions.describe_place(slot)
         if slot.name:
-            name = one_line(slot.name, _SMALL, end - x - text_width(f", {place}", _SMALL))
+            name = fit_line(slot.name, _SMALL, end - x - text_width(f", {place}", _SMALL))
             place = f"{name}, {place}"
         self.text(x, middle - 10, place, _SMALL, _FAINT)
         self.elements.append(Rect(x, middle + 2, room, 18, _TRACK))
@@ -262,11 +264,11 @@ class _Page:
     def _map(self, slot: SlotView, attention: NDArray[np.float32], x: int, tall: int, wide: int, most: float) -> None:
         x0, y0, x1, y1 = self.content.crop
         rows, cols = attention.shape
-        size = fitted((max(x1 - x0, 1), max(y1 - y0, 1)), (wide, tall))
+        size = fit_size((max(x1 - x0, 1), max(y1 - y0, 1)), (wide, tall))
         size = (max(size[0], cols), max(size[1], rows))
         left, top = x + wide - size[0], self.y + (tall - size[1]) // 2
         alt = f"attention map of slot {slot.slot}, highest in row {slot.cell[0]}, column {slot.cell[1]}"
-        self.elements.append(Picture(left, top, attention_map(attention, most, size), alt))
+        self.elements.append(Bitmap(left, top, draw_attention_map(attention, most, size), alt))
         self.elements.append(Rect(left - 1, top - 1, size[0] + 2, size[1] + 2, edge=_RULE))
         row, col = slot.cell
         cell_left, cell_top = left + col * size[0] // cols, top + row * size[1] // rows
@@ -287,7 +289,7 @@ class _Page:
             halves.append((content.runner_up, _RIGHT, _RIGHT_END))
             self.elements.append(Rect(_RIGHT, self.y, _RIGHT_END - _RIGHT, 1, INK))
         for view, left, end in halves:
-            words_left = one_line(captions.sum_of(content, view), _BODY, end - left - 80)
+            words_left = fit_line(captions.label_sum(content, view), _BODY, end - left - 80)
             self.text(end - 74, baseline, words_left, _BODY, _FAINT, anchor="end")
             self.text(end, baseline, format_number(view.total), _BODY, anchor="end", strong=True)
         if content.difference is not None and content.margin is not None:
@@ -303,7 +305,7 @@ class _Page:
         self.y += 8
         self._rule()
         heading = f"This looks like that: other pictures of {_label(self.content.predicted)}"
-        self.text(_LEFT, self.y + 22, one_line(heading, _HEAD, _INNER), _HEAD, strong=True)
+        self.text(_LEFT, self.y + 22, fit_line(heading, _HEAD, _INNER), _HEAD, strong=True)
         self.y += 32
         self.paragraph(f"In a frame: this picture. {looks.origin}", _LEFT, _INNER, size=_SMALL, color=_FAINT, lines=2)
         self.y += 10
@@ -315,11 +317,11 @@ class _Page:
         """A column a slot: its own patch, and under it those of other pictures, side by side where slots are few."""
         side_by_side = max(1, column // _LOOK)
         room = (column // side_by_side - 12, 120)
-        own = [enlarged(patch(self.photograph, slot.box), room) for slot in slots]
+        own = [enlarge(crop_box(self.photograph, slot.box), room) for slot in slots]
         for index, slot in enumerate(slots):
             x = _LEFT + index * column
             self._swatch(slot.slot, x, self.y)
-            self.text(x + 40, self.y + 20, one_line(slot.name or "", _SMALL, column - 52), _SMALL, _FAINT)
+            self.text(x + 40, self.y + 20, fit_line(slot.name or "", _SMALL, column - 52), _SMALL, _FAINT)
             self._framed(own[index], x + 4, self.y + 40, slot)
         self.y += 40 + max(picture.height for picture in own) + 14
         depth = max((len(by_slot.get(slot.slot, ())) for slot in slots), default=0)
@@ -327,10 +329,10 @@ class _Page:
             tallest = 0
             for index, slot in enumerate(slots):
                 for place, look in enumerate(by_slot.get(slot.slot, ())[first : first + side_by_side]):
-                    picture = enlarged(look.image, room)
+                    picture = enlarge(look.image, room)
                     x = _LEFT + index * column + place * (column // side_by_side) + 4
-                    self.elements.append(Picture(x, self.y, picture, look.alt))
-                    self.text(x, self.y + picture.height + 15, middle_cut(look.caption, 12, room[0]), 12, _FAINT)
+                    self.elements.append(Bitmap(x, self.y, picture, look.alt))
+                    self.text(x, self.y + picture.height + 15, truncate_middle(look.caption, 12, room[0]), 12, _FAINT)
                     tallest = max(tallest, picture.height)
             self.y += tallest + 26
         if not depth:
@@ -350,7 +352,7 @@ class _Page:
 
     def _framed(self, picture: Image.Image, x: int, y: int, slot: SlotView) -> None:
         alt = f"patch of slot {slot.slot}, {captions.describe_slot(slot)}"
-        self.elements.append(Picture(x, y, picture, alt))
+        self.elements.append(Bitmap(x, y, picture, alt))
         width, height = picture.size
         self.elements.append(Rect(x - 3, y - 3, width + 6, height + 6, edge=slot_color(slot.slot), line=3))
         self.elements.append(Rect(x - 4, y - 4, width + 8, height + 8, edge=INK))

@@ -17,9 +17,9 @@ from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from opal_deploy.visualization.legend import PAPER
-from opal_deploy.visualization.overlay import as_jpeg
-from opal_deploy.visualization.palette import RGB, css
-from opal_deploy.visualization.text import drawable, font, put_text, text_length, visible
+from opal_deploy.visualization.overlay import encode_jpeg
+from opal_deploy.visualization.palette import RGB, to_hex
+from opal_deploy.visualization.text import draw_text, escape_unprintable, font, text_length, to_drawable
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -51,7 +51,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Bitmap:
     """Pixels at a place, in the size that they have; `alt` says in words what they show."""
 
     x: int
@@ -60,7 +60,7 @@ class Picture:
     alt: str
 
 
-Element: TypeAlias = Rect | Text | Picture
+Element: TypeAlias = Rect | Text | Bitmap
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def text_width(text: str, size: int) -> float:
         return text_length(text, font(size))
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     narrow = "".join(c for c in text if unicodedata.east_asian_width(c) not in "WF")
-    return text_length(drawable(narrow, len(narrow)), font(size)) + wide * size
+    return text_length(to_drawable(narrow, len(narrow)), font(size)) + wide * size
 
 
-def lines_of(text: str, size: int, width: float, lines: int = 1) -> list[str]:
+def wrap_lines(text: str, size: int, width: float, lines: int = 1) -> list[str]:
     """`text` (from anywhere) on at most `lines` lines of `width` pixels, broken at spaces; the rest is an ellipsis."""
-    rest = " ".join(visible(text[:2000]).split())
+    rest = " ".join(escape_unprintable(text[:2000]).split())
     out: list[str] = []
     while rest and len(out) < lines:
         if text_width(rest, size) <= width:
@@ -106,14 +106,14 @@ def lines_of(text: str, size: int, width: float, lines: int = 1) -> list[str]:
     return out
 
 
-def one_line(text: str, size: int, width: float) -> str:
+def fit_line(text: str, size: int, width: float) -> str:
     """`lines_of` with one line."""
-    return "".join(lines_of(text, size, width))
+    return "".join(wrap_lines(text, size, width))
 
 
-def middle_cut(text: str, size: int, width: float) -> str:
+def truncate_middle(text: str, size: int, width: float) -> str:
     """One line of which the middle goes where it is too long: a file's name is told by its end."""
-    whole = " ".join(visible(text[-2000:]).split())
+    whole = " ".join(escape_unprintable(text[-2000:]).split())
     if text_width(whole, size) <= width:
         return whole
     room = width - text_width("...", size)
@@ -134,12 +134,12 @@ def _that_fit(text: str, size: int, width: float) -> int:
 _ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 
 
-def draw_png(drawing: Drawing) -> Image.Image:
+def render_png(drawing: Drawing) -> Image.Image:
     """RGB pixels of the drawing."""
     canvas = Image.new("RGB", (drawing.width, drawing.height), PAPER)
     draw = ImageDraw.Draw(canvas)
     for element in drawing.elements:
-        if isinstance(element, Picture):
+        if isinstance(element, Bitmap):
             canvas.paste(element.image, (element.x, element.y))
         elif isinstance(element, Rect):
             if element.width > 0 and element.height > 0:
@@ -158,16 +158,16 @@ def encode_png(drawing: Drawing) -> bytes:
     about.add_itxt("Title", drawing.title)
     about.add_itxt("Description", drawing.description)
     buffer = io.BytesIO()
-    draw_png(drawing).save(buffer, "PNG", pnginfo=about)
+    render_png(drawing).save(buffer, "PNG", pnginfo=about)
     return buffer.getvalue()
 
 
 def _put(draw: ImageDraw.ImageDraw, text: Text) -> None:
-    words = drawable(text.text)
-    put_text(draw, (text.x, text.y), words, text.color, font(text.size), _ANCHORS[text.anchor])
+    words = to_drawable(text.text)
+    draw_text(draw, (text.x, text.y), words, text.color, font(text.size), _ANCHORS[text.anchor])
     if text.strong:
         # the built-in font has one weight
-        put_text(draw, (text.x + 0.6, text.y), words, text.color, font(text.size), _ANCHORS[text.anchor])
+        draw_text(draw, (text.x + 0.6, text.y), words, text.color, font(text.size), _ANCHORS[text.anchor])
 
 
 _FONTS = "Aileron, Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -181,7 +181,7 @@ def encode_svg(drawing: Drawing) -> bytes:
         f'viewBox="0 0 {drawing.width} {drawing.height}" role="img" aria-labelledby="title desc" '
         f'font-family="{_FONTS}">\n'
         f'<title id="title">{_text(drawing.title)}</title>\n<desc id="desc">{_text(drawing.description)}</desc>\n'
-        f'<rect width="{drawing.width}" height="{drawing.height}" fill="{css(PAPER)}"/>\n'
+        f'<rect width="{drawing.width}" height="{drawing.height}" fill="{to_hex(PAPER)}"/>\n'
     ]
     parts += [_element(element) for element in drawing.elements]
     parts.append("</svg>\n")
@@ -199,13 +199,13 @@ def _element(element: Element) -> str:
 def _rect(rect: Rect) -> str:
     if rect.width <= 0 or rect.height <= 0:
         return ""
-    fill = "none" if rect.fill is None else css(rect.fill)
+    fill = "none" if rect.fill is None else to_hex(rect.fill)
     if rect.edge is None:
         return f'<rect x="{rect.x}" y="{rect.y}" width="{rect.width}" height="{rect.height}" fill="{fill}"/>\n'
     half = rect.line / 2
     return (
         f'<rect x="{rect.x + half}" y="{rect.y + half}" width="{rect.width - rect.line}" '
-        f'height="{rect.height - rect.line}" fill="{fill}" stroke="{css(rect.edge)}" stroke-width="{rect.line}"/>\n'
+        f'height="{rect.height - rect.line}" fill="{fill}" stroke="{to_hex(rect.edge)}" stroke-width="{rect.line}"/>\n'
     )
 
 
@@ -216,21 +216,21 @@ def _line(text: Text) -> str:
         return ""
     weight = ' font-weight="bold"' if text.strong else ""
     return (
-        f'<text x="{text.x}" y="{text.y}" font-size="{text.size}" fill="{css(text.color)}" '
+        f'<text x="{text.x}" y="{text.y}" font-size="{text.size}" fill="{to_hex(text.color)}" '
         f'text-anchor="{text.anchor}"{weight} textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs">'
         f"{_text(text.text)}</text>\n"
     )
 
 
-def _picture(picture: Picture) -> str:
-    data = base64.b64encode(as_jpeg(picture.image)).decode("ascii")
+def _picture(picture: Bitmap) -> str:
+    data = base64.b64encode(encode_jpeg(picture.image)).decode("ascii")
     width, height = picture.image.size
     return (
         f'<image x="{picture.x}" y="{picture.y}" width="{width}" height="{height}" role="img" '
-        f"aria-label={quoteattr(visible(picture.alt))} "
+        f"aria-label={quoteattr(escape_unprintable(picture.alt))} "
         f'href="data:image/jpeg;base64,{data}"/>\n'
     )
 
 
 def _text(text: str) -> str:
-    return escape(visible(text))
+    return escape(escape_unprintable(text))

@@ -18,7 +18,7 @@ from opal_deploy.inference import atlas as building
 from opal_deploy.inference.decoding.prepare import Request
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
 from opal_deploy.inference.run.run import RunOptions, run
-from opal_deploy.inference.sheets import SheetOptions, with_maps
+from opal_deploy.inference.sheets import SheetOptions, with_attention
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Item, Skipped
 from opal_deploy.visualization.atlas.storage import Atlas, write_atlas
@@ -113,8 +113,8 @@ def test_a_picture_of_the_atlas_is_not_its_own_neighbour(
         shown.extend(look.alt for look in looks.by_slot[0])
         return lay_out_before(content, photograph, looks)
 
-    lay_out_before = drawn_sheets.lay_out
-    monkeypatch.setattr(drawn_sheets, "lay_out", lay_out)
+    lay_out_before = drawn_sheets.layout_sheet
+    monkeypatch.setattr(drawn_sheets, "layout_sheet", lay_out)
     # under another name, so that only the bytes can tell
     (tmp_path / "copy.png").write_bytes((pictures / "5.png").read_bytes())
     session = bright_session()
@@ -140,7 +140,7 @@ def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model: Pat
     from opal_deploy.runtime.torch_session import TorchSession
 
     session = TorchSession(exact_model.with_suffix(".pt"), device="cpu", threads=1)
-    (asked,) = with_maps([session])
+    (asked,) = with_attention([session])
     images = np.random.default_rng(0).integers(0, 255, (2, *session.metadata.input_size, 3), np.uint8)
     plain, found = session.run(images), asked.run(images)
     assert plain.attention is None
@@ -154,4 +154,4 @@ def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model: Pat
 def test_an_export_that_has_maps_stays_as_it_is(bright_session: Callable) -> None:
     session = bright_session()
     session.metadata = replace(session.metadata, outputs=("logits", "argmax", "scores", "attention"))
-    assert with_maps([session]) == [session]
+    assert with_attention([session]) == [session]

@@ -15,14 +15,14 @@ import pytest
 from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.synthetic import generate
+from opal_deploy.synthetic import generate_dataset
 from opal_deploy.train.reproduce import results
 
 
 @pytest.fixture(scope="module")
 def creatures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("creatures") / "data"
-    generate(root, num_species=3, train_per_class=6, val_per_class=2, test_per_class=2, size=(64, 64))
+    generate_dataset(root, num_species=3, train_per_class=6, val_per_class=2, test_per_class=2, size=(64, 64))
     return root
 
 
