@@ -14,8 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.runtime import devices
-from opal_deploy.runtime.onnx_session import available_cpus
+from opal_deploy.runtime.devices import available_cpus
+from opal_deploy.runtime.nvml import read_driver
 
 # distributions whose versions figures depend on
 _DISTRIBUTIONS = (
@@ -28,7 +28,7 @@ _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 @functools.cache
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, GPUs, driver and versions."""
-    driver = devices.read_driver()
+    driver = read_driver()
     facts: dict[str, Any] = {
         "processor": _processor(),
         "cores": os.cpu_count(),

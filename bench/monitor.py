@@ -1,21 +1,21 @@
 """What the machine did while something was measured: sampled in a thread, summed up, marked where it spoils figures.
 
-GPUs tell through NVML (nvidia-ml-py), processors through psutil; without one of these packages the record says that its
-part was not sampled.
+GPUs are read through NVML, processors through psutil; where one of them is missing, the record says that its part was
+not sampled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from opal_deploy.bench.measurement import THROTTLED
+from opal_deploy.runtime.devices import available_cpu_ids, parse_device
+from opal_deploy.runtime.nvml import GpuSensors, NvmlError
 from opal_deploy.statistics.intervals import percentile
 
 INTERVAL = 0.1
@@ -25,21 +25,8 @@ _BUSY_SHARE = 0.10
 # over less time the system's counters, which tick every 10 ms, say nothing
 _LEAST_SECONDS = 0.5
 
-# NVML's reasons why clocks are not the highest (nvmlClocksEventReasons), by bit; the first two and the last are wishes,
-# not needs
-_REASONS = {
-    0x001: "gpu_idle",
-    0x002: "applications_clocks_setting",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
+# reasons for lower clocks that somebody chose; all others slow a GPU down against its will
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
-_CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 
 Samples = dict[str, list[float]]
 
@@ -59,53 +46,33 @@ class SampleSource(Protocol):
 
 
 class GpuSource:
-    """One GPU through NVML."""
+    """One GPU, through NVML."""
 
-    def __init__(self, nvml: Any, index: int, expected: str = "") -> None:
-        """Args: nvml: the module `pynvml`; index: as CUDA counts; expected: the GPU's name as CUDA has it.
+    def __init__(self, sensors: GpuSensors, index: int, expected: str = "") -> None:
+        """Watch a GPU.
+
+        Args:
+            sensors: of the GPU.
+            index: CUDA's number of the GPU.
+            expected: the GPU's name as CUDA reports it; empty if unknown.
 
         Raises:
-            NotSampled: NVML has no such GPU, or counts another one there.
+            SourceUnavailable: NVML has another GPU under that number.
         """
+        if expected and sensors.name != expected:
+            raise SourceUnavailable(f"NVML's GPU {index} is {sensors.name}, CUDA's is {expected}")
         self.name = f"cuda:{index}"
-        self._nvml = nvml
-        try:
-            nvml.nvmlInit()
-            self._handle = _handle(nvml, index)
-            found = _text(nvml.nvmlDeviceGetName(self._handle))
-        except nvml.NVMLError as error:
-            raise SourceUnavailable(f"NVML: {error}") from None
-        if expected and found != expected:
-            raise SourceUnavailable(f"NVML's GPU {index} is {found}, CUDA's is {expected}")
+        self._sensors = sensors
         self._reasons: Counter[str] = Counter()
         self._samples = 0
 
     def sample(self) -> dict[str, float]:
-        """Clocks, power, temperature, utilisation, memory; throttle reasons are counted."""
-        nvml, handle = self._nvml, self._handle
-        readers: dict[str, Callable[[], float]] = {
-            "sm_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_SM),
-            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, _CLOCK_MEMORY),
-            "power_watts": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-            "temperature_celsius": lambda: nvml.nvmlDeviceGetTemperature(handle, _TEMPERATURE_GPU),
-            "utilisation_percent": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-            "memory_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
-        }
-        found = {}
-        for name, read in readers.items():
-            try:
-                found[name] = float(read())
-            except nvml.NVMLError:
-                continue
-        try:
-            # drivers before 535 know it by its old name
-            ask = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None)
-            bits = int((ask or nvml.nvmlDeviceGetCurrentClocksThrottleReasons)(handle))
-        except nvml.NVMLError:
-            return found
-        self._samples += 1
-        self._reasons.update(word for bit, word in _REASONS.items() if bits & bit)
-        return found
+        """Return clocks, power, temperature, utilisation and memory; count the reasons for lower clocks."""
+        reasons = self._sensors.read_clock_reasons()
+        if reasons is not None:
+            self._samples += 1
+            self._reasons.update(reasons)
+        return self._sensors.read()
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """In how many samples each reason held; a mark for those that slow a GPU down against its will."""
@@ -139,7 +106,7 @@ class CpuSource:
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
         """What share of the processors' time others took; time that a hypervisor took away is others' too."""
         total, busy, ours = (now - then for now, then in zip(self._times(), self._start, strict=True))
-        if total < _LEAST_SECONDS * self._cores():
+        if total < _LEAST_SECONDS * len(available_cpu_ids()):
             return {}, ()
         others = max(0.0, (busy - ours) / total)
         marks = (f"{BUSY}: other processes took {others:.0%} of the CPU time",) if others > _BUSY_SHARE else ()
@@ -148,9 +115,9 @@ class CpuSource:
     def _times(self) -> tuple[float, float, float]:
         """Seconds of the usable processors in all, those not idle, and those of this process and its own."""
         total = busy = 0.0
-        usable = _usable_cpus()
+        usable = available_cpu_ids()
         for number, times in enumerate(self._psutil.cpu_times(percpu=True)):
-            if usable is None or number in usable:
+            if number in usable:
                 idle = times.idle + getattr(times, "iowait", 0.0)
                 names = ("user", "nice", "system", "irq", "softirq", "steal")
                 working = sum(getattr(times, name, 0.0) for name in names)
@@ -159,10 +126,6 @@ class CpuSource:
         # processes that this one started and that have ended, such as decode workers; not every system tells
         ended = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
         return total, busy, own.user + own.system + ended
-
-    def _cores(self) -> int:
-        usable = _usable_cpus()
-        return len(usable) if usable is not None else (os.cpu_count() or 1)
 
 
 class SourceUnavailable(Exception):
@@ -218,44 +181,23 @@ def monitor_devices(*devices: str) -> Monitor:
     sources: list[SampleSource] = []
     missing: dict[str, str] = {}
     try:
-        sources.append(CpuSource(_package("psutil", "psutil")))
-    except SourceUnavailable as error:
-        missing["cpu"] = str(error)
+        import psutil
+
+        sources.append(CpuSource(psutil))
+    except ImportError:
+        missing["cpu"] = "psutil is not installed (pip install 'opal-deploy[bench]')"
     for device in sorted(set(devices) - {"cpu"}):
         name, _, gpu = device.partition(" ")
         try:
-            nvml = _package("pynvml", "nvidia-ml-py")
-            sources.append(GpuSource(nvml, int(name.partition(":")[2] or 0), gpu))
+            index = parse_device(name)[1]
+            sources.append(GpuSource(GpuSensors(index), index, gpu))
+        except NvmlError as error:
+            missing[name] = f"NVML: {error}"
         except SourceUnavailable as error:
             missing[name] = str(error)
     return Monitor(sources, missing)
 
 
-def _package(module: str, distribution: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise SourceUnavailable(f"{distribution} is not installed (pip install 'opal-deploy[bench]')") from None
-
-
-def _handle(nvml: Any, index: int) -> Any:
-    """NVML's handle for CUDA's device number: CUDA_VISIBLE_DEVICES renumbers them, and NVML does not know it."""
-    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    which = visible[index] if index < len(visible) else str(index)
-    return nvml.nvmlDeviceGetHandleByIndex(int(which)) if which.isdigit() else nvml.nvmlDeviceGetHandleByUUID(which)
-
-
-def _usable_cpus() -> set[int] | None:
-    try:
-        return os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS and Windows
-        return None
-
-
 def _summary(values: list[float]) -> dict[str, float]:
     found = {"min": min(values), "median": percentile(values, 50), "max": max(values)}
     return {name: round(value, 2) for name, value in found.items()}
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -21,7 +21,7 @@ from opal_deploy.datasets.samples import Report, Sample, listed
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import compute_geometry, to_input
-from opal_deploy.runtime.onnx_session import available_cpus
+from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train.transforms import PaperAugmentation
 
 # (epoch, position): the key by which a batch asks for a picture, so that worker processes need no other word of it

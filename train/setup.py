@@ -17,7 +17,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.runtime.onnx_session import available_cpus
+from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train.recipe import TrainingPrecision
 
 # more processes than this only wait for one GPU

@@ -32,7 +32,7 @@ from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import ArtifactError
 from opal_deploy.export.tensorrt.builder import Advance, Listen, Network
 from opal_deploy.export.tensorrt.options import BuildOptions, Choice
-from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.tensorrt.bindings import SHORT_NAMES, Bindings, load
 from opal_deploy.runtime.tensorrt.compatibility import here
 from opal_deploy.runtime.tensorrt.session import EngineSession

@@ -12,7 +12,7 @@ from opal_deploy.export.onnx_export import file_name, staged
 from opal_deploy.export.tensorrt.engine_export import EngineJob, staged_engines
 from opal_deploy.export.tensorrt.from_onnx import Deployment
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.nvml import Driver
 
 
 def deploy_checkpoint(

@@ -11,7 +11,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportOptions, Say
 from opal_deploy.export.onnx_export import ExportedModel, file_name, onnx_candidate, staged
 from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob, staged_engines
-from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_vectors
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TENSORRT_RTX, TITLES, installed_version
 from opal_deploy.runtime.tensorrt.compatibility import AHEAD_OF_TIME, DEFAULT_TARGET, examples, parse_target, sm_of
 

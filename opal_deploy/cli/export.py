@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opal_deploy.export.tensorrt.from_onnx import Deployment
     from opal_deploy.export.tensorrt.options import BuildOptions
     from opal_deploy.model.checkpoint import Checkpoint
-    from opal_deploy.runtime.devices import Driver
+    from opal_deploy.runtime.nvml import Driver
 
 _ENGINES = "Engines (--trt)"
 _AUTHORS = "The authors' checkpoints, which do not record it"

@@ -20,7 +20,7 @@ def default_batch(session: Session) -> int:
 
 def default_workers() -> int:
     """Pictures prepared at a time, where nobody says: as many as this process has cores, at most 8."""
-    from opal_deploy.runtime.onnx_session import available_cpus
+    from opal_deploy.runtime.devices import available_cpus
 
     return min(8, available_cpus())
 

@@ -177,7 +177,7 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
-    from opal_deploy.runtime.select import gpu_names
+    from opal_deploy.runtime.devices import gpu_names
 
     decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
     if options.min_margin is None and isinstance(margin, int | float):

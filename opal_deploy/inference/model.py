@@ -21,7 +21,8 @@ from opal_deploy.preprocess.gpu import open_gpus
 from opal_deploy.preprocess.resize import Box
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.select import gpu_names, open_sessions
+from opal_deploy.runtime.devices import gpu_names
+from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +19,10 @@ import numpy as np
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
-from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, require
+from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime import devices
+from opal_deploy.runtime.devices import available_cpus, parse_device
+from opal_deploy.runtime.nvml import read_driver
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 
 CUDA = "CUDAExecutionProvider"
@@ -102,7 +102,7 @@ class OnnxSession:
                     f"{path}: ONNX Runtime has no bfloat16 convolutions here; build an engine from it "
                     f"(opal-deploy export {path.name} --trt), or run the fp32 or fp16 file"
                 ) from None
-            raise ArtifactError(f"{path}: ONNX Runtime refuses it ({_first_line(error)}); export it again") from None
+            raise ArtifactError(f"{path}: ONNX Runtime refuses it ({first_line(error)}); export it again") from None
         used = self._session.get_providers()
         if self._device_id is not None and CUDA not in used:
             raise UsageError(
@@ -146,7 +146,7 @@ class OnnxSession:
         try:
             yield
         except Exception as error:  # as above
-            told = f"ONNX Runtime failed on a batch of {batch} ({_first_line(error)})"
+            told = f"ONNX Runtime failed on a batch of {batch} ({first_line(error)})"
             if isinstance(error, MemoryError) or any(word in str(error).lower() for word in _OUT_OF_MEMORY):
                 raise OutOfMemory(f"{told}; use a smaller --batch") from None
             raise StoppedEarly(f"{told}; see `opal-deploy doctor`") from None
@@ -189,36 +189,26 @@ class OnnxSession:
         return self._outputs(values), Stages(*(after - before for before, after in itertools.pairwise(times)))
 
 
-def available_cpus() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS and Windows
-        return os.cpu_count() or 1
-
-
 def cuda_is_usable() -> bool:
     """Whether ONNX Runtime is installed with its CUDA provider and there is an NVIDIA GPU."""
     try:
         import onnxruntime
     except ImportError:
         return False
-    return CUDA in onnxruntime.get_available_providers() and bool(devices.read_driver().gpus)
+    return CUDA in onnxruntime.get_available_providers() and bool(read_driver().gpus)
 
 
 def _cuda_device(onnxruntime: Any, device: str) -> int | None:
     """The CUDA device's number, or None for the CPU."""
-    name, _, number = device.partition(":")
-    if name not in ("auto", "cpu", "cuda") or (number and not number.isdigit()):
-        raise UsageError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
-    if name == "cpu" or (name == "auto" and not cuda_is_usable()):
+    kind, index = parse_device(device)
+    if kind == "cpu" or (kind == "auto" and not cuda_is_usable()):
         return None
     if CUDA not in onnxruntime.get_available_providers():
         raise UsageError(
             "device cuda: this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then "
             "pip install 'opal-deploy[gpu]'"
         )
-    return int(number or 0)
+    return index
 
 
 def _load_cuda_libraries(onnxruntime: Any) -> None:
@@ -226,8 +216,3 @@ def _load_cuda_libraries(onnxruntime: Any) -> None:
     preload = getattr(onnxruntime, "preload_dlls", None)
     if preload is not None:
         preload()
-
-
-def _first_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text[:200] or type(error).__name__

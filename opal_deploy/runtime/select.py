@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
+from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
 
 
@@ -34,7 +34,7 @@ def open_sessions(
         ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
         UsageError: a device that is not there.
     """
-    return [_open(path, name, threads, cuda_graphs) for name in _devices(device)]
+    return [_open(path, name, threads, cuda_graphs) for name in split_devices(device)]
 
 
 def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Session:
@@ -59,30 +59,6 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Se
     from opal_deploy.runtime.onnx_session import OnnxSession
 
     return OnnxSession(path, device=device, threads=threads)
-
-
-def _devices(text: str) -> list[str]:
-    if text.split(":")[0] in ("auto", "cpu", "cuda"):
-        return [text]
-    numbers = text.split(",")
-    if not all(number.isdigit() for number in numbers) or len(set(numbers)) != len(numbers):
-        raise UsageError(f"device {text!r}: expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1")
-    return [f"cuda:{number}" for number in numbers]
-
-
-def gpu_names(device: str) -> list[str]:
-    """The GPUs that `open_sessions` uses for `device`, as `cuda:N`; none for `cpu`; for `auto` the one it would use.
-
-    Raises:
-        UsageError: a text that names no device.
-    """
-    names = ["cuda:0" if name in ("auto", "cuda") else name for name in _devices(device)]
-    if names == ["cpu"]:
-        return []
-    for name in names:
-        if re.fullmatch(r"cuda:\d{1,4}", name) is None:
-            raise UsageError(f"device {device!r}: expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1")
-    return names
 
 
 def find_model(folder: Path, *, gpu: bool, engine_misfit: Callable[[Sidecar], str]) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -17,8 +16,9 @@ import pytest
 
 from opal_deploy.cli.doctor import doctor
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime import devices
-from opal_deploy.runtime.devices import Device, Driver, Gpu
+from opal_deploy.runtime import diagnostics, nvml
+from opal_deploy.runtime.diagnostics import Device
+from opal_deploy.runtime.nvml import Driver, Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
@@ -43,12 +43,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
         if "tensorrt-cu13-libs==11.4" in installed:
             modules |= {"tensorrt_libs", "tensorrt_bindings"}
-        monkeypatch.setattr(devices, "read_driver", lambda: driver)
+        monkeypatch.setattr(nvml, "read_driver", lambda: driver)
         monkeypatch.setattr(
-            devices, "installed", lambda *names: next((versions[n] for n in names if n in versions), None)
+            diagnostics, "installed_version", lambda *names: next((versions[n] for n in names if n in versions), None)
         )
-        monkeypatch.setattr(devices, "is_importable", lambda module: module in modules)
-        monkeypatch.setattr(devices, "query_onnxruntime", lambda: answer)
+        monkeypatch.setattr(diagnostics, "is_importable", lambda module: module in modules)
+        monkeypatch.setattr(diagnostics, "query_onnxruntime", lambda: answer)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return make
@@ -229,7 +229,7 @@ def test_tensorrt_is_usable_where_all_of_it_is_there(
     problem: str,
 ) -> None:
     machine(*installed, driver=driver)
-    monkeypatch.setattr(devices, "_ask", lambda *_: answer)
+    monkeypatch.setattr(diagnostics, "_run_program", lambda *_: answer)
 
     found = document(capsys)
     fact = runtime(found, "tensorrt")
@@ -239,87 +239,6 @@ def test_tensorrt_is_usable_where_all_of_it_is_there(
     assert bool(fact["problem"]) is not usable
     assert bool(fact["advice"]) is not usable
     assert found["usable"]["gpu"] is usable
-
-
-class FakeNvml:
-    """NVML's C functions with the results of a machine with one H200."""
-
-    status = 0
-    count = 1
-
-    def nvmlInit_v2(self) -> int:
-        return self.status
-
-    def nvmlShutdown(self) -> int:
-        return 0
-
-    @property
-    def nvmlErrorString(self) -> Any:
-        def text(_: int) -> bytes:
-            return b"Driver/library version mismatch"
-
-        return text
-
-    def nvmlSystemGetDriverVersion(self, text: Any, _: int) -> int:
-        text.value = b"580.95.05"
-        return 0
-
-    def nvmlSystemGetCudaDriverVersion_v2(self, number: Any) -> int:
-        number._obj.value = 13000
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = self.count
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: ctypes.c_uint, device: Any) -> int:
-        device._obj.value = 0x7F0000000000 + index.value
-        return 0 if index.value == 0 else 15  # NVML_ERROR_GPU_IS_LOST
-
-    def nvmlDeviceGetName(self, device: ctypes.c_void_p, text: Any, _: int) -> int:
-        text.value = b"NVIDIA H200"
-        return 0
-
-    def nvmlDeviceGetMemoryInfo(self, device: ctypes.c_void_p, memory: Any) -> int:
-        memory._obj.total = H200.memory
-        return 0
-
-    def nvmlDeviceGetCudaComputeCapability(self, device: ctypes.c_void_p, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = H200.compute_capability
-        return 0
-
-
-def test_the_driver_is_read_from_nvml() -> None:
-    assert devices.read_driver(lambda name: FakeNvml()) == DRIVER
-
-
-def test_a_driver_that_does_not_start_says_why() -> None:
-    nvml = FakeNvml()
-    nvml.status = 18
-
-    assert devices.read_driver(lambda name: nvml) == Driver(
-        problem="the NVIDIA driver does not answer: Driver/library version mismatch (18)"
-    )
-
-
-def test_a_lost_gpu_does_not_hide_the_others() -> None:
-    nvml = FakeNvml()
-    nvml.count = 2
-    driver = devices.read_driver(lambda name: nvml)
-
-    assert driver.gpus == (H200,)
-    assert driver.problem == "GPU 1 does not answer (lost, or no permission)"
-
-
-def test_a_driver_without_gpus_says_so() -> None:
-    nvml = FakeNvml()
-    nvml.count = 0
-
-    assert devices.read_driver(lambda name: nvml).problem == "the NVIDIA driver lists no GPU"
-
-
-def test_a_library_that_is_not_nvml_is_not_a_crash() -> None:
-    assert "is not usable" in devices.read_driver(lambda name: object()).problem
 
 
 def fake_onnxruntime(folder: Path, source: str) -> None:
@@ -342,7 +261,7 @@ def test_a_broken_onnxruntime_is_an_answer(
     fake_onnxruntime(tmp_path, source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    answer = devices.query_onnxruntime(timeout)
+    answer = diagnostics.query_onnxruntime(timeout)
 
     assert set(answer) == {"problem"}
     assert problem in answer["problem"]
@@ -356,7 +275,7 @@ def test_an_onnxruntime_that_prints_is_understood(tmp_path: Path, monkeypatch: p
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    answer = devices.query_onnxruntime()
+    answer = diagnostics.query_onnxruntime()
 
     assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
 
@@ -365,14 +284,14 @@ def test_files_in_the_working_directory_are_not_imported(tmp_path: Path, monkeyp
     fake_onnxruntime(tmp_path, "raise SystemExit('the one of the working directory')")
     monkeypatch.chdir(tmp_path)
 
-    assert "working directory" not in str(devices.query_onnxruntime())
+    assert "working directory" not in str(diagnostics.query_onnxruntime())
 
 
 def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "left_behind_by_pip" / "capi").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    assert not devices.is_importable("left_behind_by_pip")
+    assert not diagnostics.is_importable("left_behind_by_pip")
 
 
 def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast() -> None:

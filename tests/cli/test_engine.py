@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.runtime.devices import read_driver
+from opal_deploy.runtime.nvml import read_driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
 pytestmark = [

@@ -23,8 +23,7 @@ def decoding(
     from opal_deploy.bench.decoding import compare_cpu_paths, compare_gpu_path
     from opal_deploy.bench.machine import provenance
     from opal_deploy.preprocess.gpu import open_gpus
-    from opal_deploy.runtime.onnx_session import available_cpus
-    from opal_deploy.runtime.select import gpu_names
+    from opal_deploy.runtime.devices import available_cpus, gpu_names
 
     gpus = open_gpus(gpu_names(device), available_cpus(), "leave --device out") if device else ()
     paths = [item.path for item in find_items(images, limit)]

@@ -61,7 +61,7 @@ def pipeline(
     from opal_deploy.bench.pipeline.measure import load_for_inference, measure_case
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
-    from opal_deploy.runtime.select import gpu_names
+    from opal_deploy.runtime.devices import gpu_names
 
     path = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)

@@ -154,7 +154,8 @@ def infer(
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
     from opal_deploy.records.tables import check_formats
-    from opal_deploy.runtime.select import gpu_names, open_sessions
+    from opal_deploy.runtime.devices import gpu_names
+    from opal_deploy.runtime.select import open_sessions
 
     with signals(print_message) as interrupt:
         discovery.check_inputs(images)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.runtime import devices
+from opal_deploy.errors import MissingExtra, UsageError, first_line
+from opal_deploy.runtime import diagnostics
 
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
@@ -45,7 +45,7 @@ class Bindings:
 
 def installed_version(name: str) -> str | None:
     """The full version of an installed library, without importing it; None if it, or a part of it, is missing."""
-    return devices.installed_tensorrt(name, MODULES[name])
+    return diagnostics.tensorrt_version(name, MODULES[name])
 
 
 def load(name: str, purpose: str) -> Bindings:
@@ -63,11 +63,10 @@ def load(name: str, purpose: str) -> Bindings:
     try:
         module = importlib.import_module(MODULES[name])
     except Exception as error:  # a missing library is FileNotFoundError, OSError or ImportError, as it happens
-        reason = " ".join(str(error).split())[:200]
         raise UsageError(
-            f"{TITLES[name]} is installed but does not load ({reason}); see `opal-deploy doctor`"
+            f"{TITLES[name]} is installed but does not load ({first_line(error)}); see `opal-deploy doctor`"
         ) from None
-    return Bindings(name, module, str(module.__version__), devices.cuda_major_of(name))
+    return Bindings(name, module, str(module.__version__), diagnostics.tensorrt_cuda_major(name))
 
 
 def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:

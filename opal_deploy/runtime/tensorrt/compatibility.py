@@ -9,7 +9,7 @@ import re
 
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
 from opal_deploy.runtime.tensorrt.cuda import visible_driver
 

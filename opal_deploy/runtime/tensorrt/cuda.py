@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require
-from opal_deploy.runtime.devices import Driver, Gpu, is_importable, read_driver
+from opal_deploy.runtime.diagnostics import is_importable
+from opal_deploy.runtime.nvml import Driver, Gpu, read_driver
 
 Stream = Any
 Event = Any

@@ -23,7 +23,8 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime import devices
+from opal_deploy.runtime.devices import parse_device
+from opal_deploy.runtime.nvml import Driver, read_driver
 from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
 from opal_deploy.runtime.tensorrt import bindings as libraries
 from opal_deploy.runtime.tensorrt.bindings import Bindings, last_words, make_logger
@@ -72,7 +73,7 @@ class EngineSession:
         cuda_graphs: bool = False,
         library: Bindings | None = None,
         cuda_runtime: Any = None,
-        driver: devices.Driver | None = None,
+        driver: Driver | None = None,
     ) -> None:
         """Check the files, then the machine; load the plan; run its test vectors if this machine never did.
 
@@ -92,7 +93,7 @@ class EngineSession:
         self._rebuild = self.sidecar.rebuild(path)
         self.metadata: Metadata = self.sidecar.metadata
         index = _device_index(path, device, self.sidecar)
-        driver = devices.read_driver() if driver is None else driver
+        driver = read_driver() if driver is None else driver
         name = str(self.sidecar.builder["name"])
         if not driver.gpus:
             _refuse(path, self.sidecar, incompatibility(self.sidecar, None, driver, None))
@@ -413,15 +414,13 @@ class EngineSession:
 
 
 def _device_index(path: Path, device: str, sidecar: Sidecar) -> int:
-    name, _, number = device.partition(":")
-    if name == "cpu":
+    kind, index = parse_device(device)
+    if kind == "cpu":
         raise UsageError(
             f"{path}: an engine runs on an NVIDIA GPU only; for the CPU use {sidecar.onnx['file']} or the fp32 "
             "ONNX file"
         )
-    if name not in ("auto", "cuda") or (number and not number.isdigit()):
-        raise UsageError(f"device {device!r}: expected auto, cpu, cuda or cuda:N")
-    return int(number or 0)
+    return index
 
 
 def _refuse(path: Path, sidecar: Sidecar, reason: str) -> None:

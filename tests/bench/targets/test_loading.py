@@ -205,7 +205,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_an_engine_needs_a_gpu(network: NamedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     from opal_deploy.bench.targets import networks
-    from opal_deploy.runtime.devices import Driver
+    from opal_deploy.runtime.nvml import Driver
 
     monkeypatch.setattr(networks, "visible_driver", lambda: Driver(problem="no driver"))
     with pytest.raises(OpalError, match="tensorrt: no GPU here"):

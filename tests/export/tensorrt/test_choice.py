@@ -9,7 +9,7 @@ import pytest
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.export.tensorrt.options import BuildOptions, choose, parse_batch, parse_bytes
-from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.compatibility import parse_target
 
 NO_GPU = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")

@@ -27,7 +27,7 @@ from opal_deploy.export.tensorrt.from_checkpoint import deploy_checkpoint
 from opal_deploy.export.tensorrt.from_onnx import Deployment, deploy_onnx
 from opal_deploy.export.tensorrt.options import BuildOptions, choose
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.runtime.devices import Driver
+from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")

@@ -15,7 +15,7 @@ import pytest
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 from opal_deploy.runtime.tensorrt.compatibility import here
 from opal_deploy.runtime.tensorrt.session import EngineSession
@@ -123,7 +123,7 @@ def open_engine_for(request: pytest.FixtureRequest, make_stand: MakeStand, tmp_p
         from opal_deploy.artifact.engine_file import BatchRange
         from opal_deploy.export.tensorrt.engine_export import EngineJob, staged_engines
         from opal_deploy.export.tensorrt.options import BuildOptions, choose
-        from opal_deploy.runtime.devices import read_driver
+        from opal_deploy.runtime.nvml import read_driver
 
         driver = read_driver()
         job = EngineJob(choose(None, ["current"], driver), BuildOptions(batch=BatchRange(*batch)))

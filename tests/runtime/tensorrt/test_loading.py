@@ -13,7 +13,7 @@ import pytest
 
 from opal_deploy.artifact.engine_file import checks_path, read_checks, sidecar_path
 from opal_deploy.errors import ArtifactError, MissingExtra, VerificationError
-from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt import bindings
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 from opal_deploy.runtime.tensorrt.compatibility import incompatibility

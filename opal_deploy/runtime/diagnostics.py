@@ -1,0 +1,265 @@
+"""The runtimes installed on this machine: which of them can run inference, on what, and what to do about the others.
+
+Nothing here imports torch or a runtime into this process: onnxruntime and TensorRT are imported in a child process, so
+that a broken installation becomes one status among others. `nvml.read_driver` reports the driver and the GPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from opal_deploy.runtime.nvml import Driver
+
+# the lowest compute capability that each CUDA major version has kernels for
+OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
+# what nobody has seen working yet: `doctor` prints it, and nothing may claim more
+NEVER_RUN = (
+    "CUDA session: never run on hardware",
+    "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run on hardware",
+)
+
+# a TensorRT consists of three distributions, and pip leaves the first in place where NVIDIA's own index was not asked
+_TENSORRT_PARTS = ("", "_bindings", "_libs")
+
+_ONNXRUNTIME_PROGRAM = """
+import ctypes, json, os
+import onnxruntime as ort
+providers = ort.get_available_providers()
+problem = ""
+if "CUDAExecutionProvider" in providers:
+    try:
+        ort.preload_dlls()
+        folder = os.path.join(os.path.dirname(ort.__file__), "capi")
+        ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_cuda.so"))
+    except Exception as error:
+        problem = str(error)
+answer = {"version": ort.__version__, "providers": providers, "problem": problem}
+answer["cuda"] = str(getattr(ort, "cuda_version", "") or "")
+print()
+print(json.dumps(answer))
+"""
+_TENSORRT_PROGRAM = """
+import importlib, json, sys
+module = importlib.import_module(sys.argv[1])
+print()
+print(json.dumps({"version": module.__version__}))
+"""
+
+
+class Device(StrEnum):
+    """A device that inference may be required to run on."""
+
+    cpu = "cpu"
+    gpu = "gpu"
+    any = "any"
+
+
+@dataclass(frozen=True)
+class RuntimeStatus:
+    """One runtime that can be installed.
+
+    Attributes:
+        name: the distribution, as `pip` calls it.
+        version: None if it is not installed.
+        cpu, gpu: whether `infer` can use it on that device.
+        problem: why it cannot, in one line; empty if nothing is wrong.
+        advice: what to do about the problem.
+        providers: onnxruntime's execution providers.
+    """
+
+    name: str
+    version: str | None
+    cpu: bool = False
+    gpu: bool = False
+    problem: str = ""
+    advice: str = ""
+    providers: tuple[str, ...] = ()
+
+    def usable(self, device: Device) -> bool:
+        """Return whether inference can run on a device with this runtime."""
+        return {Device.cpu: self.cpu, Device.gpu: self.gpu, Device.any: self.cpu or self.gpu}[device]
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed, or None."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def is_importable(module: str) -> bool:
+    """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.origin is not None
+
+
+def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
+    """Import onnxruntime in a child process and return what it reports.
+
+    Returns:
+        `version`, `providers`, `cuda` and `problem` (why its CUDA libraries do not load, or empty); `problem` alone
+        where the import fails or takes more than `timeout` seconds.
+    """
+    return _run_program(_ONNXRUNTIME_PROGRAM, timeout=timeout)
+
+
+def _run_program(program: str, *arguments: str, timeout: float = 60) -> dict[str, Any]:
+    """Run a Python program in a child process and return the JSON of its last line, or `{"problem": ...}`."""
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"problem": f"cannot be imported: {error}"}
+    if child.returncode < 0:
+        return {"problem": f"cannot be imported: it crashed with signal {-child.returncode}"}
+    if child.returncode > 0:
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        return {"problem": f"cannot be imported: {lines[-1]}"}
+    try:
+        answer: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"problem": f"does not say what it is: {child.stdout[-80:]!r}"}
+    return answer
+
+
+def _diagnose_cuda(answer: dict[str, Any], driver: Driver) -> tuple[str, str]:
+    """Return why this onnxruntime cannot use a GPU here and what to do; two empty strings where it can."""
+    if "CUDAExecutionProvider" not in answer["providers"]:
+        return "has no CUDA provider", "pip install --force-reinstall 'opal-deploy[gpu]'"
+    digits = answer["cuda"].partition(".")[0]
+    problem = _diagnose_gpu(driver, int(digits) if digits.isdigit() else 13)
+    if problem[0]:
+        return problem
+    if "libcuda.so" in answer["problem"]:
+        needed = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
+        return f"the driver's CUDA library does not load: {answer['problem']}", needed
+    if answer["problem"]:
+        return f"its CUDA libraries do not load: {answer['problem']}", "pip install 'opal-deploy[gpu]'"
+    return "", ""
+
+
+def _diagnose_gpu(driver: Driver, major: int) -> tuple[str, str]:
+    """Return why no GPU here runs programs of a CUDA major version and what to do; two empty strings where one does."""
+    if not driver.gpus:
+        return driver.problem, "install the NVIDIA driver (in a container: docker run --gpus all)"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
+    if driver.cuda and driver.cuda[0] < major:
+        newest = ".".join(map(str, driver.cuda))
+        return f"driver {driver.version} runs CUDA {newest} at most, and this needs {major}", "update the NVIDIA driver"
+    oldest = OLDEST_GPU.get(major, (0, 0))
+    if all(gpu.compute_capability < oldest for gpu in driver.gpus):
+        names = ", ".join(gpu.name for gpu in driver.gpus)
+        needed = ".".join(map(str, oldest))
+        return f"CUDA {major} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
+    return "", ""
+
+
+def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
+    cpu, gpu = installed_version("onnxruntime"), installed_version("onnxruntime-gpu")
+    install_gpu = "pip install 'opal-deploy[gpu]'" + ("" if driver.gpus else ", on a machine with an NVIDIA GPU")
+    absent_cpu = RuntimeStatus("onnxruntime", None, problem="not installed", advice="pip install 'opal-deploy[cpu]'")
+    absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=install_gpu)
+    if cpu is None and gpu is None and not is_importable("onnxruntime"):
+        return [absent_cpu, absent_gpu]
+    answer = query_onnxruntime()
+    providers = tuple(answer.get("providers", ()))
+    broken = "" if providers else answer["problem"]
+    on_cpu = "CPUExecutionProvider" in providers
+    statuses = []
+    if cpu is not None or gpu is None:  # an import without a known distribution: somebody's own build
+        version = cpu or answer.get("version", "of unknown origin")
+        again = "pip install --force-reinstall 'opal-deploy[cpu]'" if broken else ""
+        on_gpu = "CUDAExecutionProvider" in providers and _diagnose_cuda(answer, driver) == ("", "")
+        statuses.append(RuntimeStatus("onnxruntime", version, on_cpu, on_gpu, broken, again, providers))
+        first = f"pip uninstall --yes onnxruntime, then {install_gpu}"
+        absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=first)
+    if gpu is None:
+        return [*statuses, absent_gpu]
+    if broken:
+        problem, advice = broken, "pip install --force-reinstall 'opal-deploy[gpu]'"
+    else:
+        problem, advice = _diagnose_cuda(answer, driver)
+    status = RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)
+    if not statuses:
+        statuses.append(RuntimeStatus("onnxruntime", None, problem="not installed; onnxruntime-gpu stands in for it"))
+    return [*statuses, status]
+
+
+def tensorrt_version(name: str, module: str) -> str | None:
+    """Return the version of `tensorrt` or `tensorrt-rtx` if all of its parts are installed, else None."""
+    version = installed_version(*_tensorrt_distributions(name))
+    return version if version and all(is_importable(module + part) for part in _TENSORRT_PARTS) else None
+
+
+def tensorrt_cuda_major(name: str) -> int:
+    """Return the CUDA major version that the installed `tensorrt` or `tensorrt-rtx` is made for; 13 if unknown."""
+    for distribution in _tensorrt_distributions(name):
+        if installed_version(distribution):
+            return 12 if distribution.endswith("-cu12") else 13
+    return 13
+
+
+def _tensorrt_distributions(name: str) -> tuple[str, ...]:
+    return (f"{name}-cu13", name, f"{name}-cu12")
+
+
+def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeStatus:
+    version = installed_version(*_tensorrt_distributions(name))
+    install = f"pip install 'opal-deploy[{extra}]'"
+    if name == "tensorrt":
+        install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
+    if version is None:
+        return RuntimeStatus(name, None, problem="not installed; export --trt and engines use it", advice=install)
+    if not all(is_importable(module + part) for part in _TENSORRT_PARTS):
+        return RuntimeStatus(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
+    answer = _run_program(_TENSORRT_PROGRAM, module)
+    if answer.get("problem"):
+        return RuntimeStatus(name, version, problem=answer["problem"], advice=f"reinstall it: {install}")
+    without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
+    problem, advice = _diagnose_gpu(driver, tensorrt_cuda_major(name))
+    if problem:
+        return RuntimeStatus(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
+    if not is_importable("cuda.bindings"):
+        return RuntimeStatus(name, version, problem="its memory needs cuda-bindings, not installed", advice=install)
+    return RuntimeStatus(name, version, gpu=True)
+
+
+def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
+    """Return the status of every runtime, installed or not, in the order in which they are worth installing."""
+    statuses = _inspect_onnxruntime(driver)
+    statuses.append(_inspect_tensorrt("tensorrt", "tensorrt", "trt", driver))
+    statuses.append(_inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver))
+    torch = installed_version("torch")
+    if torch is None:
+        problem, advice = "not installed; training and exporting need it", "pip install 'opal-deploy[train,export]'"
+        statuses.append(RuntimeStatus("torch", None, problem=problem, advice=advice))
+    else:
+        statuses.append(RuntimeStatus("torch", torch, problem="for training and exporting; infer does not use it"))
+    return statuses
+
+
+def find_conflicts() -> list[str]:
+    """Return one line for each set of packages that must not be installed together, with what to do."""
+    if installed_version("onnxruntime") and installed_version("onnxruntime-gpu"):
+        return [
+            "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: "
+            "pip uninstall --yes onnxruntime onnxruntime-gpu, then pip install 'opal-deploy[gpu]' or 'opal-deploy[cpu]'"
+        ]
+    return []

@@ -1,0 +1,191 @@
+"""The NVIDIA driver, its GPUs, and what a GPU is doing now, as NVML (NVIDIA Management Library) reports them.
+
+NVML is read through nvidia-ml-py (module `pynvml`), which is pure Python and loads the driver's own library when it is
+called: neither CUDA nor torch is imported. NVML numbers the GPUs by PCI bus and ignores CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+LIBRARY = "libnvidia-ml.so.1"
+
+# why a GPU's clocks are not the highest (nvmlClocksEventReasons), by bit
+_CLOCK_REASONS = {
+    0x001: "gpu_idle",
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        index: its number, counted from 0.
+        name: as the driver reports it, such as `NVIDIA H200`.
+        memory: in bytes; None where the driver does not report it (shared memory, MIG).
+        compute_capability: (major, minor).
+    """
+
+    index: int
+    name: str
+    memory: int | None
+    compute_capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The NVIDIA driver of this machine.
+
+    Attributes:
+        version: such as `580.95.05`; None without a driver.
+        cuda: the newest CUDA (major, minor) that the driver runs.
+        gpus: the GPUs that answer.
+        problem: what is wrong, in one line; empty if nothing is.
+    """
+
+    version: str | None = None
+    cuda: tuple[int, int] | None = None
+    gpus: tuple[Gpu, ...] = ()
+    problem: str = ""
+
+
+class NvmlError(Exception):
+    """NVML cannot read a GPU; the message is NVML's own."""
+
+
+def read_driver() -> Driver:
+    """Return the driver and its GPUs. Never raises: what went wrong is in `Driver.problem`."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError_LibraryNotFound:
+        return Driver(problem=f"no NVIDIA driver found ({LIBRARY})")
+    except pynvml.NVMLError_FunctionNotFound as error:  # a stub of the library, or a driver of before 2012
+        return Driver(problem=f"{LIBRARY} is not usable: {error}")
+    except pynvml.NVMLError as error:
+        code = int(error.value)
+        return Driver(problem=f"the NVIDIA driver does not answer: {_error_text(code)} ({code})")
+    try:
+        return _read_gpus()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_gpus() -> Driver:
+    import pynvml
+
+    version = _read(pynvml.nvmlSystemGetDriverVersion)
+    number = _read(pynvml.nvmlSystemGetCudaDriverVersion_v2)
+    cuda = None if number is None else (number // 1000, number % 1000 // 10)
+    count = _read(pynvml.nvmlDeviceGetCount)
+    if count is None:
+        return Driver(version, cuda, problem="the NVIDIA driver does not list its GPUs")
+    gpus, lost = [], []
+    for index in range(count):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name, capability = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        except pynvml.NVMLError:
+            lost.append(str(index))
+            continue
+        memory = _read(functools.partial(_total_memory, handle))
+        gpus.append(Gpu(index, name, memory, (capability[0], capability[1])))
+    problem = f"GPU {', '.join(lost)} does not answer (lost, or no permission)" if lost else ""
+    return Driver(version, cuda, tuple(gpus), problem or ("" if gpus else "the NVIDIA driver lists no GPU"))
+
+
+def _total_memory(handle: Any) -> int:
+    import pynvml
+
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+
+
+def _read(function: Callable[[], T]) -> T | None:
+    """Return what an NVML function reports, or None where the driver does not support it."""
+    import pynvml
+
+    try:
+        return function()
+    except pynvml.NVMLError:
+        return None
+
+
+def _error_text(code: int) -> str:
+    """Return the driver's own text for an error code, which says more than the package's."""
+    import pynvml
+
+    try:
+        return str(pynvml.nvmlErrorString(code))
+    except pynvml.NVMLError:
+        return str(pynvml.NVMLError(code))
+
+
+class GpuSensors:
+    """Clocks, power, temperature, utilisation and memory use of one GPU.
+
+    Attributes:
+        name: of the GPU, as the driver reports it.
+    """
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU.
+
+        Args:
+            index: the number by which CUDA counts it: CUDA_VISIBLE_DEVICES is applied.
+
+        Raises:
+            NvmlError: no driver, or no such GPU.
+        """
+        import pynvml
+
+        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        name = visible[index] if index < len(visible) else str(index)
+        try:
+            pynvml.nvmlInit()
+            by_index = name.isdigit()
+            self._handle = (
+                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+            )
+            self.name: str = pynvml.nvmlDeviceGetName(self._handle)
+        except pynvml.NVMLError as error:
+            raise NvmlError(str(error)) from None
+
+    def read(self) -> dict[str, float]:
+        """Return the present readings by name, with their units; what the GPU does not report is left out."""
+        import pynvml
+
+        handle = self._handle
+        readings: dict[str, Callable[[], float]] = {
+            "sm_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            "power_watts": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "temperature_celsius": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+            "utilisation_percent": lambda: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+            "memory_used_mb": lambda: pynvml.nvmlDeviceGetMemoryInfo(handle).used / 1e6,
+        }
+        values = {name: _read(function) for name, function in readings.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def read_clock_reasons(self) -> list[str] | None:
+        """Return the reasons for which the clocks are not at their highest; None where the GPU does not report them."""
+        import pynvml
+
+        bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
+        if bits is None:  # drivers before 535 have it under its old name
+            bits = _read(lambda: int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
+        return None if bits is None else [name for bit, name in _CLOCK_REASONS.items() if bits & bit]
