@@ -33,7 +33,6 @@ from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import StageTimer, ThreadRole
 from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.runtime.select import CHECKPOINT_SUFFIXES
 from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
 if TYPE_CHECKING:
