@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode_for
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode_for_input
 from opal_deploy.preprocess.gpu import GpuDecoder, read_header
 from opal_deploy.preprocess.resize import to_input
 
@@ -52,7 +52,7 @@ class DecodePathResult:
 
 
 def _decode(decoding: Decoding, path: Path, size: tuple[int, int]) -> Pixels:
-    image, geometry = decode_for(path, size, decoding=decoding)
+    image, geometry = decode_for_input(path, size, decoding=decoding)
     return to_input(image, geometry, size, decoding)
 
 
@@ -162,7 +162,7 @@ def compare_gpu_path(paths: list[Path], size: tuple[int, int], gpu: GpuDecoder) 
             taken = [(path, file, one) for (path, file), one in zip(files, pictures, strict=True) if one is not None]
             if not taken:
                 continue
-            found = gpu.to_inputs([one for *_, one in taken], [file.geometry for _, file, _ in taken], size)
+            found = gpu.resize_to_inputs([one for *_, one in taken], [file.geometry for _, file, _ in taken], size)
         for (path, *_), pixels in zip(taken, found, strict=True):
             with pillow:
                 expected = _decode_with_pillow(path, size)

@@ -14,7 +14,7 @@ from opal_deploy.export.candidate import ExportCandidate, ExportOptions, Say, ch
 from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.images import VerificationImages, in_batches, test_vector_images
 from opal_deploy.export.onnx_export import ExportedModel, file_name, write_verified
-from opal_deploy.model.checkpoint import Checkpoint, describe
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import Rounding
 
@@ -45,7 +45,7 @@ def build_candidate(
 
     Also what `options.precision` is to be calibrated with.
     """
-    described = describe(checkpoint)
+    described = build_metadata(checkpoint)
     say(f"Tracing {described.backbone}, {described.num_classes} classes")
     graph = ExportGraph(
         checkpoint.network, options.input_kind, described.mean, described.std, attention=options.attention
@@ -60,7 +60,7 @@ def build_candidate(
     session = TorchSession(checkpoint, device="cpu")
     pictures, calibration = choose_images(options, metadata)
     reference = in_batches(session.reference, pictures.pixels, join_references)
-    vectors = _storable(session.reference(test_vector_images(metadata)))
+    vectors = _storable(session.run_reference(test_vector_images(metadata)))
 
     def rounding() -> Rounding:
         say("Measuring how far PyTorch's own answers move when its convolutions sum in another order")

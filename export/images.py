@@ -15,7 +15,8 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import compute_geometry, to_input
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import to_input
 from opal_deploy.synthetic import example_images, noise_image
 
 Pixels = NDArray[np.uint8]

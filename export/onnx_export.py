@@ -21,7 +21,7 @@ from opal_deploy.export.candidate import ExportCandidate, ExportOptions, Say, ch
 from opal_deploy.export.images import in_batches
 from opal_deploy.export.verification import verification_error, verify_candidate, write_model
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import Comparison, verify_vectors
+from opal_deploy.runtime.verification import Comparison, verify_test_vectors
 
 _PRECISION_ENDINGS = (".fp16", ".bf16", ".int8")
 NOT_VERIFIED = "exported with --no-verify"
@@ -85,7 +85,7 @@ def onnx_candidate(source: Path, options: ExportOptions, say: Say = lambda _: No
         raise UsageError(f"{source}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
     say(f"Checking {source.name} against its own test vectors")
     session = OnnxSession(source, device="cpu", threads=options.threads)
-    verify_vectors(session, str(source))
+    verify_test_vectors(session, str(source))
     pictures, calibration = choose_images(options, metadata)
     model = onnx.load(source)
     outputs = in_batches(session.run, pictures.pixels, Outputs.concatenate)
@@ -145,7 +145,7 @@ def staged(
         digest = onnx_file.embed_digest(temporary)
         if verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and vectors
-            verify_vectors(OnnxSession(temporary, device="cpu", threads=threads), out.name)
+            verify_test_vectors(OnnxSession(temporary, device="cpu", threads=threads), out.name)
         yield Staged(ExportedModel(out, replace(metadata, file_sha256=digest), comparison), temporary)
 
 

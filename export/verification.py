@@ -23,7 +23,7 @@ from opal_deploy.export.images import BATCHES, Pixels, in_batches
 from opal_deploy.export.precision import simulate_low_precision
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import GATES, Comparison, compare, verify_vectors
+from opal_deploy.runtime.verification import GATES, Comparison, compare_outputs, verify_test_vectors
 
 # on ONNX Runtime's CPU provider these would run in float32, or not at all: see `rounding`
 _EMULATED = ("fp16", "bf16")
@@ -61,13 +61,13 @@ def verify_candidate(
             f"{_listed(BATCHES)}"
         )
         outputs = in_batches(session.run, reference.images, Outputs.concatenate)
-        comparison = compare(reference, outputs, metadata, gate)
+        comparison = compare_outputs(reference, outputs, metadata, gate)
         if not comparison and candidate.rounding is not None:
             rounding = candidate.rounding()
-            gate = gate.opened_for(rounding)
-            comparison = compare(reference, outputs, metadata, gate)
+            gate = gate.widened_by(rounding)
+            comparison = compare_outputs(reference, outputs, metadata, gate)
         if comparison and emulated:
-            verify_vectors(session, "the graph with emulated rounding")
+            verify_test_vectors(session, "the graph with emulated rounding")
     report = {
         "reference": candidate.compared_with,
         "candidate": how,

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from opal_deploy.datasets.samples import Report, Sample, listed
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import compute_geometry, to_input
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train.transforms import PaperAugmentation
 

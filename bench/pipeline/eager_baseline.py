@@ -40,7 +40,7 @@ class EagerBaseline:
         self._network = loaded.network.to(device).eval()
         self._device = device
         self.threads = threads
-        about = checkpoints.describe(loaded)
+        about = checkpoints.build_metadata(loaded)
         self._transform = transforms.Compose(
             [
                 transforms.Resize(about.input_size),

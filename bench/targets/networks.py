@@ -29,7 +29,7 @@ from opal_deploy.export.tensorrt.from_checkpoint import deploy_checkpoint
 from opal_deploy.export.tensorrt.options import BuildOptions, choose
 from opal_deploy.export.verification import write_model
 from opal_deploy.model import checkpoint as checkpoints
-from opal_deploy.model.checkpoint import Checkpoint, describe
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
@@ -55,7 +55,7 @@ class NamedNetwork:
     @cached_property
     def described(self) -> Metadata:
         """What the checkpoint says of itself."""
-        return describe(self.checkpoint)
+        return build_metadata(self.checkpoint)
 
     @cached_property
     def graph(self) -> ExportGraph:

@@ -20,8 +20,8 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.export.graph import ExportGraph
-from opal_deploy.model.checkpoint import Checkpoint, describe
-from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata
+from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import torch_device
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -72,7 +72,7 @@ class TorchGraphSession:
         if threads is not None:
             torch.set_num_threads(threads)
         self.threads = torch.get_num_threads() if self._device.type == "cpu" else None
-        self.metadata: Metadata = describe(checkpoint)
+        self.metadata: Metadata = build_metadata(checkpoint)
         self._tf32 = precision == "tf32"
         graph = _build_graph(checkpoint, self.metadata, precision, channels_last=channels_last).to(self._device)
         self._names = graph.graph.output_names
@@ -96,17 +96,17 @@ class TorchGraphSession:
         with torch.inference_mode(), self._failures(len(images)):
             return self._to_host(self._run(torch.from_numpy(images).to(self._device)))
 
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; on a GPU by CUDA events."""
         check_batch(images, self.metadata)
         with torch.inference_mode(), self._failures(len(images)):
             if self._device.type == "cpu":
                 start = time.perf_counter()
                 outputs = self._to_host(self._run(torch.from_numpy(images)))
-                return outputs, Stages(None, time.perf_counter() - start, None)
+                return outputs, BatchTimes(None, time.perf_counter() - start, None)
             return self._staged_on_gpu(images)
 
-    def _staged_on_gpu(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+    def _staged_on_gpu(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         with torch.cuda.device(self._device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             events[0].record()
@@ -119,7 +119,7 @@ class TorchGraphSession:
             events[3].synchronize()
         # `elapsed_time` counts milliseconds
         copied, computed, returned = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
-        return outputs, Stages(copied, computed, returned)
+        return outputs, BatchTimes(copied, computed, returned)
 
     def _to_host(self, found: tuple[Tensor, ...]) -> Outputs:
         arrays = {name: tensor.cpu().numpy() for name, tensor in zip(self._names, found, strict=True)}

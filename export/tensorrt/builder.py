@@ -15,7 +15,7 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.tensorrt.options import BuildOptions, Choice
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT, TENSORRT_RTX, Bindings, last_words, make_logger
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT, TENSORRT_RTX, Bindings, first_error, make_logger
 from opal_deploy.runtime.tensorrt.compatibility import AMPERE_PLUS
 
 # (phase, steps done, steps in all); returning means go on
@@ -107,7 +107,7 @@ class Network:
                 workspace = "; give more --workspace" if options.workspace is not None else ""
                 raise UsageError(
                     f"{self.library.title} could not build the engine for {choice.target}: "
-                    f"{last_words(self.logger)}{workspace}; see what it does with --verbose"
+                    f"{first_error(self.logger)}{workspace}; see what it does with --verbose"
                 )
             if cache is not None and options.timing_cache is not None:
                 with atomic_write(options.timing_cache) as temporary:
@@ -155,13 +155,13 @@ class Network:
         if cache is None or not config.set_timing_cache(cache, False):
             raise UsageError(
                 f"{options.timing_cache}: not a timing cache of {self.library.title} on this GPU "
-                f"({last_words(self.logger)}); give another file, or delete it"
+                f"({first_error(self.logger)}); give another file, or delete it"
             )
         return cache
 
     def _refusal(self) -> str:
         if not self._parser.num_errors:
-            return last_words(self.logger)
+            return first_error(self.logger)
         error = self._parser.get_error(0)
         node = error.node_name() or f"node {error.node()}"
         return f"{node} ({error.node_operator() or 'unknown operation'}): {' '.join(str(error.desc()).split())[:300]}"

@@ -34,7 +34,7 @@ from opal_deploy.export.tensorrt.builder import Advance, Listen, Network
 from opal_deploy.export.tensorrt.options import BuildOptions, Choice
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.tensorrt.bindings import SHORT_NAMES, Bindings, load
-from opal_deploy.runtime.tensorrt.compatibility import here
+from opal_deploy.runtime.tensorrt.compatibility import platform_name
 from opal_deploy.runtime.tensorrt.session import EngineSession
 
 Say = Callable[[str], None]
@@ -133,7 +133,7 @@ def staged_engines(
                     "name": library.name,
                     "version": library.version,
                     "cuda": library.cuda,
-                    "platform": here(),
+                    "platform": platform_name(),
                 },
                 target={"sm": choice.target, "gpu": choice.gpu.name if choice.gpu else None, "current": choice.current},
                 options=job.options.recorded(),

@@ -13,7 +13,7 @@ from opal_deploy.export.onnx_export import ExportedModel, file_name, onnx_candid
 from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob, staged_engines
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import verify_vectors
+from opal_deploy.runtime.verification import verify_test_vectors
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def deploy_onnx(
             say(f"NOT VERIFIED: {source.name} was {metadata.unverified}")
         if metadata.precision != "bf16" and options.verify:
             say(f"Checking {source.name} against its own test vectors")
-            verify_vectors(OnnxSession(source, device="cpu", threads=options.threads), str(source))
+            verify_test_vectors(OnnxSession(source, device="cpu", threads=options.threads), str(source))
         with staged_engines(source, source.name, folder, job, driver, say) as engines:
             pass
         return Deployment([], engines)

@@ -21,7 +21,13 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TENSORRT_RTX, TITLES, installed_version
-from opal_deploy.runtime.tensorrt.compatibility import AHEAD_OF_TIME, DEFAULT_TARGET, examples, parse_target, sm_of
+from opal_deploy.runtime.tensorrt.compatibility import (
+    AHEAD_OF_TIME,
+    DEFAULT_TARGET,
+    example_gpus,
+    parse_target,
+    sm_name,
+)
 
 DEFAULT_BATCH = BatchRange(1, 64, 256)
 
@@ -167,7 +173,7 @@ def choose(
         MissingExtra: the builder that is needed is not installed. UsageError: it cannot build for a target.
     """
     gpu = driver.gpus[0] if driver.gpus else None
-    here = sm_of(gpu.compute_capability) if gpu else None
+    here = sm_name(gpu.compute_capability) if gpu else None
     chosen = list(dict.fromkeys(CURRENT if text == CURRENT else parse_target(text) for text in targets))
     if CURRENT in chosen and gpu is None:
         raise UsageError(f"--target {CURRENT}: no GPU here ({driver.problem}); name a target such as sm80")
@@ -202,7 +208,7 @@ def _ahead_of_time(target: str, gpu: Gpu | None, here: str | None) -> Choice:
     if int(target.removeprefix("sm")) < 75:
         raise UsageError(f"{target}: what is built for CUDA 13 runs on sm75 and newer; use the ONNX file on a CPU")
     if target not in AHEAD_OF_TIME:
-        like = f" ({examples(target)})" if examples(target) else ""
+        like = f" ({example_gpus(target)})" if example_gpus(target) else ""
         raise UsageError(
             f"{target}{like}: {TITLES[TENSORRT_RTX]} builds for {', '.join(AHEAD_OF_TIME)}; install TensorRT on that "
             "machine (pip install 'opal-deploy[trt]') and run this command there with the ONNX file, or run the fp16 "

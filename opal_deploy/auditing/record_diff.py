@@ -51,7 +51,7 @@ class Tolerance:
         if metadata.precision != "fp32":
             return _LOWER[metadata.precision]
         recorded = metadata.verification.get("gate")
-        gate = (Gate(**recorded) if recorded else GATES["fp32"]).elsewhere()
+        gate = (Gate(**recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
         return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie)
 
 

@@ -18,7 +18,7 @@ from opal_deploy.inference.executor import InferenceOptions, Result, predict_str
 from opal_deploy.inference.run.image_files import overlay_name
 from opal_deploy.inference.sources.annotations import Boxes, Labels
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session

@@ -24,11 +24,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Show the GPUs, the driver and the runtimes: what is usable here, and what to install."""
-    from opal_deploy.preprocess import native
+    from opal_deploy.preprocess import accelerated
 
     driver = nvml.read_driver()
     statuses = inspect_runtimes(driver)
-    warnings = [*find_conflicts(), *native.missing()]
+    warnings = [*find_conflicts(), *accelerated.missing_libraries()]
     if as_json:
         print_json(_document(driver, statuses, warnings))
     else:

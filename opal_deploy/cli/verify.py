@@ -84,7 +84,7 @@ def verify(
 def _verify_model(path: Path, device: str, threads: int | None, expected: str | None, *, as_json: bool) -> None:
     from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
     from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.runtime.verification import verify_vectors
+    from opal_deploy.runtime.verification import verify_test_vectors
 
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected a file of `opal-deploy export`, or results.jsonl")
@@ -92,7 +92,7 @@ def _verify_model(path: Path, device: str, threads: int | None, expected: str | 
         raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
     found = check_sha256(path, expected) if expected is not None else compute_sha256(path)
     session = open_sessions(path, device=device, threads=threads)[0]
-    comparison = verify_vectors(session, str(path))
+    comparison = verify_test_vectors(session, str(path))
     print_message(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
     if comparison.max_cosine is not None:
         print_message(
@@ -176,7 +176,7 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     """Pictures prepared as the run did; what it does not say is as by default."""
     from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
-    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
+    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.runtime.devices import gpu_names
 
     decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
@@ -185,7 +185,7 @@ def _engine(run: dict[str, Any], options: _Options, session: Session, device: st
     gpus: tuple[GpuDecoder, ...] = ()
     if decode == Decoding.gpu:
         otherwise = "those records were made with --decode gpu, and are checked where there is a GPU"
-        gpus = open_gpus(gpu_names(device), default_workers(), otherwise)
+        gpus = open_gpu_decoders(gpu_names(device), default_workers(), otherwise)
     return InferenceOptions(
         batch=options.batch or default_batch(session),
         fixed_batch=True,

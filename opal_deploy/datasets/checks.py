@@ -32,7 +32,7 @@ from opal_deploy.datasets.listing import Listing
 from opal_deploy.datasets.samples import DataSet, Report, Sample, classes_without, counted, listed, shown
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
-from opal_deploy.preprocess.resize import compute_geometry
+from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")
 

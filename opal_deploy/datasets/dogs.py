@@ -35,7 +35,7 @@ from opal_deploy.datasets.listing import (
 from opal_deploy.datasets.samples import Sample, counted, listed
 from opal_deploy.datasets.torchvision_lists import load_matlab
 from opal_deploy.errors import UsageError
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 
 _TITLE = "Stanford Dogs"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opal_deploy.errors import UsageError, require
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
 # called with pictures done, in all where that is known, and a word on what is done

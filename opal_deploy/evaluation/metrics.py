@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.outputs import cosines
-from opal_deploy.statistics.risk import risk_curve
+from opal_deploy.statistics.risk import compute_risk_curve
 
 
 def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
@@ -186,7 +186,7 @@ def compute_metrics(
     if argmax is not None:
         collapse = collapse_by_picture(argmax, labels, prototypes_per_class)
         mean, std = float(collapse.mean()), float(collapse.std())
-    risk = None if margins is None else risk_curve(margins, logits.argmax(axis=1) == labels).summary()
+    risk = None if margins is None else compute_risk_curve(margins, logits.argmax(axis=1) == labels).summary()
     return Evaluation(
         images=len(labels),
         loss=cross_entropy(logits, labels),

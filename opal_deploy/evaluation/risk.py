@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.session import Measured
-from opal_deploy.statistics.risk import RiskCurve, Threshold, risk_curve, too_few
+from opal_deploy.statistics.risk import RiskCurve, Threshold, compute_risk_curve, explain_too_few
 
 
 def curve_of(measured: Measured) -> RiskCurve | None:
     """None for a model without anchors: it has no margins."""
     if measured.margins is None:
         return None
-    return risk_curve(measured.margins, measured.outputs.logits.argmax(axis=1) == measured.labels)
+    return compute_risk_curve(measured.margins, measured.outputs.logits.argmax(axis=1) == measured.labels)
 
 
 def check_support(images: int, target: float) -> None:
@@ -27,7 +27,7 @@ def check_support(images: int, target: float) -> None:
     Raises:
         UsageError: they cannot, whatever the model.
     """
-    reason = too_few(images, target)
+    reason = explain_too_few(images, target)
     if reason:
         raise UsageError(f"--target-error {100 * target:g}%: {reason}; give more pictures, or a larger rate")
 

@@ -17,8 +17,8 @@ from opal_deploy.inference.executor import InferenceOptions, predict_stream
 from opal_deploy.inference.explanation import Explanations, explained_all
 from opal_deploy.inference.service import Service
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
-from opal_deploy.preprocess.gpu import open_gpus
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
+from opal_deploy.preprocess.gpu import open_gpu_decoders
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.devices import gpu_names
@@ -148,7 +148,7 @@ class Model:
             min_margin=min_margin,
             decode=decode,
             decode_timeout=decode_timeout,
-            gpus=open_gpus(self._gpus, workers, "leave decode out") if decode is Decoding.gpu else (),
+            gpus=open_gpu_decoders(self._gpus, workers, "leave decode out") if decode is Decoding.gpu else (),
             isolate=isolate,
             model_sha256=self.sha256,
         )

@@ -75,7 +75,7 @@ class BatchPredictor:
         self._session, self._options, self._clock, self._say = session, options, clock, say
         self._most = options.batch
         # a runtime that answers each picture alike in any company needs no filling up; ONNX Runtime's CPU kernels do so
-        self._fixed = options.fixed_batch and not getattr(session, "any_batch", False)
+        self._fixed = options.fixed_batch and not getattr(session, "batch_invariant", False)
         with _LOCKS_LOCK:
             self._lock = _LOCKS.setdefault(session, threading.Lock())
 

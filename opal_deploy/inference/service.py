@@ -22,7 +22,7 @@ from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.explanation import explained
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.preprocess.decode import Source
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session

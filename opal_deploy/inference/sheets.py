@@ -19,7 +19,8 @@ from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly, UsageErr
 from opal_deploy.inference.decoding.prepare import Request, content_sha256
 from opal_deploy.inference.prediction import Result
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
-from opal_deploy.preprocess.resize import compute_geometry, normalise, to_input
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.visualization.atlas.exemplars import find_exemplars
 from opal_deploy.visualization.atlas.storage import Atlas

@@ -63,7 +63,7 @@ class Backbone(nn.Module):
         return height // self.stride, width // self.stride
 
 
-def names() -> list[str]:
+def list_backbones() -> list[str]:
     """torchvision's names of image classifiers that may serve as a backbone (CNNs among them are found by trying)."""
     import torchvision
 
@@ -80,7 +80,7 @@ def build(name: str, *, device: str | torch.device = "cpu") -> Backbone:
     Raises:
         UsageError: not a classifier of torchvision's, or not one with a grid of cells before a global pooling.
     """
-    full = full_model(name, device)
+    full = build_torchvision_model(name, device)
     cut, num_features, stride = _plan(name)
     from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -106,7 +106,7 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
     else:
         state, origin = _torchvision_weights(backbone.name, str(weights)), f"torchvision {weights}"
     wanted = backbone.body.state_dict()
-    whole = set(full_model(backbone.name, "meta").state_dict()) | set(wanted)
+    whole = set(build_torchvision_model(backbone.name, "meta").state_dict()) | set(wanted)
     missing = sorted(wanted.keys() - state.keys() - _counters(wanted))
     unexpected = sorted(state.keys() - whole)
     mismatched = sorted(
@@ -116,7 +116,7 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
     )
     if missing or unexpected or mismatched:
         raise CheckpointError(
-            f"{origin} does not fit {backbone.name}: {key_report(missing, unexpected, mismatched)}; "
+            f"{origin} does not fit {backbone.name}: {format_key_errors(missing, unexpected, mismatched)}; "
             "give the weights of that network or another --backbone"
         )
     backbone.body.load_state_dict({key: state[key].float() for key in wanted.keys() & state.keys()}, strict=False)
@@ -166,7 +166,7 @@ def load_torch_file(path: Path) -> Any:
         raise CheckpointError(f"{path}: not a readable PyTorch file ({reason[:160]}); copy or save it again") from None
 
 
-def key_report(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
+def format_key_errors(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
     """Every key that is wrong, in one line."""
     parts = [
         f"{len(keys)} {kind}: {', '.join(keys)}"
@@ -176,7 +176,7 @@ def key_report(missing: list[str], unexpected: list[str], mismatched: list[str])
     return "; ".join(parts)
 
 
-def full_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
+def build_torchvision_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
     """torchvision's whole network with random weights; on `meta` it costs no memory.
 
     Raises:
@@ -184,8 +184,8 @@ def full_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
     """
     import torchvision
 
-    if name not in names():
-        close = [n for n in names() if n.startswith(name[:6])][:6]
+    if name not in list_backbones():
+        close = [n for n in list_backbones() if n.startswith(name[:6])][:6]
         hint = f"; near it: {', '.join(close)}" if close else ""
         raise UsageError(f"backbone {name!r}: torchvision has no such classifier{hint}")
     with torch.device(device), warnings.catch_warnings():
@@ -219,7 +219,7 @@ class _ParametersOn(TorchFunctionMode):
 @cache
 def _plan(name: str) -> tuple[str, int, int]:
     """Where a network is cut, D and the stride: found by tracing, which takes longer than building it."""
-    cut = _node_before_pooling(name, full_model(name, "meta"))
+    cut = _node_before_pooling(name, build_torchvision_model(name, "meta"))
     return cut, *_probe(name, cut)
 
 
@@ -244,7 +244,7 @@ def _probe(name: str, cut: str) -> tuple[int, int]:
     """D and the stride, by running the cut network on a meta tensor: no memory, no arithmetic."""
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    shadow = create_feature_extractor(full_model(name, "meta"), {cut: _OUTPUT}, suppress_diff_warning=True)
+    shadow = create_feature_extractor(build_torchvision_model(name, "meta"), {cut: _OUTPUT}, suppress_diff_warning=True)
     with torch.no_grad():
         features = shadow.eval()(torch.empty(1, 3, _PROBE_SIZE, _PROBE_SIZE, device="meta"))[_OUTPUT]
     if features.ndim != 4 or features.shape[2] < 2 or _PROBE_SIZE % features.shape[2]:

@@ -21,7 +21,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones
 from opal_deploy.model.config import HeadConfig, NetworkConfig
-from opal_deploy.model.head import anchors
+from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
 
 FORMAT = "opal-deploy checkpoint"
@@ -198,7 +198,7 @@ def _load_authors(
     if missing or unexpected or mismatched:
         raise CheckpointError(
             f"{path} does not fit {backbone}, the nearest of torchvision's networks: "
-            f"{backbones.key_report(sorted(missing), sorted(unexpected), sorted(mismatched))}"
+            f"{backbones.format_key_errors(sorted(missing), sorted(unexpected), sorted(mismatched))}"
         )
     stored_anchors = state.pop(_AUTHORS_ANCHORS)
     num_classes, prototypes = _classes_and_prototypes(path, stored_anchors, state["final_conv_layer.weight"])
@@ -232,7 +232,7 @@ def _classes_and_prototypes(path: Path, stored: Tensor, projection: Tensor) -> t
     if channels % num_classes:
         raise CheckpointError(f"{path}: {channels} channels are no multiple of {num_classes} classes")
     prototypes = channels // num_classes
-    if not torch.allclose(stored.float(), anchors(num_classes, prototypes), atol=1e-5):
+    if not torch.allclose(stored.float(), build_anchors(num_classes, prototypes), atol=1e-5):
         raise CheckpointError(
             f"{path}: its {_AUTHORS_ANCHORS} are not the paper's orthonormal anchors (1/sqrt(m) on each class's "
             "block); only those are supported"
@@ -247,7 +247,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
         its name, then the keys that are missing, unexpected, and of another shape; all empty where it fits.
     """
     shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
-    others = [name for name in backbones.names() if name not in PAPER_BACKBONES]
+    others = [name for name in backbones.list_backbones() if name not in PAPER_BACKBONES]
     nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
         full = _body_shapes(name)
@@ -276,7 +276,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
 @functools.cache
 def _body_shapes(name: str) -> dict[str, torch.Size]:
     """Of torchvision's network, without what follows its pooling."""
-    state = backbones.full_model(name, "meta").state_dict()
+    state = backbones.build_torchvision_model(name, "meta").state_dict()
     return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
 
 
@@ -313,7 +313,7 @@ def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> N
     if missing or unexpected or mismatched:
         raise CheckpointError(
             f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: "
-            f"{backbones.key_report(missing, unexpected, mismatched)}"
+            f"{backbones.format_key_errors(missing, unexpected, mismatched)}"
         )
     network.load_state_dict(state, strict=False)
 
@@ -327,7 +327,7 @@ def _checked_names(path: Path, names: list[str], num_classes: int) -> list[str]:
     return [str(name) for name in names]
 
 
-def describe(checkpoint: Checkpoint) -> Metadata:
+def build_metadata(checkpoint: Checkpoint) -> Metadata:
     """What the checkpoint is, in the words of the metadata: before export, so without report and vectors."""
     network = checkpoint.network
     head = network.config.head

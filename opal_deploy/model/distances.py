@@ -20,14 +20,14 @@ _TINY = 1e-12
 KL_EPSILON = 1e-8
 
 
-def distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
+def compute_distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
     """[N, C] distances of z [N, K] to the anchors; `distance` is a key of DISTANCE_FUNCTIONS."""
     n, k = z.shape[0], z.shape[1]
     blocks = z.reshape(n, k // prototypes_per_class, prototypes_per_class)  # [N, C, m]
     return DISTANCE_FUNCTIONS[distance](blocks, 1.0 / math.sqrt(prototypes_per_class))
 
 
-def epsilon_for(tensor: Tensor, value: float) -> Tensor:
+def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
     """An addend that survives export: [1], since ONNX optimisers take a scalar of 1e-8 for zero and drop the sum."""
     return tensor.new_full((1,), value)
 
@@ -50,7 +50,7 @@ def _l3(blocks: Tensor, anchor: float) -> Tensor:
 
 def _kl(blocks: Tensor, anchor: float) -> Tensor:
     # sum z (log(z + e) - log(a + e)): the first term is common to all classes, the second takes two values
-    entropy = (blocks * (blocks + epsilon_for(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
+    entropy = (blocks * (blocks + epsilon_tensor(blocks, KL_EPSILON)).log()).sum((1, 2)).unsqueeze(1)
     inside = blocks.sum(2)
     outside = _sum_outside(inside)
     return entropy - inside * math.log(anchor + KL_EPSILON) - outside * math.log(KL_EPSILON)

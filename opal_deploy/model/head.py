@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.model.distances import distances, epsilon_for
+from opal_deploy.model.distances import compute_distances, epsilon_tensor
 
 
 @dataclass
@@ -86,14 +86,14 @@ class OpalHead(nn.Module):
     def classify(self, scores: Tensor) -> Tensor:
         """Scores [N, K] to logits [N, C] (paper, Eq. 4)."""
         norm = torch.linalg.vector_norm(scores, dim=1, keepdim=True)
-        z = scores / (norm + epsilon_for(norm, self.config.epsilon))
+        z = scores / (norm + epsilon_tensor(norm, self.config.epsilon))
         if self.classifier is not None:
             logits: Tensor = self.classifier(z)
             return logits
-        return -distances(z, self.config.prototypes_per_class, self.config.distance)
+        return -compute_distances(z, self.config.prototypes_per_class, self.config.distance)
 
 
-def anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def build_anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """a_c as a matrix [C, K]: 1/sqrt(m) on each class's block (paper, Eq. 1). The network itself never builds it."""
     matrix = torch.zeros(num_classes, num_classes, prototypes_per_class, dtype=dtype)
     matrix[torch.arange(num_classes), torch.arange(num_classes)] = prototypes_per_class**-0.5

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.preprocess import native
+from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.geometry import Geometry
 
 
@@ -138,7 +138,7 @@ def decode(
     return _decode(source, _Wanted(max_pixels, open_file, decoding))[0]
 
 
-def decode_for(
+def decode_for_input(
     source: Source,
     input_size: tuple[int, int],
     *,
@@ -227,7 +227,7 @@ def _quickly(stream: BinaryIO, size: int, header: Image.Image, wanted: _Wanted) 
     if enough is not None and _lies_on_its_side(header):
         enough = enough[::-1]
     stream.seek(0)
-    picture = native.decode_jpeg(stream.read(_QUICK_BYTES), enough)
+    picture = accelerated.decode_jpeg(stream.read(_QUICK_BYTES), enough)
     if picture is None or (enough is None and picture.size != header.size):
         return None
     # the orientation is in there, in EXIF or XMP

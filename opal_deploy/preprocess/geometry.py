@@ -7,7 +7,14 @@ axis-aligned and linear, so a cell (row, col) of the H x W grid is a rectangle o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from PIL import Image
+
+from opal_deploy.errors import ImageError
+
+Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -39,3 +46,35 @@ class Geometry:
             x0 + (col + 1) * cell_width,
             y0 + (row + 1) * cell_height,
         )
+
+
+def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
+    """Return where the model will look on an image.
+
+    Args:
+        image: the whole image, EXIF orientation applied.
+        box: (x0, y0, x1, y1) in pixels of that image, x1 and y1 exclusive; truncated to integers as the paper's authors
+            do, then clipped to the image. None: the whole image.
+
+    Raises:
+        ImageError: `bad_box`, if no pixel is left.
+    """
+    return compute_geometry_from_size(image.size, box)
+
+
+def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
+    """Return the same as `compute_geometry` for an oriented image of which only the (width, height) is known."""
+    width, height = size
+    if box is None:
+        return Geometry.whole(width, height)
+    if not all(map(math.isfinite, box)):
+        raise ImageError("bad_box", f"box {_format(box)} is not four finite numbers")
+    x0, y0, x1, y1 = (int(value) for value in box)
+    crop = (max(x0, 0), max(y0, 0), min(x1, width), min(y1, height))
+    if crop[0] >= crop[2] or crop[1] >= crop[3]:
+        raise ImageError("bad_box", f"box {_format(box)} has no pixel of the {width}x{height} image")
+    return Geometry(width, height, crop)
+
+
+def _format(box: Box) -> str:
+    return "(" + ", ".join(f"{value:g}" for value in box) + ")"

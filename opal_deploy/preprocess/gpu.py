@@ -26,8 +26,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from opal_deploy.errors import UsageError, first_line, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, is_plain_jpeg
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import Box, compute_geometry_from_size
+from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry_from_size
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +73,7 @@ class Jpeg:
         """How many it has."""
         return self.stored[0] * self.stored[1]
 
-    def can_be_squashed_to(self, input_size: tuple[int, int]) -> bool:
+    def can_resize_to(self, input_size: tuple[int, int]) -> bool:
         """Whether the GPU's resize can do it: not of pictures that are a hundred times as long as the input."""
         x0, y0, x1, y1 = self.geometry.crop
         height, width = input_size
@@ -200,7 +199,7 @@ class GpuDecoder:
                 raise UsageError(f"there is no decoding on {device}: nvImageCodec cannot be used ({why})") from None
             self._codec = nvimgcodec
             self._params = nvimgcodec.DecodeParams(apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB)
-            why = self.why_not()
+            why = self.find_problem()
         if why:
             raise UsageError(f"there is no decoding on {device}: {why}")
 
@@ -214,7 +213,7 @@ class GpuDecoder:
         decoded = self._decoder.decode(streams, params=self._params, cuda_stream=self._stream())
         return [self._oriented(image, file) for image, file in zip(decoded, files, strict=True)]
 
-    def to_inputs(
+    def resize_to_inputs(
         self, pictures: Sequence[torch.Tensor], crops: Sequence[Geometry], input_size: tuple[int, int]
     ) -> NDArray[np.uint8]:
         """uint8 [N, H0, W0, 3], RGB, in this computer's memory: the crops squashed to `input_size` = (H0, W0)."""
@@ -227,7 +226,7 @@ class GpuDecoder:
         found: NDArray[np.uint8] = torch.stack(squashed).cpu().numpy()
         return found
 
-    def why_not(self) -> str:
+    def find_problem(self) -> str:
         """Why it cannot decode, found by a test picture that is decoded, turned, cropped and squashed; empty: it can.
 
         Where a library or a driver is missing, the codec raises nothing: it decodes no picture.
@@ -240,7 +239,7 @@ class GpuDecoder:
                     "nvImageCodec decodes nothing there; expected a GPU, its driver and nvJPEG (pip install "
                     "'opal-deploy[gpu-decode]')"
                 )
-            found = self.to_inputs([picture], [file.geometry], expected.shape[:2])[0]
+            found = self.resize_to_inputs([picture], [file.geometry], expected.shape[:2])[0]
         except Exception as error:  # as above
             return first_line(error)
         furthest = int(np.abs(found.astype(np.int16) - expected).max())
@@ -270,7 +269,7 @@ class GpuDecoder:
         if image is None or tuple(image.shape) != (*file.stored[::-1], 3):
             return None
         tensor = torch.utils.dlpack.from_dlpack(image) if self._on_gpu else torch.from_numpy(np.array(image))
-        return orient(tensor, file.orientation) if tensor.dtype == torch.uint8 else None
+        return apply_orientation(tensor, file.orientation) if tensor.dtype == torch.uint8 else None
 
 
 @cache
@@ -310,7 +309,7 @@ def _silent() -> Iterator[None]:
         os.close(nothing)
 
 
-def orient(stored: torch.Tensor, orientation: int) -> torch.Tensor:
+def apply_orientation(stored: torch.Tensor, orientation: int) -> torch.Tensor:
     """[height, width, 3] as stored to how it is to be seen, by EXIF's orientation, 1 to 8."""
     turned = stored.transpose(0, 1) if orientation >= 5 else stored
     # of the picture that has been transposed where it lies on its side
@@ -343,7 +342,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
-def open_gpus(devices: Sequence[str], cpu_threads: int, otherwise: str) -> tuple[GpuDecoder, ...]:
+def open_gpu_decoders(devices: Sequence[str], cpu_threads: int, otherwise: str) -> tuple[GpuDecoder, ...]:
     """One decoder a device, for `EngineOptions.gpus`.
 
     Args:

@@ -13,40 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from opal_deploy.errors import ImageError
-from opal_deploy.preprocess import native
+from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.preprocess.geometry import Geometry
-
-Box = tuple[float, float, float, float]
-
-
-def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
-    """Where the model will look on this picture.
-
-    Args:
-        image: the whole picture, oriented.
-        box: (x0, y0, x1, y1) in its pixels, x1 and y1 exclusive. Truncated to integers as the authors do, then cut to
-            the picture's edges.
-
-    Raises:
-        ImageError: bad_box, if no pixel is left.
-    """
-    return compute_geometry_from_size(image.size, box)
-
-
-def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
-    """`lay_out` of an oriented picture of which only its (width, height) is known."""
-    width, height = size
-    if box is None:
-        return Geometry.whole(width, height)
-    if not all(np.isfinite(box)):
-        raise ImageError("bad_box", f"box {_shown(box)} is not four finite numbers")
-    x0, y0, x1, y1 = (int(value) for value in box)
-    crop = (max(x0, 0), max(y0, 0), min(x1, width), min(y1, height))
-    if crop[0] >= crop[2] or crop[1] >= crop[3]:
-        raise ImageError("bad_box", f"box {_shown(box)} has no pixel of the {width}x{height} picture")
-    return Geometry(width, height, crop)
 
 
 def to_input(
@@ -62,7 +31,7 @@ def to_input(
     if geometry.crop != (0, 0, geometry.width, geometry.height):
         region = image.crop(geometry.crop)
     if decoding is not Decoding.exact:
-        squashed = native.resize(region, (width, height))
+        squashed = accelerated.resize(region, (width, height))
         if squashed is not None:
             return squashed
     return np.asarray(region.resize((width, height), Image.Resampling.BILINEAR))
@@ -73,7 +42,3 @@ def normalise(images: NDArray[np.uint8], mean: Sequence[float], std: Sequence[fl
     scaled = images.astype(np.float32) / np.float32(255.0)
     normalised = (scaled - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
     return np.ascontiguousarray(normalised.transpose(0, 3, 1, 2))
-
-
-def _shown(box: Box) -> str:
-    return "(" + ", ".join(f"{value:g}" for value in box) + ")"

@@ -23,7 +23,7 @@ from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageEr
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.devices import available_cpus, parse_device
 from opal_deploy.runtime.nvml import read_driver
-from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
+from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -46,8 +46,8 @@ class OnnxSession:
         description: engine, provider, threads, precision.
         device: `cpu` or `cuda:N`.
         threads: of the CPU provider.
-        any_batch: whether a picture's answer is the same to the last bit in a batch of any size. The CPU kernels take
-            each picture by itself; a GPU's are chosen by the batch.
+        batch_invariant: whether an image's outputs are the same to the last bit in a batch of any size. The CPU's
+            kernels take each image by itself; a GPU's are chosen by the batch size.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class OnnxSession:
 
         self._device_id = _cuda_device(onnxruntime, device)
         self.device = "cpu" if self._device_id is None else f"cuda:{self._device_id}"
-        self.any_batch = self._device_id is None
+        self.batch_invariant = self._device_id is None
         self.threads = threads or available_cpus()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -118,14 +118,14 @@ class OnnxSession:
         """See `Session.run`."""
         return self._answer(self.feed(images))
 
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; what numpy normalises is in none of the stages."""
         feed = self.feed(images)
         with self._failures(len(feed)):
             if self._device_id is None:
                 start = time.perf_counter()
                 values = self._run_cpu(feed, self.metadata.outputs)
-                return self._outputs(values), Stages(None, time.perf_counter() - start, None)
+                return self._outputs(values), BatchTimes(None, time.perf_counter() - start, None)
             return self._run_cuda_staged(feed, self.metadata.outputs)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
@@ -169,7 +169,7 @@ class OnnxSession:
         self._session.run_with_iobinding(binding)
         return list(binding.copy_outputs_to_cpu())
 
-    def _run_cuda_staged(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> tuple[Outputs, Stages]:
+    def _run_cuda_staged(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> tuple[Outputs, BatchTimes]:
         """`_run_cuda` with every stage waited for."""
         import onnxruntime
 
@@ -186,7 +186,7 @@ class OnnxSession:
         times.append(time.perf_counter())
         values = list(binding.copy_outputs_to_cpu())
         times.append(time.perf_counter())
-        return self._outputs(values), Stages(*(after - before for before, after in itertools.pairwise(times)))
+        return self._outputs(values), BatchTimes(*(after - before for before, after in itertools.pairwise(times)))
 
 
 def cuda_is_usable() -> bool:

@@ -16,7 +16,7 @@ from opal_deploy.runtime.session import Session
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """A model found without being named: which, why, and why not the others."""
 
     path: Path
@@ -61,7 +61,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Se
     return OnnxSession(path, device=device, threads=threads)
 
 
-def find_model(folder: Path, *, gpu: bool, engine_misfit: Callable[[Sidecar], str]) -> Choice:
+def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str]) -> ModelChoice:
     """The best of a folder's exported models that this machine can run, if they all stem from one checkpoint.
 
     An engine that fits comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest.
@@ -69,38 +69,38 @@ def find_model(folder: Path, *, gpu: bool, engine_misfit: Callable[[Sidecar], st
     Args:
         folder: looked at without its subfolders.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
-        engine_misfit: why an engine cannot run here, by its sidecar; empty if it can.
+        check_engine: why an engine cannot run here, by its sidecar; empty if it can.
 
     Raises:
         UsageError: none, or several of different checkpoints.
     """
-    found, others = _exported(folder, engine_misfit)
+    found, others = _exported(folder, check_engine)
     if not found:
         raise UsageError(_nothing_found(folder, others))
     origins = {model.metadata.source.get("sha256") or model.path.name for model in found}
     if len(origins) > 1:
         listed = ", ".join(f"{model.path.name} (of {model.metadata.source.get('file', 'unknown')})" for model in found)
         raise UsageError(f"several models here, of different checkpoints: {listed}; choose one with --model")
-    usable = sorted((model for model in found if not model.misfit), key=lambda model: model.rank(gpu=gpu))
+    usable = sorted((model for model in found if not model.incompatibility), key=lambda model: model.rank(gpu=gpu))
     if not usable:
-        reasons = "; ".join(f"{model.path.name}: {model.misfit}" for model in found)
+        reasons = "; ".join(f"{model.path.name}: {model.incompatibility}" for model in found)
         raise UsageError(f"none of the models here can run on this machine: {reasons}")
     best, *rest = usable
     where = "a GPU is usable" if gpu or best.engine else "no usable GPU"
     passed = [f"not {model.path.name} ({model.metadata.precision})" for model in rest]
-    passed += [f"not {model.path.name} ({model.misfit})" for model in found if model.misfit]
+    passed += [f"not {model.path.name} ({model.incompatibility})" for model in found if model.incompatibility]
     what = f"{best.metadata.precision} engine" if best.engine else best.metadata.precision
-    return Choice(best.path, "; ".join([f"{what}, {where}", *passed]))
+    return ModelChoice(best.path, "; ".join([f"{what}, {where}", *passed]))
 
 
 @dataclass(frozen=True)
 class _Found:
-    """One model of a folder; `misfit` says why it cannot run here."""
+    """One model of a folder; `incompatibility` says why it cannot run here."""
 
     path: Path
     metadata: Metadata
     engine: bool = False
-    misfit: str = ""
+    incompatibility: str = ""
 
     def rank(self, *, gpu: bool) -> tuple[bool, int, str]:
         """Sorts the best first; of equals the first by name."""
@@ -108,7 +108,7 @@ class _Found:
         return not self.engine, wanted.index(self.metadata.precision), self.path.name
 
 
-def _exported(folder: Path, engine_misfit: Callable[[Sidecar], str]) -> tuple[list[_Found], list[str]]:
+def _exported(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[list[_Found], list[str]]:
     """Our ONNX files and engines in a folder, and what else looks like a model."""
     found, others = [], []
     # files that are being written begin with a dot
@@ -119,15 +119,17 @@ def _exported(folder: Path, engine_misfit: Callable[[Sidecar], str]) -> tuple[li
         except ArtifactError:
             others.append(f"{path.name} is not one of ours, or damaged")
             continue
-        misfit = "bf16 is for engines: ONNX Runtime has no such convolutions" if metadata.precision == "bf16" else ""
-        found.append(_Found(path, metadata, misfit=misfit))
+        incompatibility = (
+            "bf16 is for engines: ONNX Runtime has no such convolutions" if metadata.precision == "bf16" else ""
+        )
+        found.append(_Found(path, metadata, incompatibility=incompatibility))
     for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:
             sidecar = read_sidecar(path)
         except ArtifactError:
             others.append(f"{path.name} has no sidecar of ours, or a damaged one")
             continue
-        found.append(_Found(path, sidecar.metadata, engine=True, misfit=engine_misfit(sidecar)))
+        found.append(_Found(path, sidecar.metadata, engine=True, incompatibility=check_engine(sidecar)))
     return found, others
 
 

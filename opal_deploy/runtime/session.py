@@ -37,7 +37,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
-class Stages:
+class BatchTimes:
     """Seconds that one batch spent in each stage; None where the session cannot tell."""
 
     host_to_device: float | None
@@ -53,7 +53,7 @@ class StagedSession(Session, Protocol):
     which overlaps what it can.
     """
 
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """What `run` answers, and how long each stage took. On the CPU everything is `compute`."""
         ...
 

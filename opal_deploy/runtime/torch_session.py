@@ -38,7 +38,7 @@ class TorchSession:
             CheckpointError: not a checkpoint. UsageError: a GPU was asked for and there is none.
         """
         checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
-        self.metadata: Metadata = checkpoints.describe(checkpoint)
+        self.metadata: Metadata = checkpoints.build_metadata(checkpoint)
         self._device = torch_device(device)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -50,7 +50,7 @@ class TorchSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        return self.reference(images).outputs
+        return self.run_reference(images).outputs
 
     def run_channels_last(self, images: ImageBatch) -> Outputs:
         """The same answers from convolutions that sum in another order: what float32 leaves open."""
@@ -60,7 +60,7 @@ class TorchSession:
         finally:
             self._network.to(memory_format=torch.contiguous_format)
 
-    def reference(self, images: ImageBatch) -> Reference:
+    def run_reference(self, images: ImageBatch) -> Reference:
         """Outputs together with each channel's lead of its best cell over its second."""
         check_batch(images, self.metadata)
         found = self._explain(normalise(images, self.metadata.mean, self.metadata.std))

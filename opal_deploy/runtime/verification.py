@@ -49,7 +49,7 @@ class Gate:
     cells: float
     all_cells: float = 0.0
 
-    def opened_for(self, rounding: Rounding) -> Gate:
+    def widened_by(self, rounding: Rounding) -> Gate:
         """The gate that a network with this much rounding of its own can pass; never beyond WIDEST."""
         return replace(
             self,
@@ -58,7 +58,7 @@ class Gate:
             tie=max(self.tie, min(_MOVEMENTS * rounding.relative_score, WIDEST.tie)),
         )
 
-    def elsewhere(self) -> Gate:
+    def relaxed_for_machine(self) -> Gate:
         """For another machine than the one that exported, whose kernels sum in an order of their own.
 
         Ten times as wide where rounding is what the gate allows for; a lower precision's gate is wide enough already.
@@ -155,7 +155,7 @@ class Comparison:
         return {**asdict(self), "failures": list(self.failures), "passed": bool(self)}
 
 
-def compare(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
+def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
     """Hold a candidate's outputs for the reference's pictures against the reference."""
     expected = reference.outputs
     failures = _shape_failures(expected, candidate)
@@ -277,7 +277,7 @@ def _classes_failure(different: int) -> str:
     return f"the predicted class differs on {different} pictures with a clear margin" if different else ""
 
 
-def verify_vectors(session: Session, origin: str) -> Comparison:
+def verify_test_vectors(session: Session, origin: str) -> Comparison:
     """Run the test vectors that a model carries and hold the answers against the stored ones.
 
     Args:
@@ -290,8 +290,8 @@ def verify_vectors(session: Session, origin: str) -> Comparison:
     metadata = session.metadata
     reference = test_vectors.unpack(metadata.test_vectors, origin)
     recorded = metadata.verification.get("gate")
-    gate = (Gate(**recorded) if recorded else GATES[metadata.precision]).elsewhere()
-    comparison = compare(reference, session.run(reference.images), metadata, gate)
+    gate = (Gate(**recorded) if recorded else GATES[metadata.precision]).relaxed_for_machine()
+    comparison = compare_outputs(reference, session.run(reference.images), metadata, gate)
     if not comparison:
         raise VerificationError(
             f"{origin} does not reproduce its own test vectors in {session.description}: "

@@ -124,7 +124,7 @@ def _filled(sample: ArrayLike) -> NDArray[np.float64]:
 _HALVINGS = 60
 
 
-def upper_bound(cases: int, trials: int, confidence: float = 0.95) -> float:
+def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> float:
     """The largest rate under which `cases` or fewer in `trials` still happen with probability 1 - `confidence`.
 
     Clopper and Pearson's one-sided upper bound: whatever the true rate, it is exceeded by the bound in at least

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from opal_deploy.statistics.intervals import trials_needed, upper_bound
+from opal_deploy.statistics.intervals import clopper_pearson_bound, trials_needed
 
-LEVELS = 10
+NUM_LEVELS = 10
 """Thresholds kept of a curve: those that answer at least 1/10, 2/10, ... of the pictures."""
 
-SHOWN = (0.01, 0.02, 0.05)
+SUMMARY_ERROR_RATES = (0.01, 0.02, 0.05)
 """Error rates whose coverage a summary states."""
 
 
@@ -73,7 +73,7 @@ class RiskCurve:
 
     def levels(self) -> list[Level]:
         """For each tenth of coverage the strictest threshold that reaches it; equal ones once."""
-        wanted = -(-np.arange(1, LEVELS + 1) * self.images // LEVELS)
+        wanted = -(-np.arange(1, NUM_LEVELS + 1) * self.images // NUM_LEVELS)
         chosen = np.unique(np.searchsorted(self.answered, wanted))
         return [Level(float(self.margins[i]), int(self.answered[i]), int(self.wrong[i])) for i in chosen]
 
@@ -83,12 +83,12 @@ class RiskCurve:
             "images": self.images,
             "error": self.error,
             "aurc": self.aurc,
-            "coverage_at_error": {f"{rate:g}": self.coverage_at(rate) for rate in SHOWN},
+            "coverage_at_error": {f"{rate:g}": self.coverage_at(rate) for rate in SUMMARY_ERROR_RATES},
             "levels": [[level.margin, level.answered, level.wrong] for level in self.levels()],
         }
 
 
-def risk_curve(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
+def compute_risk_curve(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
     """The curve of N labelled pictures.
 
     Args:
@@ -149,7 +149,7 @@ class Threshold:
         }
 
 
-def too_few(images: int, target: float, confidence: float = 0.95) -> str:
+def explain_too_few(images: int, target: float, confidence: float = 0.95) -> str:
     """Why `images` labelled pictures cannot support a target, whatever the model; empty if they can."""
     needed = trials_needed(target, confidence)
     if images >= needed:
@@ -177,12 +177,12 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
         ValueError: not such a summary.
     """
     images, levels = _levels(summary)
-    reason = too_few(images, target, confidence)
+    reason = explain_too_few(images, target, confidence)
     if reason:
         return Threshold(target, confidence, images, reason=reason)
     needed, chosen = trials_needed(target, confidence), Threshold(target, confidence, images)
     for level in (level for level in levels if level.answered >= needed):
-        bound = upper_bound(level.wrong, level.answered, confidence)
+        bound = clopper_pearson_bound(level.wrong, level.answered, confidence)
         if bound > target:
             if chosen.min_margin is None:
                 reason = (

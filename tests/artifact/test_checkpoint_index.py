@@ -17,7 +17,7 @@ from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
 from opal_deploy.errors import ArtifactError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import NetworkConfig
-from opal_deploy.model.head import anchors
+from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
 
 
@@ -49,7 +49,7 @@ def test_it_agrees_with_torch_on_our_format(network: OpalNetwork, tmp_path: Path
 def test_it_agrees_with_torch_on_the_authors_format(network: OpalNetwork, tmp_path: Path) -> None:
     state = {f"backbone.{key}": value for key, value in network.backbone.body.state_dict().items()}
     state["final_conv_layer.weight"] = torch.nn.Parameter(torch.zeros(15, 1024, 1, 1))
-    state["classifier.prototypes"] = anchors(3, 5)
+    state["classifier.prototypes"] = build_anchors(3, 5)
     path = _save(tmp_path / "c.pt", state)
     _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
 

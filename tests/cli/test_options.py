@@ -12,7 +12,7 @@ from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.cli.infer.setup import least_margin
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
-from opal_deploy.statistics.risk import choose_threshold, risk_curve
+from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
 
 
 @pytest.mark.parametrize(("text", "rate"), [("5%", 0.05), (" 0.5 %", 0.005), ("99%", 0.99)])
@@ -43,7 +43,7 @@ def test_a_model_without_validation_pictures_says_how_to_choose(exact_model: Pat
 def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_model: Path) -> None:
     # of a thousand pictures the hundred of smallest margin are wrong
     margins = np.linspace(0, 1, 1000)
-    summary = risk_curve(margins, np.arange(1000) >= 100).summary()
+    summary = compute_risk_curve(margins, np.arange(1000) >= 100).summary()
     metadata = replace(read_metadata(exact_model), risk=summary)
     expected = choose_threshold(summary, 0.05).min_margin
     assert expected is not None
@@ -52,6 +52,6 @@ def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_mode
 
 
 def test_a_rate_that_they_cannot_support_is_refused(exact_model: Path) -> None:
-    summary = risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
+    summary = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
     with pytest.raises(UsageError, match="20 validation pictures"):
         least_margin("5%", exact_model, replace(read_metadata(exact_model), risk=summary))

@@ -14,7 +14,7 @@ from opal_deploy.evaluation import risk
 from opal_deploy.evaluation.metrics import margins
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import build_record
-from opal_deploy.statistics.risk import choose_threshold, risk_curve
+from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
 
 
 def test_too_few_pictures_are_refused() -> None:
@@ -38,14 +38,14 @@ def test_margins_are_those_of_the_records() -> None:
 
 
 def test_the_table_has_a_row_for_each_threshold() -> None:
-    header, rows = risk.rows(risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
+    header, rows = risk.rows(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
 
     assert header == ["min_margin", "answered", "coverage", "wrong", "error"]
     assert rows == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
 
 
 def test_what_is_said_of_a_threshold_can_be_typed_back() -> None:
-    curve = risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
+    curve = compute_risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
     found = choose_threshold(curve.summary(), 0.05)
     (line,) = risk.threshold_lines(found)
 
@@ -57,7 +57,7 @@ def test_what_is_said_of_a_threshold_can_be_typed_back() -> None:
 
 
 def test_the_picture_is_drawn_with_and_without_a_threshold(tmp_path: Path) -> None:
-    curve = risk_curve(np.linspace(1.0, 0.0, 80), np.arange(80) < 70)
+    curve = compute_risk_curve(np.linspace(1.0, 0.0, 80), np.arange(80) < 70)
     for number, threshold in enumerate(
         (None, choose_threshold(curve.summary(), 0.2), choose_threshold(curve.summary(), 0.01))
     ):

@@ -24,9 +24,9 @@ from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.onnx_export import export_onnx, file_name
 from opal_deploy.export.precision import simulate_low_precision, to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
-from opal_deploy.model.checkpoint import Checkpoint, describe
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import verify_vectors
+from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.synthetic import example_images
 
 
@@ -89,7 +89,7 @@ class TestFromOnnx:
         assert found.source == source.source
 
     def test_it_reproduces_the_references_test_vectors(self, fp16: Path) -> None:
-        assert verify_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
+        assert verify_test_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
 
     def test_it_is_not_the_fp32_file_under_another_name(self, fp16: Path) -> None:
         metadata = onnx_file.read_metadata(fp16)
@@ -311,7 +311,7 @@ class TestBf16:
 def quantised(make_checkpoint: Any) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     checkpoint = make_checkpoint("resnet18", size=(64, 64))
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
-    return model, to_int8(model, example_images(16, 64, 64), describe(checkpoint))
+    return model, to_int8(model, example_images(16, 64, 64), build_metadata(checkpoint))
 
 
 class TestInt8:
@@ -393,4 +393,4 @@ class TestNoVerify:
     def test_its_vectors_can_be_checked_all_the_same(self, fp32: Path, tmp_path: Path) -> None:
         out = tmp_path / "c.fp16.onnx"
         export_onnx(fp32, ExportOptions(out=out, precision="fp16", verify=False, threads=2))
-        assert verify_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")
+        assert verify_test_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")

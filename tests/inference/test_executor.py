@@ -315,7 +315,7 @@ def test_with_a_fixed_batch_every_forward_pass_has_its_size(bright_session: Call
 
 def test_with_a_fixed_batch_a_session_that_answers_each_alike_is_not_filled_up(bright_session: Callable) -> None:
     session = bright_session()
-    session.any_batch = True
+    session.batch_invariant = True
     records(shades(range(5)), [session], InferenceOptions(batch=4, fixed_batch=True))
     assert session.batches == [4, 1]
 
@@ -487,7 +487,7 @@ def test_on_the_cpu_onnx_runtime_answers_a_picture_alike_in_batches_of_any_size(
     resnet: Path, make_pictures: Callable, tmp_path: Path, threads: int
 ) -> None:
     session = OnnxSession(resnet, device="cpu", threads=threads)
-    assert session.any_batch
+    assert session.batch_invariant
     paths = make_pictures(tmp_path, 24)
 
     def run(batch: int) -> list[str]:

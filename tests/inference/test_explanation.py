@@ -12,8 +12,8 @@ import pytest
 from opal_deploy.inference.decoding.prepare import Request
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import compute_geometry, to_input
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry
+from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.record import Record, contributions
 from opal_deploy.runtime.onnx_session import OnnxSession
 
@@ -45,7 +45,7 @@ def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path
     m, compared = about.prototypes_per_class, 0
     for path, record in zip(paths, records, strict=True):
         image = decode(path)
-        answer = reference.reference(to_input(image, compute_geometry(image), about.input_size)[None])
+        answer = reference.run_reference(to_input(image, compute_geometry(image), about.input_size)[None])
         logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
         assert cells is not None
         assert scores is not None

@@ -19,9 +19,9 @@ from opal_deploy.inference.decoding.prepare import Request, timed_open
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer, StageTimes
+from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.runtime.session import ImageBatch, Stages
+from opal_deploy.runtime.session import BatchTimes, ImageBatch
 
 
 def wall(times: StageTimes, stage: Stage) -> float:
@@ -221,9 +221,9 @@ def test_a_picture_decoded_again_for_its_overlay_is_timed_where_it_happens(
 
 
 def test_transfers_come_from_a_session_that_can_tell_and_only_when_asked_for(bright_session: Callable) -> None:
-    def staged(images: ImageBatch) -> tuple[Outputs, Stages]:
+    def staged(images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         time.sleep(0.03)
-        return session.run(images), Stages(0.01, 0.015, 0.005)
+        return session.run(images), BatchTimes(0.01, 0.015, 0.005)
 
     def timed(*, asked: bool) -> StageTimes:
         clock = StageTimer()
@@ -242,7 +242,7 @@ def test_transfers_come_from_a_session_that_can_tell_and_only_when_asked_for(bri
 
 def test_a_session_that_knows_no_transfers_has_none_invented(bright_session: Callable) -> None:
     session = bright_session()
-    session.run_staged = lambda images: (session.run(images), Stages(None, 0.01, None))
+    session.run_staged = lambda images: (session.run(images), BatchTimes(None, 0.01, None))
     clock = StageTimer()
     requests = iter([Request("a", Image.new("RGB", (40, 40)))])
     list(predict_stream(requests, [session], InferenceOptions(time_transfers=True), clock))

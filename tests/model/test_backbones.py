@@ -141,14 +141,14 @@ def test_a_detector_is_not_a_classifier() -> None:
 
 
 def test_names_are_torchvisions_classifiers() -> None:
-    found = backbones.names()
+    found = backbones.list_backbones()
     assert {name for name, _ in (*PAPERS, *OTHERS)} <= set(found)
     assert not [name for name in found if re.search("rcnn|fcn|deeplab|raft|r3d", name)]
 
 
 def test_the_largest_network_costs_no_memory_on_meta() -> None:
     # RegNet's builder computes with tensors' values, which meta has none of
-    model = backbones.full_model("regnet_y_128gf", "meta")
+    model = backbones.build_torchvision_model("regnet_y_128gf", "meta")
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"meta"}
 
 

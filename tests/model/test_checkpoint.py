@@ -16,7 +16,7 @@ from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, checkpoint
 from opal_deploy.model.checkpoint import PAPER_BACKBONES, Assumptions, Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
-from opal_deploy.model.head import anchors
+from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
 
 SMALL = "shufflenet_v2_x0_5"
@@ -37,7 +37,7 @@ def _authors(name: str, num_classes: int = 4, m: int = 3, *, seed: int = 0) -> d
     convolution = torch.nn.Conv2d(backbone.num_features, num_classes * m, 1)
     state["final_conv_layer.weight"] = convolution.weight.detach()
     state["final_conv_layer.bias"] = convolution.bias.detach()  # type: ignore[union-attr]
-    state["classifier.prototypes"] = anchors(num_classes, m)
+    state["classifier.prototypes"] = build_anchors(num_classes, m)
     return state
 
 
@@ -265,7 +265,7 @@ class TestAuthors:
 
     @pytest.mark.parametrize(
         "wrong",
-        [anchors(4, 3) * 2, anchors(4, 3).flip(0), torch.eye(12)[:4], torch.randn(4, 12)],
+        [build_anchors(4, 3) * 2, build_anchors(4, 3).flip(0), torch.eye(12)[:4], torch.randn(4, 12)],
         ids=["scaled", "permuted", "one slot each", "learned"],
     )
     def test_anchors_that_are_not_the_papers_are_refused(
@@ -298,7 +298,7 @@ class TestAuthors:
         state = {f"backbone.stage{i}.weight": torch.zeros(3, 3) for i in range(5)}
         state.update(
             {"final_conv_layer.weight": torch.zeros(12, 3, 1, 1), "final_conv_layer.bias": torch.zeros(12)},
-            **{"classifier.prototypes": anchors(4, 3)},
+            **{"classifier.prototypes": build_anchors(4, 3)},
         )
         with pytest.raises(CheckpointError, match=r"no torchvision network.*backbone parameters"):
             checkpoint.load(save(state))
@@ -407,7 +407,7 @@ class TestClassNameFiles:
 
 
 def test_a_description_holds_what_infer_needs(ours: tuple[Checkpoint, Path]) -> None:
-    described = checkpoint.describe(checkpoint.load(ours[1]))
+    described = checkpoint.build_metadata(checkpoint.load(ours[1]))
     assert described.class_names == tuple(NAMES)
     assert (described.grid, described.input_size, described.crop) == ((2, 3), (64, 96), "boxes")
     assert (described.evidence, described.prototypes_per_class) == ("exact", 2)

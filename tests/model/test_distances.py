@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opal_deploy.model.config import DISTANCES, HeadConfig
-from opal_deploy.model.distances import distances
-from opal_deploy.model.head import OpalHead, anchors
+from opal_deploy.model.distances import compute_distances
+from opal_deploy.model.head import OpalHead, build_anchors
 
 # from the differences d = z - a_c, float64 [N, C, K]; kl from z and a themselves
 DEFINITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -34,7 +34,7 @@ TOLERANCES = {"kl": 2e-5}
 def _by_definition(z: Tensor, num_classes: int, m: int, distance: str) -> Tensor:
     """float64 [N, C] from the explicit [N, C, K] differences."""
     wide = z.double()[:, None, :]
-    return DEFINITIONS[distance](wide, anchors(num_classes, m, torch.float64)[None])
+    return DEFINITIONS[distance](wide, build_anchors(num_classes, m, torch.float64)[None])
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def _softmax_scores(seed: int, n: int, k: int, gain: float) -> Tensor:
 
 
 def _assert_as_defined(z: Tensor, num_classes: int, m: int, distance: str) -> None:
-    found = distances(z, m, distance).double()
+    found = compute_distances(z, m, distance).double()
     expected = _by_definition(z, num_classes, m, distance)
     power = POWERS.get(distance, 1)
     torch.testing.assert_close(found**power, expected**power, rtol=2e-6, atol=TOLERANCES.get(distance, 2e-6))
@@ -66,13 +66,13 @@ class TestEmbeddingsOfASoftmax:
         _assert_as_defined(z, num_classes, m, distance)
 
     def test_saturated_and_nearly_saturated_agree(self, distance: str, num_classes: int, m: int) -> None:
-        anchor = anchors(num_classes, m)
+        anchor = build_anchors(num_classes, m)
         nearly = _unit(anchor + 1e-5 * torch.rand(anchor.shape, generator=torch.Generator().manual_seed(1)))
         _assert_as_defined(torch.cat([anchor, nearly]), num_classes, m, distance)
 
     def test_equal_classes_get_equal_distances(self, distance: str, num_classes: int, m: int) -> None:
         z = _unit(torch.ones(1, num_classes * m))
-        found = distances(z, m, distance)
+        found = compute_distances(z, m, distance)
         torch.testing.assert_close(found, found[:, :1].expand_as(found), rtol=1e-6, atol=1e-6)
         _assert_as_defined(z, num_classes, m, distance)
 
@@ -92,19 +92,19 @@ def test_embeddings_with_negative_entries_agree_with_the_definition(distance: st
 
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_the_nearest_anchor_is_the_embeddings_own(distance: str) -> None:
-    found = distances(anchors(6, 3), 3, distance)
+    found = compute_distances(build_anchors(6, 3), 3, distance)
     assert found.argmin(1).tolist() == list(range(6))
 
 
 def test_l2_is_the_root_of_two_minus_two_cosines() -> None:
     z = _softmax_scores(3, 5, 20, 5.0)
-    cosine = z @ anchors(4, 5).T
-    torch.testing.assert_close(distances(z, 5, "l2"), (2 - 2 * cosine).sqrt(), rtol=1e-5, atol=1e-6)
+    cosine = z @ build_anchors(4, 5).T
+    torch.testing.assert_close(compute_distances(z, 5, "l2"), (2 - 2 * cosine).sqrt(), rtol=1e-5, atol=1e-6)
 
 
 def test_l2_logits_stay_within_minus_root_two_and_zero() -> None:
-    z = torch.cat([anchors(4, 5), _softmax_scores(4, 50, 20, 20.0)])
-    found = distances(z, 5, "l2")
+    z = torch.cat([build_anchors(4, 5), _softmax_scores(4, 50, 20, 20.0)])
+    found = compute_distances(z, 5, "l2")
     assert found.min() >= 0
     assert found.max() <= math.sqrt(2) + 1e-6
 
@@ -112,9 +112,9 @@ def test_l2_logits_stay_within_minus_root_two_and_zero() -> None:
 @pytest.mark.parametrize("distance", DISTANCES)
 @pytest.mark.parametrize("off", [0.0, 1e-9, 1e-7, 1e-5, 1e-3])
 def test_gradients_are_finite_at_and_near_an_anchor(distance: str, off: float) -> None:
-    z = anchors(4, 5) + off * torch.rand(4, 20, generator=torch.Generator().manual_seed(0))
+    z = build_anchors(4, 5) + off * torch.rand(4, 20, generator=torch.Generator().manual_seed(0))
     z.requires_grad_(True)
-    distances(z, 5, distance).sum().backward()
+    compute_distances(z, 5, distance).sum().backward()
     assert z.grad is not None
     assert torch.isfinite(z.grad).all()
 
@@ -125,7 +125,7 @@ def test_gradients_agree_with_the_definitions_away_from_anchors(distance: str) -
     scores = 3.0 * _softmax_scores(2, 4, 15, 3.0).double()
     ours, plain = scores.clone().requires_grad_(True), scores.clone().requires_grad_(True)
     weights = torch.linspace(-1, 1, 4 * 3, dtype=torch.float64).reshape(4, 3)
-    (distances(_unit(ours), 5, distance) * weights).sum().backward()
+    (compute_distances(_unit(ours), 5, distance) * weights).sum().backward()
     (_by_definition(_unit(plain), 3, 5, distance) * weights).sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-6, atol=1e-6)
 
@@ -163,7 +163,7 @@ def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance:
     n, num_classes, m = 64, 1000, 5
     z = _softmax_scores(0, n, num_classes * m, 3.0).requires_grad_(True)
     with _LargestTensor() as largest:
-        distances(z, m, distance).sum().backward()
+        compute_distances(z, m, distance).sum().backward()
     assert largest.elements <= n * num_classes * m
 
 

@@ -10,7 +10,7 @@ import torch
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig, NetworkConfig
-from opal_deploy.model.head import OpalHead, anchors
+from opal_deploy.model.head import OpalHead, build_anchors
 
 # projection, max pooling, CWS, anchors: the rows of the paper's Table 3, top to bottom, and their evidence
 ABLATION = [
@@ -126,7 +126,7 @@ class TestForwardPass:
         found = head.explain(head.project(torch.rand(4, 6, 2, 5)))
         assert found.scores is not None
         z = (found.scores / found.scores.norm(dim=1, keepdim=True)).double()
-        cosine = z @ anchors(3, 5, torch.float64).T
+        cosine = z @ build_anchors(3, 5, torch.float64).T
         torch.testing.assert_close(-(2 - 2 * cosine).sqrt(), found.logits.double(), rtol=1e-6, atol=1e-6)
 
     def test_epsilon_is_added_to_the_norm(self) -> None:
@@ -150,11 +150,11 @@ class TestForwardPass:
 class TestAnchors:
     @pytest.mark.parametrize(("num_classes", "m"), [(2, 1), (3, 5), (10, 4)])
     def test_they_are_orthonormal(self, num_classes: int, m: int) -> None:
-        matrix = anchors(num_classes, m, torch.float64)
+        matrix = build_anchors(num_classes, m, torch.float64)
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(num_classes, dtype=torch.float64))
 
     def test_a_class_has_a_contiguous_block(self) -> None:
-        assert anchors(3, 2).nonzero().tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
+        assert build_anchors(3, 2).nonzero().tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("distance", DISTANCES)

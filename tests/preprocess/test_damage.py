@@ -12,7 +12,8 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import Decoding, decode
-from opal_deploy.preprocess.resize import compute_geometry, to_input
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import to_input
 
 INPUT = (32, 32)
 

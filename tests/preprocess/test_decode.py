@@ -20,9 +20,10 @@ from PIL import ExifTags, Image, ImageOps
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.prepare import timed_open
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.preprocess import native
-from opal_deploy.preprocess.decode import Decoding, decode, decode_for
-from opal_deploy.preprocess.resize import Box, compute_geometry, to_input
+from opal_deploy.preprocess import accelerated
+from opal_deploy.preprocess.decode import Decoding, decode, decode_for_input
+from opal_deploy.preprocess.geometry import Box, compute_geometry
+from opal_deploy.preprocess.resize import to_input
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -120,7 +121,7 @@ def test_an_oriented_jpeg_is_turned_whatever_decodes_it(orientation: int, decodi
     data = encoded(smooth, "JPEG", exif=exif, quality=95)
     expected = by_pillow(data)
 
-    picture, geometry = decode_for(data, (60, 80), decoding=decoding)
+    picture, geometry = decode_for_input(data, (60, 80), decoding=decoding)
 
     assert (geometry.width, geometry.height) == expected.size
     # scaled decoding keeps all that the input needs
@@ -132,7 +133,7 @@ def test_an_oriented_jpeg_is_turned_whatever_decodes_it(orientation: int, decodi
 
 def test_fast_decodes_a_large_jpeg_to_a_part_of_its_size() -> None:
     data = encoded(NOISE.resize((1001, 701)), "JPEG")
-    picture, geometry = decode_for(data, (100, 100), decoding=Decoding.fast)
+    picture, geometry = decode_for_input(data, (100, 100), decoding=Decoding.fast)
     assert (geometry.width, geometry.height) == (1001, 701)
     assert 100 <= picture.width <= 251
     # the whole picture is what other callers get
@@ -142,13 +143,13 @@ def test_fast_decodes_a_large_jpeg_to_a_part_of_its_size() -> None:
 @pytest.mark.parametrize("library", ["simplejpeg", "cykooz_resizer"])
 def test_without_a_library_pillow_does_its_work(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    native._library.cache_clear()
+    accelerated._library.cache_clear()
     try:
         picture = decode(PHOTO)
         found = to_input(picture, compute_geometry(picture), (40, 40))
-        (line,) = native.missing()
+        (line,) = accelerated.missing_libraries()
     finally:
-        native._library.cache_clear()
+        accelerated._library.cache_clear()
     assert library in line
     expected = by_pillow(PHOTO)
     assert np.array_equal(np.asarray(picture), np.asarray(expected))
@@ -156,7 +157,7 @@ def test_without_a_library_pillow_does_its_work(library: str, monkeypatch: pytes
 
 
 def test_nothing_is_missing_where_the_package_was_installed_whole() -> None:
-    assert native.missing() == []
+    assert accelerated.missing_libraries() == []
 
 
 @dataclass(frozen=True)

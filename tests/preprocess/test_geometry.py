@@ -12,8 +12,8 @@ from PIL import ExifTags, Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import Box, compute_geometry, normalise, to_input
+from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
+from opal_deploy.preprocess.resize import normalise, to_input
 
 GRID = (3, 4)
 INPUT = (48, 64)

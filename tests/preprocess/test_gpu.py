@@ -15,9 +15,17 @@ import torch
 from PIL import ExifTags, Image, ImageOps
 
 from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.preprocess.decode import MAX_PIXELS, decode_for
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode_for_input
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_well_formed, open_gpus, orient, read_header, resize
+from opal_deploy.preprocess.gpu import (
+    GpuDecoder,
+    Jpeg,
+    apply_orientation,
+    is_well_formed,
+    open_gpu_decoders,
+    read_header,
+    resize,
+)
 from opal_deploy.preprocess.resize import to_input
 
 pytest.importorskip("nvidia.nvimgcodec")
@@ -55,10 +63,12 @@ def test_photographs_are_within_a_count_of_the_default_path(codec: GpuDecoder, p
     files = [header(path.read_bytes()) for path in some]
     pictures = codec.decode(files)
     assert all(found is not None for found in pictures)
-    inputs = codec.to_inputs([found for found in pictures if found is not None], [f.geometry for f in files], INPUT)
+    inputs = codec.resize_to_inputs(
+        [found for found in pictures if found is not None], [f.geometry for f in files], INPUT
+    )
     assert (inputs.dtype, inputs.shape) == (np.uint8, (len(files), *INPUT, 3))
     for path, file, ours in zip(some, files, inputs, strict=True):
-        image, geometry = decode_for(path, INPUT)
+        image, geometry = decode_for_input(path, INPUT)
         assert file.geometry == geometry
         expected = to_input(image, geometry, INPUT)
         assert np.abs(ours.astype(int) - expected).max() <= 1
@@ -83,7 +93,7 @@ def test_turning_a_tensor(orientation: int) -> None:
     image = picture(5, 3)
     image.getexif()[ExifTags.Base.Orientation] = orientation
     expected = np.asarray(ImageOps.exif_transpose(image))
-    np.testing.assert_array_equal(orient(torch.from_numpy(np.array(image)), orientation).numpy(), expected)
+    np.testing.assert_array_equal(apply_orientation(torch.from_numpy(np.array(image)), orientation).numpy(), expected)
 
 
 @pytest.mark.parametrize("size", [(500, 375), (31, 640), (224, 224), (100, 60), (1, 1), (900, 224), (224, 900)])
@@ -107,7 +117,7 @@ def test_a_crop_is_of_the_oriented_picture(codec: GpuDecoder) -> None:
     assert file.geometry == Geometry(40, 60, (3, 10, 30, 50))
     (found,) = codec.decode([file])
     assert found is not None
-    (ours,) = codec.to_inputs([found], [file.geometry], (16, 24))
+    (ours,) = codec.resize_to_inputs([found], [file.geometry], (16, 24))
     with Image.open(io.BytesIO(data)) as image:
         upright = ImageOps.exif_transpose(image)
     expected = np.asarray(upright.crop((3, 10, 30, 50)).resize((24, 16), Image.Resampling.BILINEAR))
@@ -230,11 +240,11 @@ def test_components_that_are_called_rgb_are_the_cpus() -> None:
 
 def test_a_picture_hundreds_of_inputs_long_is_the_cpus() -> None:
     file = header(jpeg(picture(4000, 8)))
-    assert file.can_be_squashed_to((32, 32))
-    assert not file.can_be_squashed_to((32, 31))
+    assert file.can_resize_to((32, 32))
+    assert not file.can_resize_to((32, 31))
     cropped = read_header(jpeg(picture(4000, 8)), (0.0, 0.0, 1000.0, 8.0), MAX_PIXELS)
     assert cropped is not None
-    assert cropped.can_be_squashed_to((32, 31))
+    assert cropped.can_resize_to((32, 31))
 
 
 def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,18 +260,18 @@ INSTEAD = "leave --decode out"
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_said() -> None:
     with pytest.raises(UsageError, match=r"^there is no decoding on cuda:0: .*PyTorch.*; leave --decode out$"):
-        open_gpus(["cuda:0"], 2, INSTEAD)
+        open_gpu_decoders(["cuda:0"], 2, INSTEAD)
 
 
 def test_pytorch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(UsageError, match=r"this PyTorch was built without CUDA; leave --decode out"):
-        open_gpus(["cuda:0"], 2, INSTEAD)
+        open_gpu_decoders(["cuda:0"], 2, INSTEAD)
 
 
 def test_a_model_on_the_cpu_has_no_gpu_to_decode_on() -> None:
     with pytest.raises(UsageError, match=r"no GPU to decode on: the model runs on the CPU; leave --decode out"):
-        open_gpus([], 2, INSTEAD)
+        open_gpu_decoders([], 2, INSTEAD)
 
 
 @pytest.mark.parametrize("package", ["torch", "nvidia.nvimgcodec"])
@@ -279,7 +289,7 @@ def test_a_codec_that_decodes_nothing_is_found_out_at_once(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("wrong", ["inverted", "BGR", "not turned", "not cropped"])
 def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, to_inputs = GpuDecoder.decode, GpuDecoder.to_inputs
+    decode, resize_to_inputs = GpuDecoder.decode, GpuDecoder.resize_to_inputs
     change = {
         "inverted": lambda t: 255 - t,
         "BGR": lambda t: t.flip(2),
@@ -289,12 +299,12 @@ def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong: str, monkeypa
     monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [change(t) for t in decode(self, files)])
     if wrong == "not cropped":
         whole = [Geometry.whole(48, 64)]
-        monkeypatch.setattr(GpuDecoder, "to_inputs", lambda self, p, g, s: to_inputs(self, p, whole, s))
+        monkeypatch.setattr(GpuDecoder, "resize_to_inputs", lambda self, p, g, s: resize_to_inputs(self, p, whole, s))
     with pytest.raises(UsageError, match=r"no decoding on cpu: a test picture is \d+ counts from Pillow's"):
         GpuDecoder("cpu")
 
 
-@pytest.mark.parametrize("where", ["decode", "to_inputs"])
+@pytest.mark.parametrize("where", ["decode", "resize_to_inputs"])
 def test_a_driver_that_fails_is_one_line(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available\nlong story")
@@ -323,8 +333,10 @@ def test_a_real_gpu_is_near_the_default_path() -> None:
     files = [header(data) for data in datas]
     pictures = gpu.decode(files)
     assert all(found is not None and found.is_cuda for found in pictures)
-    inputs = gpu.to_inputs([found for found in pictures if found is not None], [f.geometry for f in files], INPUT)
+    inputs = gpu.resize_to_inputs(
+        [found for found in pictures if found is not None], [f.geometry for f in files], INPUT
+    )
     for data, ours in zip(datas, inputs, strict=True):
-        image, geometry = decode_for(data, INPUT)
+        image, geometry = decode_for_input(data, INPUT)
         expected = to_input(image, geometry, INPUT)
         assert np.abs(ours.astype(int) - expected).max() <= 4

@@ -42,21 +42,20 @@ def folder(tiny: Any, tiny_fp16: Path, tmp_path: Path) -> Path:
 class TestOneCheckpoint:
     @pytest.mark.parametrize(("gpu", "name"), [(False, "ckpt.onnx"), (True, "ckpt.fp16.onnx")])
     def test_half_precision_is_taken_on_a_gpu_only(self, folder: Path, gpu: bool, name: str) -> None:
-        assert find_model(folder, gpu=gpu, engine_misfit=_fits).path.name == name
+        assert find_model(folder, gpu=gpu, check_engine=_fits).path.name == name
 
     def test_the_reason_names_what_was_passed_over(self, folder: Path) -> None:
         assert (
-            find_model(folder, gpu=False, engine_misfit=_fits).reason
-            == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
+            find_model(folder, gpu=False, check_engine=_fits).reason == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
         )
 
     def test_the_only_precision_is_taken_anywhere(self, folder: Path) -> None:
         (folder / "ckpt.onnx").unlink()
-        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.fp16.onnx"
+        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.fp16.onnx"
 
     def test_of_equals_the_first_by_name_is_taken(self, folder: Path) -> None:
         shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
-        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "a.onnx"
+        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "a.onnx"
 
     @pytest.mark.parametrize("content", ["foreign", "random", "empty"])
     def test_other_onnx_files_do_not_get_in_the_way(self, folder: Path, content: str) -> None:
@@ -65,12 +64,12 @@ class TestOneCheckpoint:
             _foreign(other)
         else:
             other.write_bytes(b"\x13\x37" * 50 if content == "random" else b"")
-        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.onnx"
+        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.onnx"
 
     def test_subfolders_are_not_looked_into(self, folder: Path, another: Path) -> None:
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
-        assert find_model(folder, gpu=False, engine_misfit=_fits).path.name == "ckpt.onnx"
+        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.onnx"
 
 
 class TestEngines:
@@ -89,13 +88,13 @@ class TestEngines:
         def misfit(sidecar: Sidecar) -> str:
             return "" if sidecar.target["sm"] == "sm89" else "it was built for sm80"
 
-        choice = find_model(with_engines, gpu=True, engine_misfit=misfit)
+        choice = find_model(with_engines, gpu=True, check_engine=misfit)
         assert choice.path.name == "ckpt.fp16.sm89.trt.engine"
         assert choice.reason.startswith("fp16 engine, a GPU is usable; not ckpt.fp32.sm89.trt.engine (fp32); ")
         assert choice.reason.endswith("not ckpt.fp16.sm80.rtx.engine (it was built for sm80)")
 
     def test_none_fits(self, with_engines: Path) -> None:
-        choice = find_model(with_engines, gpu=False, engine_misfit=lambda _: "no GPU")
+        choice = find_model(with_engines, gpu=False, check_engine=lambda _: "no GPU")
         assert choice.path.name == "ckpt.onnx"
         assert choice.reason.count("(no GPU)") == 3
 
@@ -103,11 +102,11 @@ class TestEngines:
         for path in with_engines.glob("*.onnx"):
             path.unlink()
         with pytest.raises(UsageError, match=r"none of the models here can run on this machine: .*no GPU"):
-            find_model(with_engines, gpu=False, engine_misfit=lambda _: "no GPU")
+            find_model(with_engines, gpu=False, check_engine=lambda _: "no GPU")
 
     def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder: Path) -> None:
         (folder / "a.engine").write_bytes(b"a plan")
-        assert find_model(folder, gpu=True, engine_misfit=_fits).path.name == "ckpt.fp16.onnx"
+        assert find_model(folder, gpu=True, check_engine=_fits).path.name == "ckpt.fp16.onnx"
 
 
 def _sidecar(path: Path, metadata: Metadata) -> Sidecar:
@@ -128,24 +127,24 @@ class TestNoChoice:
     def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder: Path, another: Path) -> None:
         shutil.copy(another, folder / "other.onnx")
         with pytest.raises(UsageError) as refusal:
-            find_model(folder, gpu=False, engine_misfit=_fits)
+            find_model(folder, gpu=False, check_engine=_fits)
         assert refusal.value.exit_code == 2
         for part in ("ckpt.onnx (of c0.pt)", "ckpt.fp16.onnx (of c0.pt)", "other.onnx (of c1.pt)", "--model"):
             assert part in str(refusal.value)
 
     def test_an_empty_folder_says_how_to_go_on(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"no exported model.*--model"):
-            find_model(tmp_path, gpu=False, engine_misfit=_fits)
+            find_model(tmp_path, gpu=False, check_engine=_fits)
 
     def test_a_checkpoint_alone_is_answered_with_the_command_to_export_it(self, tmp_path: Path) -> None:
         (tmp_path / "ckpt.pt").write_bytes(b"")
         with pytest.raises(UsageError, match=r"opal-deploy export ckpt\.pt"):
-            find_model(tmp_path, gpu=False, engine_misfit=_fits)
+            find_model(tmp_path, gpu=False, check_engine=_fits)
 
     def test_a_foreign_file_alone_is_named_as_foreign(self, tmp_path: Path) -> None:
         _foreign(tmp_path / "theirs.onnx")
         with pytest.raises(UsageError, match=r"theirs\.onnx is not one of ours"):
-            find_model(tmp_path, gpu=False, engine_misfit=_fits)
+            find_model(tmp_path, gpu=False, check_engine=_fits)
 
 
 class TestOpening:

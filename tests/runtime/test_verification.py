@@ -11,7 +11,7 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.runtime.verification import GATES, NEAR_TIE, WIDEST, Gate, Rounding, compare
+from opal_deploy.runtime.verification import GATES, NEAR_TIE, WIDEST, Gate, Rounding, compare_outputs
 
 CLASSES, M, CELLS = 4, 5, 49
 METADATA = Metadata(tuple("abcd"), M, {"distance": "l2", "epsilon": 1e-8}, "exact", "resnet18", (7, 7), (224, 224))
@@ -55,7 +55,7 @@ class TestEqualOutputs:
     @pytest.mark.parametrize("gate", [FP32, FP16, WIDEST], ids=["fp32", "fp16", "widest"])
     def test_they_pass_with_no_difference(self, gate: Gate) -> None:
         reference = _reference()
-        found = compare(reference, reference.outputs, METADATA, gate)
+        found = compare_outputs(reference, reference.outputs, METADATA, gate)
         assert found
         assert (found.max_logit, found.max_cosine, found.max_score) == (0.0, 0.0, 0.0)
         assert (found.images, found.cells, found.cells_different, found.classes_different) == (10, 200, 0, 0)
@@ -63,7 +63,7 @@ class TestEqualOutputs:
     def test_a_model_without_evidence_is_judged_by_its_logits(self) -> None:
         reference = _reference()
         bare = Reference(reference.images, Outputs(reference.outputs.logits))
-        found = compare(bare, bare.outputs, METADATA, FP32)
+        found = compare_outputs(bare, bare.outputs, METADATA, FP32)
         assert found
         assert (found.max_cosine, found.max_score, found.cells) == (None, None, 0)
 
@@ -75,12 +75,12 @@ class TestCosinesAndScores:
         assert reference.outputs.scores is not None
         scores = reference.outputs.scores.copy()
         scores[:, 0] += movement
-        assert bool(compare(reference, _with_scores(reference, scores), METADATA, FP32)) is passes
+        assert bool(compare_outputs(reference, _with_scores(reference, scores), METADATA, FP32)) is passes
 
     def test_a_common_factor_moves_no_cosine_but_the_scores_show_it(self) -> None:
         reference = _reference()
         scores = 1.001 * reference.outputs.scores  # type: ignore[operator]
-        found = compare(reference, replace(reference.outputs, scores=scores), METADATA, FP32)
+        found = compare_outputs(reference, replace(reference.outputs, scores=scores), METADATA, FP32)
         assert found.max_cosine is not None
         assert found.max_cosine < 1e-6
         assert any("score" in failure for failure in found.failures)
@@ -89,7 +89,7 @@ class TestCosinesAndScores:
         # the cosines agree; the graph's own last step is wrong
         reference = _reference()
         wrong = replace(reference.outputs, logits=reference.outputs.logits * np.float32(1.01))
-        found = compare(reference, wrong, METADATA, FP32)
+        found = compare_outputs(reference, wrong, METADATA, FP32)
         assert [failure for failure in found.failures if "logit" in failure]
 
     def test_logits_near_zero_are_not_compared(self) -> None:
@@ -100,14 +100,14 @@ class TestCosinesAndScores:
         moved = near.copy()
         moved[0, 0] = -5e-3
         one = replace(reference, outputs=replace(reference.outputs, logits=near))
-        assert compare(one, replace(one.outputs, logits=moved), METADATA, FP32)
+        assert compare_outputs(one, replace(one.outputs, logits=moved), METADATA, FP32)
 
 
 class TestCells:
     def test_fp32_allows_no_untied_cell_to_differ_in_any_block(self) -> None:
         reference = _reference()
         for block in (True, False):
-            found = compare(reference, _flipped(reference, 1, block=block), METADATA, FP32)
+            found = compare_outputs(reference, _flipped(reference, 1, block=block), METADATA, FP32)
             assert found.cells_different == 1
             assert "1 of 200 cells differ" in found.failures[0]
 
@@ -118,23 +118,23 @@ class TestCells:
         flipped = _flipped(reference, 1, block=True)
         gap = reference.top2_margin.copy()
         gap[flipped.argmax != reference.outputs.argmax] = lead
-        found = compare(replace(reference, top2_margin=gap), flipped, METADATA, FP32)
+        found = compare_outputs(replace(reference, top2_margin=gap), flipped, METADATA, FP32)
         assert bool(found) is passes
         assert found.cells_tied == (1 if passes else 0)
 
     @pytest.mark.parametrize(("flips", "passes"), [(0, True), (5, True), (6, False)])
     def test_fp16_allows_half_a_percent_of_the_predicted_blocks(self, flips: int, passes: bool) -> None:
         reference = _reference(n=200)
-        found = compare(reference, _flipped(reference, flips, block=True), METADATA, FP16)
+        found = compare_outputs(reference, _flipped(reference, flips, block=True), METADATA, FP16)
         assert (found.block_cells, found.block_cells_different) == (1000, flips)
         assert bool(found) is passes
 
     def test_fp16_counts_other_blocks_only_against_what_no_rounding_explains(self) -> None:
         reference = _reference()
-        count = compare(reference, reference.outputs, METADATA, FP16).cells
+        count = compare_outputs(reference, reference.outputs, METADATA, FP16).cells
         few, many = int(0.09 * count), int(0.11 * count)
-        assert compare(reference, _flipped(reference, few, block=False), METADATA, FP16)
-        found = compare(reference, _flipped(reference, many, block=False), METADATA, FP16)
+        assert compare_outputs(reference, _flipped(reference, few, block=False), METADATA, FP16)
+        found = compare_outputs(reference, _flipped(reference, many, block=False), METADATA, FP16)
         assert "of all classes'" in found.failures[0]
         assert "at least 90 % must" in found.failures[0]
 
@@ -142,12 +142,12 @@ class TestCells:
     def test_cells_that_are_all_zero_fail_every_gate_here_and_elsewhere(self, precision: str) -> None:
         reference = _reference()
         nowhere = replace(reference.outputs, argmax=np.zeros_like(reference.outputs.argmax))
-        for gate in (GATES[precision], GATES[precision].elsewhere()):
-            assert not compare(reference, nowhere, METADATA, gate)
+        for gate in (GATES[precision], GATES[precision].relaxed_for_machine()):
+            assert not compare_outputs(reference, nowhere, METADATA, gate)
 
     def test_cells_without_a_lead_on_record_are_refused(self) -> None:
         reference = replace(_reference(), top2_margin=None)
-        assert "no cells" in compare(reference, reference.outputs, METADATA, FP32).failures[0]
+        assert "no cells" in compare_outputs(reference, reference.outputs, METADATA, FP32).failures[0]
 
 
 class TestClasses:
@@ -164,13 +164,13 @@ class TestClasses:
             np.ones((1, 20), np.float32),
         )
         candidate = replace(reference.outputs, logits=logits[:, [1, 0, 2, 3]])
-        assert compare(reference, candidate, METADATA, FP16).classes_different == different
+        assert compare_outputs(reference, candidate, METADATA, FP16).classes_different == different
 
     def test_a_clear_flip_fails_whatever_else_passes(self) -> None:
         loose = Gate(cosine=9, logit=9, score=9, tie=1e-4, cells=0.0)
         reference = _reference()
         candidate = replace(reference.outputs, logits=np.roll(reference.outputs.logits, 1, axis=1))
-        found = compare(reference, candidate, METADATA, loose)
+        found = compare_outputs(reference, candidate, METADATA, loose)
         assert found.classes_different == 10
         assert found.failures == ("the predicted class differs on 10 pictures with a clear margin",)
 
@@ -191,7 +191,7 @@ class TestMalformedOutputs:
     )
     def test_another_shape_or_type_fails_by_name(self, change: dict[str, Any], names: str) -> None:
         reference = _reference()
-        found = compare(reference, replace(reference.outputs, **change), METADATA, WIDEST)
+        found = compare_outputs(reference, replace(reference.outputs, **change), METADATA, WIDEST)
         assert not found
         assert found.failures[0].startswith(f"{names}: ")
 
@@ -201,7 +201,7 @@ class TestMalformedOutputs:
         reference = _reference()
         spoilt = getattr(reference.outputs, name).copy()
         spoilt[3, 2] = value
-        found = compare(reference, replace(reference.outputs, **{name: spoilt}), METADATA, WIDEST)
+        found = compare_outputs(reference, replace(reference.outputs, **{name: spoilt}), METADATA, WIDEST)
         assert "1 values are not finite" in found.failures[0]
 
     @pytest.mark.parametrize("name", ["logits", "scores"])
@@ -210,54 +210,54 @@ class TestMalformedOutputs:
         spoilt = getattr(reference.outputs, name).copy()
         spoilt[3, 2] = np.nan
         broken = replace(reference, outputs=replace(reference.outputs, **{name: spoilt}))
-        assert not compare(broken, reference.outputs, METADATA, WIDEST)
+        assert not compare_outputs(broken, reference.outputs, METADATA, WIDEST)
 
     def test_so_it_is_without_evidence(self) -> None:
         reference = _reference()
         spoilt = reference.outputs.logits.copy()
         spoilt[3, 2] = np.nan
         broken = Reference(reference.images, Outputs(spoilt))
-        assert not compare(broken, Outputs(reference.outputs.logits), METADATA, WIDEST)
+        assert not compare_outputs(broken, Outputs(reference.outputs.logits), METADATA, WIDEST)
 
 
 class TestGatesElsewhere:
     def test_rounding_has_ten_times_the_room_on_another_machine(self) -> None:
-        gate = FP32.elsewhere()
+        gate = FP32.relaxed_for_machine()
         assert (gate.cosine, gate.score, gate.tie) == pytest.approx((1e-5, 1e-4, 1e-3))
         assert (gate.logit, gate.cells) == (FP32.logit, FP32.cells)
 
     def test_half_precision_gets_no_more_than_it_has(self) -> None:
-        gate = FP16.elsewhere()
+        gate = FP16.relaxed_for_machine()
         assert (gate.cosine, gate.score, gate.logit) == (FP16.cosine, FP16.score, FP16.logit)
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
     def test_a_few_vectors_are_judged_by_all_their_cells_without_near_ties(self, precision: str) -> None:
-        gate = GATES[precision].elsewhere()
+        gate = GATES[precision].relaxed_for_machine()
         assert gate.tie == NEAR_TIE
         assert 0.3 <= gate.all_cells == gate.cells < GATES[precision].cells
 
     def test_a_gate_that_had_to_open_stays_within_the_widest(self) -> None:
-        gate = FP32.opened_for(Rounding(3e-5, 3e-5, 3e-3)).elsewhere()
+        gate = FP32.widened_by(Rounding(3e-5, 3e-5, 3e-3)).relaxed_for_machine()
         assert (gate.cosine, gate.score, gate.tie) == (WIDEST.cosine, WIDEST.score, WIDEST.tie)
 
 
 class TestOpenedGates:
     def test_it_opens_to_four_times_the_movement(self) -> None:
-        gate = FP32.opened_for(Rounding(cosine=3e-6, score=2e-5, relative_score=4e-4))
+        gate = FP32.widened_by(Rounding(cosine=3e-6, score=2e-5, relative_score=4e-4))
         assert gate.cosine == pytest.approx(1.2e-5)
         assert gate.score == pytest.approx(8e-5)
         assert gate.tie == pytest.approx(1.6e-3)
 
     def test_it_never_closes(self) -> None:
-        assert FP32.opened_for(Rounding(0.0, 0.0, 0.0)) == FP32
-        assert FP16.opened_for(Rounding(1e-9, 1e-9, 1e-9)) == FP16
+        assert FP32.widened_by(Rounding(0.0, 0.0, 0.0)) == FP32
+        assert FP16.widened_by(Rounding(1e-9, 1e-9, 1e-9)) == FP16
 
     def test_it_never_opens_beyond_the_widest(self) -> None:
-        gate = FP32.opened_for(Rounding(1.0, 1.0, 1.0))
+        gate = FP32.widened_by(Rounding(1.0, 1.0, 1.0))
         assert (gate.cosine, gate.score, gate.tie) == (WIDEST.cosine, WIDEST.score, WIDEST.tie)
 
     def test_logits_and_the_share_of_cells_never_open(self) -> None:
-        gate = FP32.opened_for(Rounding(1.0, 1.0, 1.0))
+        gate = FP32.widened_by(Rounding(1.0, 1.0, 1.0))
         assert (gate.logit, gate.cells) == (FP32.logit, FP32.cells)
 
     def test_movement_is_measured_between_two_runs(self) -> None:
@@ -278,6 +278,6 @@ def test_a_report_is_plain_data() -> None:
     import json
 
     reference = _reference()
-    document = compare(reference, _flipped(reference, 1, block=True), METADATA, FP32).to_dict()
+    document = compare_outputs(reference, _flipped(reference, 1, block=True), METADATA, FP32).to_dict()
     assert json.loads(json.dumps(document)) == document
     assert document["passed"] is False

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.statistics.intervals import upper_bound
-from opal_deploy.statistics.risk import choose_threshold, risk_curve, too_few
+from opal_deploy.statistics.intervals import clopper_pearson_bound
+from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, explain_too_few
 
 
 def test_five_pictures_by_hand() -> None:
     # by falling margin: right, right, wrong, right, wrong
-    curve = risk_curve([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
+    curve = compute_risk_curve([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
 
     assert curve.margins.tolist() == [0.9, 0.8, 0.6, 0.4, 0.2]
     assert curve.answered.tolist() == [1, 2, 3, 4, 5]
@@ -30,7 +30,7 @@ def test_five_pictures_by_hand() -> None:
 def test_equal_margins_are_answered_together_in_whatever_order_they_come() -> None:
     margins = np.array([0.5, 0.5, 0.5, 0.5, 0.1])
     correct = np.array([True, False, True, True, True])
-    curves = [risk_curve(margins[order], correct[order]) for order in ([0, 1, 2, 3, 4], [1, 0, 4, 3, 2])]
+    curves = [compute_risk_curve(margins[order], correct[order]) for order in ([0, 1, 2, 3, 4], [1, 0, 4, 3, 2])]
 
     for curve in curves:
         assert curve.answered.tolist() == [4, 5]
@@ -41,7 +41,7 @@ def test_equal_margins_are_answered_together_in_whatever_order_they_come() -> No
 
 
 def test_a_model_that_is_always_right_and_one_that_never_is() -> None:
-    right, wrong = risk_curve([0.3, 0.1], [True, True]), risk_curve([0.3, 0.1], [False, False])
+    right, wrong = compute_risk_curve([0.3, 0.1], [True, True]), compute_risk_curve([0.3, 0.1], [False, False])
 
     assert (right.aurc, right.error, right.coverage_at(0.01)) == (0.0, 0.0, 1.0)
     assert (wrong.aurc, wrong.error, wrong.coverage_at(0.5)) == (1.0, 1.0, 0.0)
@@ -52,11 +52,11 @@ def test_a_model_that_is_always_right_and_one_that_never_is() -> None:
 )
 def test_what_is_no_set_of_answers_is_refused(margins: list[float], correct: list[bool]) -> None:
     with pytest.raises(ValueError, match="at least one"):
-        risk_curve(margins, correct)
+        compute_risk_curve(margins, correct)
 
 
 def test_levels_are_tenths_of_coverage() -> None:
-    curve = risk_curve(np.arange(25), np.arange(25) >= 5)  # the five of least margin are wrong
+    curve = compute_risk_curve(np.arange(25), np.arange(25) >= 5)  # the five of least margin are wrong
 
     assert [(level.answered, level.wrong) for level in curve.levels()] == [
         (3, 0), (5, 0), (8, 0), (10, 0), (13, 0), (15, 0), (18, 0), (20, 0), (23, 3), (25, 5),
@@ -66,14 +66,14 @@ def test_levels_are_tenths_of_coverage() -> None:
 
 
 def test_equal_levels_are_kept_once() -> None:
-    assert [level.answered for level in risk_curve([1.0] * 8 + [0.0], [True] * 9).levels()] == [8, 9]
+    assert [level.answered for level in compute_risk_curve([1.0] * 8 + [0.0], [True] * 9).levels()] == [8, 9]
 
 
 def _curve(wrong_at: list[int], images: int) -> dict[str, Any]:
     """Falling margins 1 ... 0; the pictures at these places, counted from 0, are wrong."""
     correct = np.ones(images, np.bool_)
     correct[wrong_at] = False
-    return risk_curve(np.linspace(1.0, 0.0, images), correct).summary()
+    return compute_risk_curve(np.linspace(1.0, 0.0, images), correct).summary()
 
 
 def test_the_threshold_by_hand() -> None:
@@ -81,11 +81,11 @@ def test_the_threshold_by_hand() -> None:
     summary = _curve([50, 150, 160, 170, 250, 260, 350, 450, 451, 452, 453, 454, *range(500, 600, 4)], 1000)
     found = choose_threshold(summary, 0.05)
 
-    assert upper_bound(1, 100) == pytest.approx(0.04656, abs=1e-5)
+    assert clopper_pearson_bound(1, 100) == pytest.approx(0.04656, abs=1e-5)
     # 500 answered, 12 wrong, is the last level under 5 %: with 600 there are 37
     assert (found.answered, found.wrong, found.coverage) == (500, 12, 0.5)
     assert found.min_margin == pytest.approx(1 - 499 / 999)
-    assert found.bound == upper_bound(12, 500) <= 0.05
+    assert found.bound == clopper_pearson_bound(12, 500) <= 0.05
     assert found.reason == ""
 
 
@@ -94,7 +94,7 @@ def test_the_first_level_that_fails_ends_the_search_even_if_a_later_one_would_pa
     summary = _curve([*range(100, 105)], 1000)
     found = choose_threshold(summary, 0.05)
 
-    assert upper_bound(5, 200) > 0.05 >= upper_bound(5, 1000)
+    assert clopper_pearson_bound(5, 200) > 0.05 >= clopper_pearson_bound(5, 1000)
     assert (found.answered, found.wrong) == (100, 0)
 
 
@@ -111,7 +111,7 @@ def test_too_few_pictures_support_nothing_and_it_is_said_how_many_would() -> Non
     assert "58 labelled pictures cannot show" in found.reason
     assert "59 are needed" in found.reason
     assert found.to_dict()["min_margin"] is None
-    assert too_few(59, 0.05) == ""
+    assert explain_too_few(59, 0.05) == ""
 
 
 def test_certain_answers_that_are_wrong_support_nothing() -> None:
@@ -128,7 +128,7 @@ def test_a_chosen_threshold_holds_on_new_pictures_as_often_as_it_says() -> None:
     for _ in range(400):
         margins = generator.uniform(size=1000)
         correct = generator.uniform(size=1000) > 0.3 * (1 - margins)
-        found = choose_threshold(risk_curve(margins, correct).summary(), 0.05)
+        found = choose_threshold(compute_risk_curve(margins, correct).summary(), 0.05)
         if found.min_margin is not None:
             chosen += 1
             broken += 0.15 * (1 - found.min_margin) > 0.05

@@ -13,7 +13,8 @@ from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import compute_geometry, normalise, to_input
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.train.images import Batches, TrainImages, normalised
 from opal_deploy.train.transforms import PaperAugmentation
 

@@ -44,7 +44,7 @@ def test_the_curve_is_kept_from_training_to_inspect(
 ) -> None:
     best = _best(data, tmp_path / "run", HeadConfig(prototypes_per_class=2))
     stored = checkpoint.load(best)
-    metadata = checkpoint.describe(stored)
+    metadata = checkpoint.build_metadata(stored)
 
     assert metadata.risk["split"] == "val"
     assert metadata.risk["images"] == 9
@@ -70,4 +70,4 @@ def test_the_curve_is_kept_from_training_to_inspect(
 def test_a_network_without_anchors_has_no_margins_and_no_curve(data: Path, tmp_path: Path) -> None:
     best = _best(data, tmp_path / "run", LINEAR_BASELINE)
 
-    assert checkpoint.describe(checkpoint.load(best)).risk == {}
+    assert checkpoint.build_metadata(checkpoint.load(best)).risk == {}

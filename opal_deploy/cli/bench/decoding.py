@@ -22,10 +22,10 @@ def decoding(
     """Every decode path against plain Pillow: largest and mean difference in counts, and pictures a second."""
     from opal_deploy.bench.decoding import compare_cpu_paths, compare_gpu_path
     from opal_deploy.bench.machine import provenance
-    from opal_deploy.preprocess.gpu import open_gpus
+    from opal_deploy.preprocess.gpu import open_gpu_decoders
     from opal_deploy.runtime.devices import available_cpus, gpu_names
 
-    gpus = open_gpus(gpu_names(device), available_cpus(), "leave --device out") if device else ()
+    gpus = open_gpu_decoders(gpu_names(device), available_cpus(), "leave --device out") if device else ()
     paths = [item.path for item in find_items(images, limit)]
     results = compare_cpu_paths(paths, (size, size))
     results += [compare_gpu_path(paths, (size, size), gpu) for gpu in gpus]

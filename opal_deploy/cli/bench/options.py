@@ -163,11 +163,11 @@ def build_random_networks(
     require("torch", "export", "timing a backbone")
     require("torchvision", "export", "timing a backbone")
     from opal_deploy.bench.targets.networks import build_random_network
-    from opal_deploy.model.backbones import full_model
+    from opal_deploy.model.backbones import build_torchvision_model
 
     pixels = parse_size(size)
     for name in backbones:
-        full_model(name, "meta")
+        build_torchvision_model(name, "meta")
     return (
         build_random_network(name, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
         for name in backbones

@@ -60,7 +60,7 @@ def pipeline(
     from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
     from opal_deploy.bench.pipeline.measure import load_for_inference, measure_case
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
-    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
+    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.runtime.devices import gpu_names
 
     path = parse_decoding(decode)
@@ -71,7 +71,7 @@ def pipeline(
     items = find_items(images, limit)
     gpus: tuple[GpuDecoder, ...] = ()
     if path is Decoding.gpu:
-        gpus = open_gpus(gpu_names(device), default.workers, "give another --decode, or --device cuda:N")
+        gpus = open_gpu_decoders(gpu_names(device), default.workers, "give another --decode, or --device cuda:N")
     loop = None
     if plain is not None:
         require("torchvision", "train", "bench pipeline --plain")

@@ -33,7 +33,7 @@ def metadata(path: Path) -> Metadata:
 
     kind = model_kind(path)
     if kind == "checkpoint":
-        return checkpoint.describe(checkpoint.load(path))
+        return checkpoint.build_metadata(checkpoint.load(path))
     if kind == "engine":
         return engine_file.read_sidecar(path).metadata
     if kind == "onnx":

@@ -152,7 +152,7 @@ def infer(
     from opal_deploy.inference.sources.annotations import read_boxes, read_labels
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
-    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpus
+    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.records.tables import check_formats
     from opal_deploy.runtime.devices import gpu_names
     from opal_deploy.runtime.select import open_sessions
@@ -176,7 +176,7 @@ def infer(
         readers = workers or default_workers()
         gpus: tuple[GpuDecoder, ...] = ()
         if path_of_pixels is Decoding.gpu:
-            gpus = open_gpus(gpu_names(device), readers, "leave --decode out to decode on the CPU")
+            gpus = open_gpu_decoders(gpu_names(device), readers, "leave --decode out to decode on the CPU")
         metadata = sessions[0].metadata
         setup.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
         least = None if min_margin is None else setup.least_margin(min_margin, path, metadata)

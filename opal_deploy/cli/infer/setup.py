@@ -40,15 +40,15 @@ def found_model(device: str) -> Path:
     """The best model of the working directory that this machine can run."""
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model
-    from opal_deploy.runtime.tensorrt.compatibility import incompatibility_here
+    from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility_here
 
     if device == "cpu":
-        choice = find_model(Path(), gpu=False, engine_misfit=lambda _: "an engine runs on a GPU, and --device is cpu")
+        choice = find_model(Path(), gpu=False, check_engine=lambda _: "an engine runs on a GPU, and --device is cpu")
     else:
         # of several devices the first stands for all: they are of one kind, or the session of another refuses
         number = device.split(",")[0].rpartition(":")[2]
         index = int(number) if number.isdigit() else 0
-        choice = find_model(Path(), gpu=cuda_is_usable(), engine_misfit=lambda s: incompatibility_here(s, index))
+        choice = find_model(Path(), gpu=cuda_is_usable(), check_engine=lambda s: find_incompatibility_here(s, index))
     print_message(f"Model: {choice.path} ({choice.reason})")
     return choice.path
 

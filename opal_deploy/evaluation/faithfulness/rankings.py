@@ -14,8 +14,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, embedding
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.pointing import FOREGROUND, cell_foreground
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box, Geometry
 from opal_deploy.synthetic import Annotation
 
 CONTRIBUTION, REVERSE, RANDOM = "contribution", "reverse", "random"

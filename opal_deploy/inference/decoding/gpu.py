@@ -133,7 +133,7 @@ class GpuDecoders:
             return None
         with self._clock.stage("decode"):
             file = read_header(data, box, self._options.max_pixels)
-        if file is None or not file.can_be_squashed_to(self._input_size):
+        if file is None or not file.can_resize_to(self._input_size):
             return None
         return Job(request, file, digest, future)
 
@@ -179,7 +179,7 @@ class GpuDecoders:
                 self._all_on_the_cpu(refused[half:])
                 return why
         self._all_on_the_cpu(refused)
-        return lane.gpu.why_not() if doubtful else ""
+        return lane.gpu.find_problem() if doubtful else ""
 
     def _decoded(self, gpu: GpuDecoder, jobs: list[Job]) -> list[Job]:
         """Answer what the codec decodes; those that it refuses."""
@@ -189,7 +189,7 @@ class GpuDecoders:
         if answered:
             with self._clock.stage("resize"):
                 geometries = [job.file.geometry for job, _ in answered]
-                inputs = gpu.to_inputs([picture for _, picture in answered], geometries, self._input_size)
+                inputs = gpu.resize_to_inputs([picture for _, picture in answered], geometries, self._input_size)
             for (job, picture), pixels in zip(answered, inputs, strict=True):
                 kept = self._kept(job, picture)
                 # of its own: one that is kept must not keep the batch

@@ -24,9 +24,17 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
-from opal_deploy.preprocess.decode import Decoding, FileSource, PathOrSource, Source, decode, decode_for, open_file
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import Box, compute_geometry, to_input
+from opal_deploy.preprocess.decode import (
+    Decoding,
+    FileSource,
+    PathOrSource,
+    Source,
+    decode,
+    decode_for_input,
+    open_file,
+)
+from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
+from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.record import Record, error_record
 
 if TYPE_CHECKING:
@@ -99,7 +107,7 @@ def prepare(
             raise request.box
         with clock.stage("decode"):
             if request.box is None:
-                picture, geometry = decode_for(
+                picture, geometry = decode_for_input(
                     source, input_size, max_pixels=max_pixels, open_file=reading, decoding=decoding
                 )
             else:

@@ -27,7 +27,7 @@ from PIL import Image
 from opal_deploy.inference.decoding.prepare import Prepared, Request, prepare
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess.decode import Decoding, Source
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.record import Record
 
 LENGTH = struct.Struct(">Q")

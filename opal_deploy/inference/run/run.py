@@ -41,7 +41,7 @@ from opal_deploy.inference.sources.annotations import Boxes, Labels
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.records.tables import Format, write_table

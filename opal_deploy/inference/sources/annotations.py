@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 
 T = TypeVar("T")
 

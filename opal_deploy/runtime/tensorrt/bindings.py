@@ -96,6 +96,6 @@ def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -
     return Log()
 
 
-def last_words(logger: Any) -> str:
+def first_error(logger: Any) -> str:
     """The first error of a failure, which tells the cause; those after it follow from it."""
     return logger.errors[0][:300] if logger.errors else "it gave no reason"

@@ -17,7 +17,7 @@ from opal_deploy.runtime.tensorrt.cuda import visible_driver
 AMPERE_PLUS, SAME_CAPABILITY = "ampere+", "same"
 
 
-def incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
+def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
     """Why an engine cannot run here, in the order builder and version, compute capability, driver; empty if it can.
 
     Args:
@@ -38,8 +38,8 @@ def incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: 
     if not _same_version(sidecar, version):
         return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
     made_on = sidecar.builder.get("platform")
-    if name == TENSORRT and made_on not in (None, here()):
-        return f"it was built on {made_on}, and this is {here()}"
+    if name == TENSORRT and made_on not in (None, platform_name()):
+        return f"it was built on {made_on}, and this is {platform_name()}"
     capability = _capability(sidecar, gpu)
     if capability:
         return capability
@@ -50,31 +50,31 @@ def incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: 
     return ""
 
 
-def here() -> str:
+def platform_name() -> str:
     """This machine's system and processor, which plans of TensorRT are bound to: `Linux x86_64`."""
     return f"{platform.system()} {platform.machine()}"
 
 
-def incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
+def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
     """`misfit` for one of the GPUs that CUDA shows this process."""
     driver = visible_driver()
     name = str(sidecar.builder["name"])
     version = installed_version(name) if name in TITLES else None
-    return incompatibility(sidecar, driver.gpus[index] if index < len(driver.gpus) else None, driver, version)
+    return find_incompatibility(sidecar, driver.gpus[index] if index < len(driver.gpus) else None, driver, version)
 
 
 def _same_version(sidecar: Sidecar, version: str) -> bool:
     built = str(sidecar.builder["version"])
     if sidecar.options.get("version_compatible"):
         # such a plan carries its own runtime and is read by newer libraries of the same major version
-        before, here = _numbers(built), _numbers(version)
-        return before[:1] == here[:1] and here >= before
+        before, platform_name = _numbers(built), _numbers(version)
+        return before[:1] == platform_name[:1] and platform_name >= before
     return built == version
 
 
 def _capability(sidecar: Sidecar, gpu: Gpu) -> str:
-    target, here = str(sidecar.target["sm"]), sm_of(gpu.compute_capability)
-    if target == here:
+    target, platform_name = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
+    if target == platform_name:
         return ""
     if (
         sidecar.builder["name"] == TENSORRT
@@ -82,8 +82,8 @@ def _capability(sidecar: Sidecar, gpu: Gpu) -> str:
         and gpu.compute_capability >= (8, 0)
     ):
         return ""
-    like = f" ({examples(target)})" if examples(target) else ""
-    return f"it was built for {target}{like}, and {gpu.name} is {here}"
+    like = f" ({example_gpus(target)})" if example_gpus(target) else ""
+    return f"it was built for {target}{like}, and {gpu.name} is {platform_name}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -131,11 +131,11 @@ def parse_target(text: str) -> str:
     )
 
 
-def sm_of(compute_capability: tuple[int, int]) -> str:
+def sm_name(compute_capability: tuple[int, int]) -> str:
     """`sm80` for (8, 0)."""
     return f"sm{compute_capability[0]}{compute_capability[1]}"
 
 
-def examples(sm: str) -> str:
+def example_gpus(sm: str) -> str:
     """GPUs of a compute capability, for messages: `A100, A30`; empty for one that is not in the table."""
     return ", ".join(name.upper() for name in _GPUS.get(sm, ())[:2])

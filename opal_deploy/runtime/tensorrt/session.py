@@ -25,12 +25,12 @@ from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageEr
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.devices import parse_device
 from opal_deploy.runtime.nvml import Driver, read_driver
-from opal_deploy.runtime.session import ImageBatch, Stages, check_batch
+from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 from opal_deploy.runtime.tensorrt import bindings as libraries
-from opal_deploy.runtime.tensorrt.bindings import Bindings, last_words, make_logger
-from opal_deploy.runtime.tensorrt.compatibility import incompatibility
+from opal_deploy.runtime.tensorrt.bindings import Bindings, first_error, make_logger
+from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
 from opal_deploy.runtime.tensorrt.cuda import Cuda
-from opal_deploy.runtime.verification import verify_vectors
+from opal_deploy.runtime.verification import verify_test_vectors
 
 INPUT = "images"
 
@@ -96,10 +96,10 @@ class EngineSession:
         driver = read_driver() if driver is None else driver
         name = str(self.sidecar.builder["name"])
         if not driver.gpus:
-            _refuse(path, self.sidecar, incompatibility(self.sidecar, None, driver, None))
+            _refuse(path, self.sidecar, find_incompatibility(self.sidecar, None, driver, None))
         self._cuda = Cuda(index, cuda_runtime)
         version = library.version if library is not None else libraries.installed_version(name)
-        _refuse(path, self.sidecar, incompatibility(self.sidecar, self._cuda.gpu, driver, version))
+        _refuse(path, self.sidecar, find_incompatibility(self.sidecar, self._cuda.gpu, driver, version))
         self._library = library or libraries.load(name, "running this engine")
         # what its outcome on this machine depends on
         self._machine = {
@@ -127,7 +127,7 @@ class EngineSession:
         return f"cuda:{self._cuda.index} {self._cuda.gpu.name}"
 
     @property
-    def most(self) -> int:
+    def max_batch(self) -> int:
         """Pictures that one execution takes; larger batches are taken in parts."""
         return self.sidecar.batch.max
 
@@ -136,7 +136,7 @@ class EngineSession:
         check_batch(images, self.metadata)
         return self._answer(images)
 
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, Stages]:
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; on one stream, in which nothing overlaps."""
         check_batch(images, self.metadata)
         self._cuda.use()
@@ -145,8 +145,8 @@ class EngineSession:
         seconds = [0.0, 0.0, 0.0]
         slot = self._slots[0]
         try:
-            for start in range(0, len(images), self.most):
-                count = self._fill(slot, images[start : start + self.most])
+            for start in range(0, len(images), self.max_batch):
+                count = self._fill(slot, images[start : start + self.max_batch])
                 self._cuda.record(events[0], self._compute)
                 self._cuda.copy_in(slot.device[INPUT], slot.host[INPUT][:count], self._compute)
                 self._cuda.record(events[1], self._compute)
@@ -164,7 +164,7 @@ class EngineSession:
             raise
         finally:
             self._cuda.destroy(streams=(), events=events, graphs=())
-        return Outputs.concatenate(parts), Stages(*seconds)
+        return Outputs.concatenate(parts), BatchTimes(*seconds)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """`run` for float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
@@ -175,11 +175,11 @@ class EngineSession:
         parts: list[Outputs] = []
         working: deque[_Slot] = deque()
         try:
-            for number, start in enumerate(range(0, len(images), self.most)):
+            for number, start in enumerate(range(0, len(images), self.max_batch)):
                 slot = self._slots[number % len(self._slots)]
                 if slot in working:
                     parts.append(self._collect(working.popleft()))
-                self._start(slot, images[start : start + self.most])
+                self._start(slot, images[start : start + self.max_batch])
                 working.append(slot)
             while working:
                 parts.append(self._collect(working.popleft()))
@@ -220,7 +220,7 @@ class EngineSession:
         engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise ArtifactError(
-                f"{path}: {self._library.title} refuses the engine ({last_words(self._logger)}); rebuild it with: "
+                f"{path}: {self._library.title} refuses the engine ({first_error(self._logger)}); rebuild it with: "
                 f"{self._rebuild}"
             )
         self._engine = engine
@@ -230,7 +230,7 @@ class EngineSession:
         by_library = self._make_context(cuda_graphs)
         self._own_graphs = cuda_graphs and not by_library
         if self._context is None:
-            raise self._no_room(path, last_words(self._logger))
+            raise self._no_room(path, first_error(self._logger))
         self._copy, self._compute = self._cuda.stream(), self._cuda.stream()
         try:
             self._slots = [self._slot(), self._slot()]
@@ -239,11 +239,12 @@ class EngineSession:
 
     def _no_room(self, path: Path, reason: str) -> UsageError:
         memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"
-        smaller = f"{max(1, self.most // 16)}:{max(1, self.most // 8)}:{max(1, self.most // 4)}"
+        smaller = f"{max(1, self.max_batch // 16)}:{max(1, self.max_batch // 8)}:{max(1, self.max_batch // 4)}"
         source = path.with_name(str(self.sidecar.onnx["file"]))
         return UsageError(
-            f"{path}: no room for batches of up to {self.most} on {self._cuda.gpu.name} ({memory}): {reason}; free "
-            f"memory there, or build for smaller ones: opal-deploy export {source} --trt --rebuild --batch {smaller}"
+            f"{path}: no room for batches of up to {self.max_batch} on {self._cuda.gpu.name} ({memory}): {reason}; "
+            "free memory there, or build for smaller ones: opal-deploy export "
+            f"{source} --trt --rebuild --batch {smaller}"
         )
 
     def _make_context(self, cuda_graphs: bool) -> bool:
@@ -280,7 +281,7 @@ class EngineSession:
             not refitter.refit_cuda_engine()
         ):
             raise ArtifactError(
-                f"{path}: its weights cannot be put back from {source.name} ({last_words(self._logger)}); "
+                f"{path}: its weights cannot be put back from {source.name} ({first_error(self._logger)}); "
                 f"rebuild with: {self._rebuild}"
             )
 
@@ -315,7 +316,7 @@ class EngineSession:
         device, host = {}, {}
         for name in (INPUT, *self.metadata.outputs):
             shape, dtype = self._tensor(name)
-            host[name] = self._cuda.pinned((self.most, *shape), dtype)
+            host[name] = self._cuda.pinned((self.max_batch, *shape), dtype)
             device[name] = self._cuda.allocate(host[name].nbytes)
         return _Slot(device, host, self._cuda.event(), self._cuda.event())
 
@@ -379,7 +380,7 @@ class EngineSession:
     def _prepare(self, context: Any, slot: _Slot, count: int) -> None:
         shape, _ = self._tensor(INPUT)
         if not context.set_input_shape(INPUT, (count, *shape)):
-            raise StoppedEarly(f"the engine refuses a batch of {count} ({last_words(self._logger)})")
+            raise StoppedEarly(f"the engine refuses a batch of {count} ({first_error(self._logger)})")
         for name, address in slot.device.items():
             context.set_tensor_address(name, address)
 
@@ -387,7 +388,7 @@ class EngineSession:
         if not context.execute_async_v3(int(self._compute)):
             raise StoppedEarly(
                 f"{self._library.title} failed on a batch of {count} on {self._cuda.gpu.name}: "
-                f"{last_words(self._logger)}; see `opal-deploy doctor`"
+                f"{first_error(self._logger)}; see `opal-deploy doctor`"
             )
 
     def _collect(self, slot: _Slot) -> Outputs:
@@ -405,7 +406,7 @@ class EngineSession:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.description = f"{self._library.title} on {self._cuda.gpu.name}"
         try:
-            report = verify_vectors(self, str(path)).to_dict()
+            report = verify_test_vectors(self, str(path)).to_dict()
         except VerificationError as error:
             record_check(path, Check(sha256, self._machine, now, False, {"failure": str(error)}))
             raise VerificationError(f"{error}; rebuild it with: {self._rebuild}") from None

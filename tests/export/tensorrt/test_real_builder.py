@@ -21,7 +21,7 @@ from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
 from opal_deploy.export.tensorrt.builder import Network, TensorInfo
 from opal_deploy.export.tensorrt.options import BuildOptions, Choice
-from opal_deploy.model.checkpoint import Checkpoint, describe
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import DISTANCES, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, Bindings, installed_version, load
@@ -117,7 +117,7 @@ def test_no_head_has_an_operator_that_the_parser_refuses(
 
 def test_int8_parses_and_builds_smaller(library: Bindings, make_checkpoint: Any) -> None:
     checkpoint: Checkpoint = make_checkpoint("resnet18", size=(64, 64))
-    metadata: Metadata = describe(checkpoint)
+    metadata: Metadata = build_metadata(checkpoint)
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
     quantised = to_int8(model, example_images(16, 64, 64), metadata)
     sizes = {}

@@ -12,7 +12,7 @@ import pytest
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.annotations import Boxes, read_boxes
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.preprocess.resize import Box
+from opal_deploy.preprocess.geometry import Box
 
 BOX = (1.0, 2.0, 30.0, 40.0)
 

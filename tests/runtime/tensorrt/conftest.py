@@ -17,7 +17,7 @@ from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import Bindings
-from opal_deploy.runtime.tensorrt.compatibility import here
+from opal_deploy.runtime.tensorrt.compatibility import platform_name
 from opal_deploy.runtime.tensorrt.session import EngineSession
 
 VERSION = "11.4.0.106"
@@ -47,7 +47,7 @@ def sidecar_for(onnx: Path, engine: Path, batch: tuple[int, int, int] = (1, 2, 4
     metadata = onnx_file.read_metadata(onnx)
     sidecar = Sidecar(
         engine={"file": engine.name, "sha256": compute_sha256(engine), "bytes": engine.stat().st_size},
-        builder={"name": "tensorrt", "version": VERSION, "cuda": 13, "platform": here()},
+        builder={"name": "tensorrt", "version": VERSION, "cuda": 13, "platform": platform_name()},
         target={"sm": "sm89", "gpu": "NVIDIA L4", "current": False},
         options={
             "batch": list(batch),
@@ -100,7 +100,7 @@ def make_stand(tmp_path: Path, tiny_fp16: Path, fakes: ModuleType) -> MakeStand:
         name = "tensorrt-rtx" if rtx else "tensorrt"
         stand = Stand(path, onnx, cudart, trt, DRIVER, Bindings(name, trt, VERSION, 13))
         if rtx:
-            changes.setdefault("builder", {"name": name, "version": VERSION, "cuda": 13, "platform": here()})
+            changes.setdefault("builder", {"name": name, "version": VERSION, "cuda": 13, "platform": platform_name()})
         stand.describe(batch, **changes)
         return stand
 

@@ -16,7 +16,7 @@ from opal_deploy.errors import ArtifactError, MissingExtra, VerificationError
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt import bindings
 from opal_deploy.runtime.tensorrt.bindings import Bindings
-from opal_deploy.runtime.tensorrt.compatibility import incompatibility
+from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
 
 A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0))
@@ -111,7 +111,7 @@ class TestMachine:
         self, stand: Any, here: str, runs: bool
     ) -> None:
         sidecar = stand.describe(options={"batch": [1, 2, 4], "version_compatible": True})
-        found = incompatibility(sidecar, stand.driver.gpus[0], stand.driver, here)
+        found = find_incompatibility(sidecar, stand.driver.gpus[0], stand.driver, here)
         assert (found == "") is runs
 
     def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(self, stand: Any) -> None:
@@ -134,7 +134,7 @@ class TestMachine:
     @pytest.mark.parametrize(("gpu", "runs"), [(A100, True), (H100, True), (T4, False)])
     def test_a_hardware_compatible_engine_runs_on_ampere_and_newer(self, stand: Any, gpu: Gpu, runs: bool) -> None:
         sidecar = stand.describe(options={"batch": [1, 2, 4], "hardware_compatible": "ampere+"})
-        assert (incompatibility(sidecar, gpu, stand.driver, "11.4.0.106") == "") is runs
+        assert (find_incompatibility(sidecar, gpu, stand.driver, "11.4.0.106") == "") is runs
 
     def test_a_driver_that_is_too_old(self, stand: Any) -> None:
         stand.driver = replace(stand.driver, version="550.54", cuda=(12, 4))

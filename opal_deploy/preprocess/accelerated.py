@@ -60,7 +60,7 @@ def resize(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | Non
     return np.asarray(narrow.resize(size, Image.Resampling.BILINEAR))
 
 
-def missing() -> list[str]:
+def missing_libraries() -> list[str]:
     """One line for each library that cannot be imported here."""
     return [
         f"{name} cannot be imported, so {work} by Pillow alone: the same results, more slowly"
