@@ -19,7 +19,7 @@ from opal_deploy.inference.decoding.prepare import Request, timed_open
 from opal_deploy.inference.executor import InferenceOptions, predict_stream
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer
+from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer, StageTimes
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.runtime.session import BatchTimes, ImageBatch
 
