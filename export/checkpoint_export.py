@@ -59,7 +59,7 @@ def build_candidate(
     )
     session = TorchSession(checkpoint, device="cpu")
     pictures, calibration = choose_images(options, metadata)
-    reference = in_batches(session.reference, pictures.pixels, join_references)
+    reference = in_batches(session.run_reference, pictures.pixels, join_references)
     vectors = _storable(session.run_reference(test_vector_images(metadata)))
 
     def rounding() -> Rounding:
