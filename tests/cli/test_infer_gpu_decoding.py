@@ -22,7 +22,7 @@ MAIN = """
 import sys
 sys.argv[0] = 'opal-deploy'
 from opal_deploy.preprocess import gpu
-gpu.open_gpus = lambda devices, cpu_threads, otherwise: (gpu.GpuDecoder('cpu', cpu_threads),)
+gpu.open_gpu_decoders = lambda devices, cpu_threads, otherwise: (gpu.GpuDecoder('cpu', cpu_threads),)
 from opal_deploy.cli import main
 main()
 """
