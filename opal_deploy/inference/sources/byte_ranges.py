@@ -1,7 +1,7 @@
 """Bytes inside a larger file: a member of an uncompressed tar, or of a zip.
 
-They are small and picklable: whoever decodes a member, in whatever process, opens the archive itself. An archive that
-was changed since it was listed gives no bytes at all, for they might be those of another picture.
+A `ByteRange` is small and picklable, so that whichever process decodes a member opens the archive by itself. Members of
+a zip are not opened with `zipfile`, which would read the directory of the whole archive in each of these processes.
 """
 
 from __future__ import annotations
@@ -12,159 +12,111 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import BinaryIO, NamedTuple
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import open_file
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-# size and time of last change
-Stamp = tuple[int, int]
-
-STORED, DEFLATED = 0, 8
-# signature, 22 bytes that the central directory repeats, lengths of name and extra field
-LOCAL_HEADER = struct.Struct("<4s22xHH")
+# APPNOTE 4.3.7: signature, flags, method, CRC-32, packed size, size, lengths of name and extra field
+_LOCAL_HEADER = struct.Struct("<4s2xHH4xLLLHH")
 LOCAL_SIGNATURE = b"PK\x03\x04"
 
 
-def stamp_of(stream: BinaryIO) -> Stamp:
-    """What tells that a file is still the one that was listed."""
-    status = os.fstat(stream.fileno())
-    return status.st_size, status.st_mtime_ns
+class FileFingerprint(NamedTuple):
+    """Size in bytes and time of the last change of a file: another fingerprint, another content."""
 
-
-@dataclass(frozen=True)
-class FilePart:
-    """`length` bytes of a file from `offset` on.
-
-    Attributes:
-        stamp: of the file when it was listed; None: not compared.
-    """
-
-    path: Path
-    offset: int
-    length: int
-    stamp: Stamp | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes that a reader gets."""
-        return self.length
-
-    def open(self) -> BinaryIO:
-        """The bytes as a seekable stream.
-
-        Raises:
-            ImageError: not_found, not_a_file, unreadable.
-        """
-        return _window(_opened(self.path, self.stamp), self.offset, self.length)
-
-
-@dataclass(frozen=True)
-class ZipPart:
-    """A member of a zip, stored or deflated.
-
-    Attributes:
-        header: offset of its local header.
-        packed: bytes that it takes in the archive. size: bytes that a reader gets.
-        method: STORED or DEFLATED. crc: of the bytes that a reader gets.
-        stamp: of the archive when it was listed.
-    """
-
-    path: Path
-    header: int
-    packed: int
     size: int
+    mtime_ns: int
+
+    @classmethod
+    def read(cls, stream: BinaryIO) -> FileFingerprint:
+        """Return the fingerprint of an opened file."""
+        status = os.fstat(stream.fileno())
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+class ZipLocalHeader(NamedTuple):
+    """The header in front of a zip member's bytes."""
+
+    flags: int
     method: int
     crc: int
-    stamp: Stamp | None = None
+    packed_size: int
+    size: int
+    name_length: int
+    extra_length: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of the header with name and extra field."""
+        return _LOCAL_HEADER.size + self.name_length + self.extra_length
+
+    @classmethod
+    def read(cls, stream: BinaryIO, offset: int) -> ZipLocalHeader | None:
+        """Return the header at `offset` and leave the stream at the member's name; None if there is no header."""
+        if not 0 <= offset <= FileFingerprint.read(stream).size:
+            return None
+        stream.seek(offset)
+        data = stream.read(_LOCAL_HEADER.size)
+        if len(data) < _LOCAL_HEADER.size or not data.startswith(LOCAL_SIGNATURE):
+            return None
+        return cls(*_LOCAL_HEADER.unpack(data)[1:])
+
+
+@dataclass(frozen=True)
+class ByteRange:
+    """An image's bytes inside an archive.
+
+    Attributes:
+        path: the archive.
+        fingerprint: of the archive when it was listed.
+        offset: of the first byte; of the local header for a zip's member.
+        length: bytes in the archive, without the header.
+        size: bytes that `open` gives; other than `length` where these are deflated.
+        zipped: whether a zip's local header comes before the bytes.
+        deflated: whether the bytes in the archive are a raw deflate stream.
+        crc: CRC-32 of the bytes that `open` gives; None where the archive has no checksum.
+    """
+
+    path: Path
+    fingerprint: FileFingerprint
+    offset: int
+    length: int
+    size: int
+    zipped: bool = False
+    deflated: bool = False
+    crc: int | None = None
 
     def open(self) -> BinaryIO:
-        """The member's bytes as a seekable stream; a deflated one's are checked against its checksum.
+        """Return the checked bytes as a seekable stream in memory.
 
         Raises:
-            ImageError: not_found, not_a_file, unreadable, truncated_image, corrupt_image.
+            ImageError: not_found, not_a_file, unreadable (also: the archive was changed since it was listed, so that
+                the bytes might be those of another image), truncated_image, corrupt_image.
+            OSError: reading failed.
         """
-        stream = _opened(self.path, self.stamp)
-        try:
-            stream.seek(self.header)
-            header = stream.read(LOCAL_HEADER.size)
-            if len(header) < LOCAL_HEADER.size or not header.startswith(LOCAL_SIGNATURE):
-                raise ImageError("corrupt_image", "the archive has no member where its directory says")
-            _, name, extra = LOCAL_HEADER.unpack(header)
-            start = self.header + LOCAL_HEADER.size + name + extra
-            if self.method == STORED:
-                return _window(stream, start, self.size)
-            stream.seek(start)
-            packed = stream.read(self.packed)
-        except BaseException as error:
-            stream.close()
-            if isinstance(error, OSError):
-                raise ImageError("unreadable", f"cannot be read: {error.strerror or error}") from None
-            raise
-        stream.close()
-        return io.BytesIO(self._inflated(packed))
-
-    def _inflated(self, packed: bytes) -> bytes:
-        if len(packed) < self.packed:
+        with open_file(self.path) as stream:
+            if FileFingerprint.read(stream) != self.fingerprint:
+                raise ImageError("unreadable", f"{self.path.name} was changed while its members were read")
+            stream.seek(self.offset + (self._header_length(stream) if self.zipped else 0))
+            data = stream.read(self.length)
+        if len(data) < self.length:
             raise ImageError("truncated_image", "the archive ends inside it")
+        if self.deflated:
+            data = self._inflate(data)
+        if len(data) != self.size or (self.crc is not None and zlib.crc32(data) != self.crc):
+            raise ImageError("corrupt_image", "its bytes do not have the size and the checksum in the archive")
+        return io.BytesIO(data)
+
+    def _header_length(self, stream: BinaryIO) -> int:
+        header = ZipLocalHeader.read(stream, self.offset)
+        if header is None:
+            raise ImageError("corrupt_image", "the archive has no member where its directory says")
+        return header.length
+
+    def _inflate(self, data: bytes) -> bytes:
         try:
-            # never more than it claims: the claim was compared with the limit
-            data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, self.size + 1)
+            # one byte more than stated at most: the stated size was compared with the limit, the real one was not
+            return zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, self.size + 1)
         except zlib.error as error:
             raise ImageError("corrupt_image", f"it cannot be inflated: {error}") from None
-        if len(data) != self.size or zlib.crc32(data) != self.crc:
-            raise ImageError("corrupt_image", "its bytes are not those of the archive's checksum")
-        return data
-
-
-def _opened(path: Path, stamp: Stamp | None) -> BinaryIO:
-    stream = open_file(path)
-    if stamp is not None and stamp_of(stream) != stamp:
-        stream.close()
-        raise ImageError("unreadable", f"{path.name} was changed while its members were read")
-    return stream
-
-
-def _window(stream: BinaryIO, start: int, length: int) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(_Window(stream, start, length), 1 << 16))
-
-
-class _Window(io.RawIOBase):
-    """Part of a file as a file; closes what it looks into."""
-
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}, before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        wanted = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
-        if not wanted:
-            return 0
-        self._stream.seek(self._start + self._at)
-        data = self._stream.read(len(wanted))
-        wanted[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._stream.close()
-        super().close()

@@ -1,10 +1,8 @@
-"""Which images a call means: folders, files, globs, archives, and lists of these.
+"""Which images a call means: from its inputs to a stream of items.
 
-Lazily and in a fixed order: that of the call; sorted by bytes in a folder and a glob; an archive's and a list's own.
-
-Images of a folder: sorted by bytes, depth first, one folder's names in memory at a time.
-
-Lists of paths, one a line, on standard input or in a file."""
+Everything is found lazily and in a fixed order: inputs in that of the call, files of a folder (depth first, one
+folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +17,14 @@ from opal_deploy.errors import UsageError
 from opal_deploy.inference.run.image_files import OVERLAYS, SHEETS
 from opal_deploy.inference.run.results import RESULTS
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
-from opal_deploy.inference.sources.items import OF_A_HOLDER, Item, Skipped, container_error, is_image_name, no_images
+from opal_deploy.inference.sources.items import (
+    CONTAINER_CODES,
+    Item,
+    Skipped,
+    container_error,
+    is_image_name,
+    no_images_error,
+)
 
 STDIN, LIST_MARK = "-", "@"
 
@@ -27,32 +32,33 @@ STDIN, LIST_MARK = "-", "@"
 def discover(
     inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None, *, recursive: bool = True
 ) -> Iterator[Item]:
-    """The images that `inputs` name, in their order.
+    """Yield the images that `inputs` name, in their order.
 
     Args:
         inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; also what a glob matches), `-` for
             one path a line on `stdin`, or `@list.txt` for one path a line in that file. A line names a file or an
             archive. What exists under the very name given is that file, whatever it looks like.
-        skipped: is told what folders and archives held beside images.
-        stdin: where `-` reads.
-        recursive: look into subfolders of folders.
+        skipped: counts the other files in folders and archives.
+        stdin: the stream that `-` reads.
+        recursive: whether to look into subfolders.
 
     Raises:
         UsageError: not one image was found. Inputs without an image beside others that have some are items with a
             `problem`: one empty folder costs the other folders nothing.
     """
-    held: list[Item] = []
+    # problems before the first image
+    problems: list[Item] = []
     found = False
-    for item in _items(inputs, skipped, stdin, recursive):
-        if not found and item.problem is not None and item.problem.code in OF_A_HOLDER:
-            held.append(item)
+    for item in _input_items(inputs, skipped, stdin, recursive):
+        if not found and item.problem is not None and item.problem.code in CONTAINER_CODES:
+            problems.append(item)
             continue
         if not found:
             found = True
-            yield from held
+            yield from problems
         yield item
     if not found:
-        raise UsageError(f"{held[0].path}: {held[0].problem}" if held else "not one image was given")
+        raise UsageError(f"{problems[0].path}: {problems[0].problem}" if problems else "not one image was given")
 
 
 def check_inputs(inputs: Iterable[str]) -> None:
@@ -61,12 +67,12 @@ def check_inputs(inputs: Iterable[str]) -> None:
     Raises:
         UsageError: no input, or one that is neither `-`, nor there, nor a glob.
     """
-    listed = list(inputs)
-    if not listed:
+    texts = list(inputs)
+    if not texts:
         raise UsageError(
             "no images given; expected folders, files, globs, or - for a list on standard input, @FILE for a list in it"
         )
-    for text in listed:
+    for text in texts:
         if text == STDIN or os.path.lexists(text) or glob.has_magic(text):
             continue
         if not text.startswith(LIST_MARK):
@@ -76,51 +82,51 @@ def check_inputs(inputs: Iterable[str]) -> None:
 
 
 def shard(items: Iterable[Item], index: int, count: int) -> Iterator[Item]:
-    """Every `count`-th item, beginning with the `index`-th (from 1): shards are disjoint and cover everything."""
+    """Return every `count`-th item from the `index`-th (from 1): shards are disjoint and cover everything."""
     return (item for position, item in enumerate(items) if position % count == index - 1)
 
 
-def _items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool) -> Iterator[Item]:
+def _input_items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool) -> Iterator[Item]:
     for text in inputs:
         # os.path: unlike pathlib's it is False, not an error, where the answer is refused
         if text == STDIN:
-            yield from _listed(stdin_lines(stdin), Path("-"), "standard input", skipped)
+            yield from _list_items(stdin_lines(stdin), Path("-"), "standard input", skipped)
         elif os.path.isdir(text):
             yield from folder_items(Path(text), skipped, recursive=recursive)
         elif os.path.lexists(text):
-            yield from _file(Path(text), skipped)
+            yield from _file_items(Path(text), skipped)
         elif text.startswith(LIST_MARK) and os.path.lexists(text.removeprefix(LIST_MARK)):
             path = Path(text.removeprefix(LIST_MARK))
-            yield from _listed(file_lines(path), path, "the list", skipped)
+            yield from _list_items(file_lines(path), path, "the list", skipped)
         elif glob.has_magic(text):
-            yield from _matches(text, skipped, recursive)
+            yield from _glob_items(text, skipped, recursive)
         else:
             # it was there when the call was checked; its record will say not_found
             yield Item(Path(text), Path(text).name)
 
 
-def _file(path: Path, skipped: Skipped) -> Iterator[Item]:
-    """A file that was named: an archive's members, or the file itself, whatever it is called."""
+def _file_items(path: Path, skipped: Skipped) -> Iterator[Item]:
+    """Yield the members of an archive, or the file itself whatever it is called."""
     if is_archive_name(path.name) and os.path.isfile(path):
         yield from archive_items(path, skipped)
     else:
         yield Item(path, path.name)
 
 
-def _listed(lines: Iterator[str], origin: Path, called: str, skipped: Skipped) -> Iterator[Item]:
+def _list_items(lines: Iterator[str], origin: Path, called: str, skipped: Skipped) -> Iterator[Item]:
     found = False
     for line in lines:
         found = True
         path = Path(line)
         if is_archive_name(path.name):
-            yield from _file(path, skipped)
+            yield from _file_items(path, skipped)
         else:
             yield Item(path, line)
     if not found:
         yield container_error(origin, "no_images", f"{called} named no image; expected one path a line")
 
 
-def _matches(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
+def _glob_items(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
     matches = sorted(glob.glob(pattern, recursive=True), key=os.fsencode)
     found = False
     for match in matches:
@@ -131,7 +137,7 @@ def _matches(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
                 yield from folder_items(path, skipped, recursive=recursive)
         elif is_archive_name(path.name):
             found = True
-            yield from _file(path, skipped)
+            yield from _file_items(path, skipped)
         elif is_image_name(path.name):
             found = True
             yield Item(path, path.name)
@@ -143,7 +149,7 @@ def _matches(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
 
 
 def folder_items(folder: Path, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
-    """The folder's images, with those below it if `recursive`; a single item with a problem where there are none."""
+    """Yield a folder's images, with its subfolders' if `recursive`; if there are none, one item with a problem."""
     found = False
     others = Skipped()
     for item in _walk(folder, others, recursive):
@@ -151,76 +157,98 @@ def folder_items(folder: Path, skipped: Skipped, *, recursive: bool) -> Iterator
         yield item
     skipped.merge(others)
     if not found:
-        yield no_images(folder, others, below=recursive)
+        yield no_images_error(folder, others, recursive=recursive)
 
 
 def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
-    """Depth first, sorted by bytes; links to folders are not followed, or a loop would never end."""
-    # a stack of our own: folders may be nested deeper than Python's
-    waiting = [_list(folder, skipped, recursive)]
-    while waiting:
-        path = next(waiting[-1], None)
-        if path is None:
-            waiting.pop()
-        elif isinstance(path, Item):
-            yield Item(path.path, path.path.relative_to(folder).as_posix(), path.problem)
+    links = _FolderLinks(folder)
+    # an explicit stack: folders may be nested deeper than Python recurses
+    stack = [_scan_folder(folder, skipped, recursive, links)]
+    while stack:
+        entry = next(stack[-1], None)
+        if entry is None:
+            stack.pop()
+        elif isinstance(entry, Item):
+            yield Item(entry.path, entry.path.relative_to(folder).as_posix(), entry.problem)
         else:
-            waiting.append(_list(path, skipped, recursive))
+            stack.append(_scan_folder(entry, skipped, recursive, links))
 
 
-def _list(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item | Path]:
-    """One folder's images as items, its subfolders as paths."""
+class _FolderLinks:
+    """Decides which symbolic links to folders are followed: each folder outside the tree once.
+
+    Folders inside the tree are found by their own names, and a link to a folder above would never end.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = os.path.realpath(root)
+        self._followed: set[str] = set()
+
+    def follow(self, path: Path) -> bool:
+        """Return whether `path` is a link to follow; true only once for what it leads to."""
+        target = os.path.realpath(path)
+        if not os.path.isdir(target) or os.path.commonpath([target, self._root]) in (target, self._root):
+            return False
+        new = target not in self._followed
+        self._followed.add(target)
+        return new
+
+
+def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, links: _FolderLinks) -> Iterator[Item | Path]:
+    """Yield one folder's images as items, its subfolders as paths."""
     try:
         with os.scandir(folder) as entries:
-            listed = sorted(entries, key=lambda entry: os.fsencode(entry.name))
+            sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
     except OSError as error:
         yield container_error(folder, "unreadable", f"the folder cannot be listed: {error.strerror or error}")
         return
-    ours = any(entry.name == RESULTS for entry in listed)
-    for entry in listed:
+    is_run_dir = any(entry.name == RESULTS for entry in sorted_entries)
+    for entry in sorted_entries:
         path = folder / entry.name
         # overlays of an earlier run, or of this one, are no photographs
-        if entry.name.startswith(".") or (ours and entry.name in (OVERLAYS, SHEETS)):
+        if entry.name.startswith(".") or (is_run_dir and entry.name in (OVERLAYS, SHEETS)):
             skipped.add(path)
         elif entry.is_dir(follow_symlinks=False):
             if recursive:
                 yield path
         elif is_image_name(entry.name):
             yield Item(path, entry.name)
+        elif recursive and entry.is_symlink() and links.follow(path):
+            yield path
         else:
             skipped.add(path)
 
 
 def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
-    """Paths on standard input.
+    """Yield the paths on standard input, one a line.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no standard input.
     """
     if stdin is None:
         raise UsageError("-: there is no standard input to read paths from")
     if isinstance(stdin, io.TextIOWrapper):
         # names are bytes; one that is not UTF-8 names a file all the same
         stdin.reconfigure(errors="surrogateescape")
-    yield from _names(stdin)
+    yield from _read_names(stdin)
 
 
 def file_lines(path: Path) -> Iterator[str]:
-    """Paths in a text file, UTF-8; relative ones are meant from the working directory, as on standard input.
+    """Yield the paths in a UTF-8 text file, one a line; relative ones are meant from the working directory.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
-            yield from _names(stream)
+            yield from _read_names(stream)
     except OSError as error:
         raise UsageError(
             f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with a path a line"
         ) from None
 
 
-def _names(stream: TextIO) -> Iterator[str]:
+def _read_names(stream: TextIO) -> Iterator[str]:
     for line in stream:
         name = line.rstrip("\n")
         if name:

@@ -1,4 +1,4 @@
-"""One image to explain, wherever it lies; and what was passed over on the way."""
+"""One image to explain, wherever it lies, and the files that were passed over on the way to it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ IMAGE_SUFFIXES = frozenset(
      ".jpg", ".jxl", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
 )  # fmt: skip
 
-# problems of what should hold images, rather than of an image: `discover` refuses a call that comes to nothing else
-OF_A_HOLDER = frozenset(["no_images", "unreadable", "corrupt_archive", "unsupported_archive"])
+# problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
+CONTAINER_CODES = frozenset(["no_images", "unreadable", "corrupt_archive", "unsupported_archive"])
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Item:
     Attributes:
         path: as a person would open it from the working directory. Of an archive's member: the archive's, a slash, and
             the member's name, `shards/a.tar/dir/x.jpg`: a label for people and for boxes, never opened.
-        relative: to the folder or archive that it was found in; the file's name for one named directly.
+        relative: the path from the folder or archive that was searched; the file's name for one named directly.
         problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
         content: where a member's bytes are; None for a file of its own.
     """
@@ -39,46 +39,46 @@ class Item:
 
     @property
     def name(self) -> str:
-        """As its record shows it: text that any JSON reader accepts, reversible."""
+        """The image's name in its record: text that any JSON reader accepts, see `unescape_name`."""
         return escape_name(str(self.path))
 
     @property
     def source(self) -> Source:
-        """What `decode` takes."""
+        """The argument for `decode`."""
         return self.path if self.content is None else self.content
 
 
 @dataclass
 class Skipped:
-    """What was passed over: files and members hidden or not images by their names, links and devices in archives."""
+    """Files and members that were passed over: hidden, no image by their names, devices in archives."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
 
     def add(self, path: Path) -> None:
-        """Count one; the first few names are kept."""
+        """Count one more; the first few names are kept."""
         self.count += 1
         if len(self.examples) < 3:
             self.examples.append(path.name)
 
     def merge(self, other: Skipped) -> None:
-        """Add another's."""
+        """Add the files of another count."""
         self.count += other.count
         self.examples = (self.examples + other.examples)[:3]
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a file of this name is taken for an image."""
+    """Return whether a file of this name is taken for an image."""
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def container_error(path: Path, code: str, message: str) -> Item:
-    """An item that stands for a whole folder, list or archive and says what is wrong with it."""
+    """Return an item that stands for a whole folder, list or archive and says what is wrong with it."""
     return Item(path, path.name, ImageError(code, message))
 
 
-def no_images(path: Path, others: Skipped, *, below: bool) -> Item:
-    """The item of a folder or archive that holds none."""
+def no_images_error(path: Path, others: Skipped, *, recursive: bool) -> Item:
+    """Return the item of a folder (`recursive`: and its subfolders) or archive without images."""
     more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
-    where = "in it or below" if below else "in it"
+    where = "in it or below" if recursive else "in it"
     return container_error(path, "no_images", f"no images {where}{more}; expected files such as .jpg or .png")

@@ -66,6 +66,17 @@ def test_a_folder_reached_by_a_link_loop_is_not_entered_again(tmp_path: Path) ->
     assert names(tmp_path / "in") == ["a.jpg"]
 
 
+def test_a_link_to_a_folder_elsewhere_is_followed_once(tmp_path: Path) -> None:
+    touch(tmp_path / "data/cats/a.jpg", tmp_path / "in/real/b.jpg")
+    (tmp_path / "in/cats").symlink_to(tmp_path / "data/cats")
+    (tmp_path / "in/more").symlink_to(tmp_path / "data/cats")
+    # their images come under their own names, or would never end
+    (tmp_path / "in/alias").symlink_to(tmp_path / "in/real")
+    (tmp_path / "data/cats/back").symlink_to(tmp_path / "in")
+    (tmp_path / "data/cats/self").symlink_to(tmp_path / "data/cats")
+    assert names(tmp_path / "in") == ["cats/a.jpg", "real/b.jpg"]
+
+
 def test_a_link_given_as_input_is_followed(tmp_path: Path) -> None:
     touch(tmp_path / "in/a.jpg")
     (tmp_path / "link").symlink_to(tmp_path / "in")
