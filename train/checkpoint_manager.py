@@ -15,7 +15,7 @@ from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.names import escape_name
 from opal_deploy.train import resume as resuming
-from opal_deploy.train.distributed import Group
+from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import TrainStep
 from opal_deploy.train.resume import Progress
 from opal_deploy.train.run_directory import TrainRunDirectory
@@ -31,7 +31,12 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, folder: TrainRunDirectory, data: DataSet, group: Group, network: OpalNetwork, resolved: dict[str, Any]
+        self,
+        folder: TrainRunDirectory,
+        data: DataSet,
+        group: ProcessGroup,
+        network: OpalNetwork,
+        resolved: dict[str, Any],
     ) -> None:
         self.folder, self.resolved = folder, resolved
         self._data, self._group, self._network = data, group, network
@@ -56,7 +61,7 @@ class CheckpointManager:
     def last(self, progress: Progress, learner: TrainStep) -> None:
         """last.pt, with all that the next step depends on."""
         # of every process: what it draws next
-        random = self._group.everyone(resuming.random_state(self._group.device))
+        random = self._group.everyone(resuming.get_random_state(self._group.device))
         if not self._group.is_writer:
             return
         state = {
@@ -66,7 +71,7 @@ class CheckpointManager:
             "random": random,
         }
         with _stop_when_full(progress):
-            self._write(self.folder.last, progress.figures, {resuming.KEY: state})
+            self._write(self.folder.last, progress.figures, {resuming.RESUME_KEY: state})
 
     def epochs(self, progress: Progress) -> None:
         """metrics.csv and curves.png."""
@@ -90,7 +95,7 @@ class CheckpointManager:
             self.folder.write_epochs(records)
             self.folder.write_json(self.folder.summary, summary)
             # from here on the run is finished, and what continued it only takes room
-            self._network.load_state_dict(resuming.load_file(self.folder.last)["state_dict"])
+            self._network.load_state_dict(resuming.load_run_file(self.folder.last)["state_dict"])
             self._write(self.folder.last, progress.figures)
 
     def bad_batch(self, files: list[Path]) -> str:
@@ -108,12 +113,12 @@ class CheckpointManager:
         save(path, checkpoint, beside=beside)
 
 
-def all_finite(network: OpalNetwork) -> bool:
+def has_finite_weights(network: OpalNetwork) -> bool:
     """Whether every weight is a number: a loss can be one while its gradient is none."""
     return all(bool(torch.isfinite(weight).all()) for weight in network.parameters())
 
 
-def kept(progress: Progress) -> str:
+def describe_kept(progress: Progress) -> str:
     """What a run that stops has kept."""
     return f"best.pt holds epoch {progress.best[0]}" if progress.best else "nothing was kept yet"
 
@@ -125,6 +130,6 @@ def _stop_when_full(progress: Progress) -> Iterator[None]:
     except (UsageError, OSError) as error:
         reason = " ".join(str(error).split()).removesuffix("; choose another place")
         raise StoppedEarly(
-            f"{reason}; {kept(progress)}, and what was there before is unharmed; "
+            f"{reason}; {describe_kept(progress)}, and what was there before is unharmed; "
             "make room and repeat the command with --resume"
         ) from None

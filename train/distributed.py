@@ -20,13 +20,13 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import torch_device
 
 
-def is_first_process() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that speaks and writes; known before the processes join."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """The processes of one run.
 
     Attributes:
@@ -73,7 +73,7 @@ class Group:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Group]:
+def join_process_group(device: str) -> Iterator[ProcessGroup]:
     """This process's group: of all that torchrun started, or of this one alone.
 
     Args:
@@ -84,7 +84,7 @@ def joined(device: str) -> Iterator[Group]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield Group(torch_device(device))
+        yield ProcessGroup(torch_device(device))
         return
     local = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch_device(device)
@@ -100,12 +100,12 @@ def joined(device: str) -> Iterator[Group]:
         torch.cuda.set_device(chosen)
     distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield Group(chosen, distributed.get_rank(), distributed.get_world_size())
+        yield ProcessGroup(chosen, distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
 
 
-def spread(network: OpalNetwork, group: Group) -> nn.Module:
+def wrap_ddp(network: OpalNetwork, group: ProcessGroup) -> nn.Module:
     """The network as training calls it: gradients averaged over the group's processes."""
     if group.size == 1:
         return network
@@ -113,7 +113,7 @@ def spread(network: OpalNetwork, group: Group) -> nn.Module:
     return nn.parallel.DistributedDataParallel(network, device_ids=devices)
 
 
-def with_common_batch_norm(network: OpalNetwork) -> OpalNetwork:
+def convert_sync_batch_norm(network: OpalNetwork) -> OpalNetwork:
     """Batch statistics over all processes' shares, as one process with the whole batch has them; GPUs only."""
     found: OpalNetwork = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
     return found

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
-from opal_deploy.train.distributed import Group
-from opal_deploy.train.images import Batches, normalised
-from opal_deploy.train.setup import Amp
+from opal_deploy.train.distributed import ProcessGroup
+from opal_deploy.train.images import Batches, normalize
+from opal_deploy.train.setup import MixedPrecision
 
 # a GPU is asked for its losses only so often: each question waits until it has caught up
-_GPU_STEPS_BETWEEN_READINGS = 10
+_GPU_STEPS_BETWEEN_READS = 10
 
 
-class LossNotFinite(Exception):
+class NonFiniteLossError(Exception):
     """The training loss is no number any more.
 
     Attributes:
@@ -61,8 +61,8 @@ class TrainStep:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    amp: Amp
-    group: Group
+    amp: MixedPrecision
+    group: ProcessGroup
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class TrainStep:
         """
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
-        inputs = normalised(images.to(device, non_blocking=True), IMAGENET_MEAN, IMAGENET_STD)
+        inputs = normalize(images.to(device, non_blocking=True), IMAGENET_MEAN, IMAGENET_STD)
         with self.amp.autocast():
             logits: Tensor = self.model(inputs).float()  # [n, C]
         loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
@@ -113,16 +113,16 @@ def train_epoch(
     """
     learner.model.train()
     plan = batches.plan()
-    every = _GPU_STEPS_BETWEEN_READINGS if learner.group.device.type == "cuda" else 1
+    every = _GPU_STEPS_BETWEEN_READS if learner.group.device.type == "cuda" else 1
     # since the last reading: (step, loss sum, correct, pictures)
     unread: list[tuple[int, Tensor, Tensor, int]] = []
-    waiting = _Waiting(batches)
+    waiting = _TimedBatches(batches)
     started = time.perf_counter()
     for step, (images, labels) in enumerate(waiting, batches.first):
         global_batch = len(plan[step])
         unread.append((step, *learner.step(images, labels, global_batch), global_batch))
         if len(unread) == every or step + 1 == len(plan):
-            _read(unread, sums, learner.group, batches)
+            _read_losses(unread, sums, learner.group, batches)
             unread.clear()
             now = time.perf_counter()
             sums.seconds += now - started
@@ -131,18 +131,20 @@ def train_epoch(
             after_step(step + 1, sums)
 
 
-def _read(unread: list[tuple[int, Tensor, Tensor, int]], sums: EpochMetrics, group: Group, batches: Batches) -> None:
+def _read_losses(
+    unread: list[tuple[int, Tensor, Tensor, int]], sums: EpochMetrics, group: ProcessGroup, batches: Batches
+) -> None:
     losses = torch.stack([loss for _, loss, _, _ in unread]).double().tolist()
     losses = group.total(*losses)
     for (step, _, _, pictures), loss in zip(unread, losses, strict=True):
         if not math.isfinite(loss):
-            raise LossNotFinite(step, loss / pictures, batches.files(step))
+            raise NonFiniteLossError(step, loss / pictures, batches.files(step))
     sums.loss += math.fsum(losses)
     sums.correct += group.total(float(torch.stack([correct for _, _, correct, _ in unread]).sum()))[0]
     sums.seen += sum(pictures for _, _, _, pictures in unread)
 
 
-class _Waiting:
+class _TimedBatches:
     """Batches, and the seconds that were spent waiting for them."""
 
     def __init__(self, batches: Batches) -> None:
@@ -165,7 +167,7 @@ class _Waiting:
         return seconds
 
 
-def compiled(model: nn.Module, wanted: bool) -> nn.Module:
+def compile_model(model: nn.Module, wanted: bool) -> nn.Module:
     """Through torch.compile, where asked for."""
     if not wanted:
         return model
@@ -174,7 +176,7 @@ def compiled(model: nn.Module, wanted: bool) -> nn.Module:
 
 
 @contextlib.contextmanager
-def summary_writer(folder: Path | None, first_epoch: int) -> Iterator[Any]:
+def open_summary_writer(folder: Path | None, first_epoch: int) -> Iterator[Any]:
     """TensorBoard's writer, or None; what an earlier process logged from `first_epoch` on is hidden."""
     if folder is None:
         yield None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.samples import Report, Sample, listed
+from opal_deploy.datasets.samples import ProgressCallback, Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
@@ -26,14 +26,14 @@ from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train.transforms import PaperAugmentation
 
 # (epoch, position): the key by which a batch asks for a picture, so that worker processes need no other word of it
-Key = tuple[int, int]
-Item = tuple[NDArray[np.uint8], int]
+ImageKey = tuple[int, int]
+ImageItem = tuple[NDArray[np.uint8], int]
 
 # first words of the seeds, so that no two streams of random numbers coincide
 _ORDER, _AUGMENT = 0, 1
 
 
-class TrainImages(Dataset[Item | UsageError]):
+class TrainImages(Dataset[ImageItem | UsageError]):
     """Pictures uint8 [H0, W0, 3], RGB, with labels, by (epoch, position).
 
     Attributes:
@@ -61,7 +61,7 @@ class TrainImages(Dataset[Item | UsageError]):
         """What keeping every squashed picture takes."""
         return len(self.samples) * self.squash_size[0] * self.squash_size[1] * 3
 
-    def fill_cache(self, report: Report) -> None:
+    def fill_cache(self, report: ProgressCallback) -> None:
         """Decode everything once, in threads, and keep it.
 
         Raises:
@@ -77,13 +77,13 @@ class TrainImages(Dataset[Item | UsageError]):
                     cache[index] = pixels
                 report(index + 1, len(self.samples), "reading pictures")
         if bad:
-            raise UsageError(f"{len(bad)} picture(s) cannot be decoded, remove or replace them: {listed(bad)}")
+            raise UsageError(f"{len(bad)} picture(s) cannot be decoded, remove or replace them: {shorten_list(bad)}")
         self._cache = cache
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: Key) -> Item | UsageError:
+    def __getitem__(self, key: ImageKey) -> ImageItem | UsageError:
         epoch, index = key
         pixels = self._load(self.samples[index]) if self._cache is None else self._cache[index]
         if isinstance(pixels, UsageError):
@@ -128,9 +128,9 @@ class Batches:
         self._rank, self._size = rank, size
         self._batch_size = batch_size
         self._shuffle_seed = shuffle_seed
-        self._loader: DataLoader[Item | UsageError] = DataLoader(
+        self._loader: DataLoader[ImageItem | UsageError] = DataLoader(
             pictures,
-            batch_sampler=_Plan(self),  # its keys are pairs, not numbers
+            batch_sampler=_BatchSampler(self),  # its keys are pairs, not numbers
             collate_fn=_collate,
             num_workers=workers,
             persistent_workers=workers > 0,
@@ -140,7 +140,7 @@ class Batches:
             generator=torch.Generator().manual_seed(0),
         )
 
-    def plan(self) -> list[list[Key]]:
+    def plan(self) -> list[list[ImageKey]]:
         """The keys of this epoch's global batches."""
         order = np.arange(len(self.pictures))
         if self._shuffle_seed is not None:
@@ -152,7 +152,7 @@ class Batches:
             batches[-2:] = [batches[-2] + batches[-1]]
         return batches
 
-    def share(self) -> list[list[Key]]:
+    def share(self) -> list[list[ImageKey]]:
         """What this process takes of `plan`, from batch `first` on."""
         shares = [batch[self._rank :: self._size] for batch in self.plan()[self.first :]]
         return [share for share in shares if share]
@@ -168,20 +168,20 @@ class Batches:
             yield batch
 
 
-class _Plan:
+class _BatchSampler:
     """What a DataLoader calls a batch sampler."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
-    def __iter__(self) -> Iterator[list[Key]]:
+    def __iter__(self) -> Iterator[list[ImageKey]]:
         return iter(self._batches.share())
 
     def __len__(self) -> int:
         return len(self._batches.share())
 
 
-def _collate(items: list[Item | UsageError]) -> tuple[Tensor, Tensor] | UsageError:
+def _collate(items: list[ImageItem | UsageError]) -> tuple[Tensor, Tensor] | UsageError:
     good = [item for item in items if not isinstance(item, UsageError)]
     for item in items:
         if isinstance(item, UsageError):
@@ -190,7 +190,7 @@ def _collate(items: list[Item | UsageError]) -> tuple[Tensor, Tensor] | UsageErr
     return images, torch.tensor([label for _, label in good])
 
 
-def normalised(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     """uint8 [N, H0, W0, 3] to float32 [N, 3, H0, W0] on the same device: `preprocess.normalise`, value by value.
 
     The result's memory stays NHWC, which is what channels-last convolutions want.

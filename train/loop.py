@@ -18,17 +18,24 @@ from typing import Any
 import torch
 
 from opal_deploy.artifact.files import lock_directory
-from opal_deploy.datasets.samples import DataSet, Report
+from opal_deploy.datasets.samples import DataSet, ProgressCallback
 from opal_deploy.errors import CheckpointError, StoppedEarly, UsageError, require
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import resume as resuming
 from opal_deploy.train import setup
-from opal_deploy.train.checkpoint_manager import CheckpointManager, all_finite, kept
-from opal_deploy.train.distributed import Group, joined, spread, with_common_batch_norm
-from opal_deploy.train.epoch import EpochMetrics, LossNotFinite, TrainStep, compiled, summary_writer, train_epoch
+from opal_deploy.train.checkpoint_manager import CheckpointManager, describe_kept, has_finite_weights
+from opal_deploy.train.distributed import ProcessGroup, convert_sync_batch_norm, join_process_group, wrap_ddp
+from opal_deploy.train.epoch import (
+    EpochMetrics,
+    NonFiniteLossError,
+    TrainStep,
+    compile_model,
+    open_summary_writer,
+    train_epoch,
+)
 from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.recipe import Options, Recipe
+from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.resume import Progress
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.transforms import PaperAugmentation
@@ -37,12 +44,12 @@ from opal_deploy.train.validation import Evaluation, evaluate_batches
 _MEGABYTE = 1 << 20
 
 
-class Diverged(StoppedEarly):
+class DivergenceError(StoppedEarly):
     """The loss is no number any more; the weights of the epochs before are kept."""
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
     """What a run came to.
 
     Attributes:
@@ -68,15 +75,15 @@ def _no_log(line: str) -> None: ...
 
 def fit(
     data: DataSet,
-    options: Options,
+    options: TrainOptions,
     out: Path,
     *,
     overwrite: bool = False,
     resume: bool = False,
     recipe: Recipe | None = None,
-    report: Report = _no_report,
+    report: ProgressCallback = _no_report,
     log: Callable[[str], None] = _no_log,
-) -> Result:
+) -> TrainResult:
     """Train, keep the best, test it. Under torchrun every process calls this; the first one writes and reports.
 
     Args:
@@ -104,7 +111,7 @@ def fit(
         raise UsageError(f"{data.root}: it needs training and validation pictures; add a val/ folder")
     if options.tensorboard:
         require("tensorboard", "tensorboard", "--tensorboard")
-    with joined(options.device) as group:
+    with join_process_group(options.device) as group:
         if group.size > 1 and min(options.batch_size, len(data.train)) < 2 * group.size:
             raise UsageError(
                 f"batches of {options.batch_size} from {len(data.train)} pictures over {group.size} processes: "
@@ -113,7 +120,7 @@ def fit(
         if not group.is_writer:
             report, log = _no_report, _no_log
         how = Recipe(options) if recipe is None else replace(recipe, options=options)
-        run = _Run(data, options, TrainRunDirectory(out), group, report, log)
+        run = _TrainingRun(data, options, TrainRunDirectory(out), group, report, log)
         try:
             return run.whole(overwrite, resume, how)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -126,36 +133,36 @@ def fit(
             ) from None
 
 
-class _Run:
+class _TrainingRun:
     def __init__(
         self,
         data: DataSet,
-        options: Options,
+        options: TrainOptions,
         folder: TrainRunDirectory,
-        group: Group,
-        report: Report,
+        group: ProcessGroup,
+        report: ProgressCallback,
         log: Callable[[str], None],
     ) -> None:
         self.data, self.options, self.folder, self.group = data, options, folder, group
         self.report, self.log = report, log
 
-    def whole(self, overwrite: bool, resume: bool, recipe: Recipe) -> Result:
+    def whole(self, overwrite: bool, resume: bool, recipe: Recipe) -> TrainResult:
         """From an empty folder, or one with a part of the run, to its result."""
         options, folder, group = self.options, self.folder, self.group
-        amp = setup.Amp.choose(group.device, options.precision)
+        amp = setup.MixedPrecision.choose(group.device, options.precision)
         wanted = {
             "options": asdict(options),
-            "fingerprint": resuming.fingerprint(self.data),
+            "fingerprint": resuming.fingerprint_dataset(self.data),
             "processes": group.size,
             "precision": amp.name,
         }
         if resume and folder.is_finished:
-            return _stored_result(folder, wanted)
+            return _load_finished_result(folder, wanted)
         if not resume and not overwrite:
             folder.check_free()
 
         # the network, the pictures ------------------------------------------------------------------------------------
-        setup.allow_tf32(options.tf32)
+        setup.set_tf32(options.tf32)
         torch.manual_seed(options.seed)
         config = NetworkConfig(options.backbone, self.data.num_classes, options.input_size, options.head)
         network = OpalNetwork(config, weights=options.weights).channels_last().to(group.device)
@@ -167,25 +174,25 @@ class _Run:
         resolved = {
             **wanted,
             "data": self.data.summary(),
-            "weights": setup.weights_record(network, options.weights),
+            "weights": setup.describe_weights(network, options.weights),
             "device": str(group.device),
             **described,
-            "versions": setup.versions(),
+            "versions": setup.package_versions(),
         }
         if group.size > 1 and group.device.type == "cuda":
-            network = with_common_batch_norm(network)
+            network = convert_sync_batch_norm(network)
         self.network = network
         optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
-        learner = TrainStep(compiled(spread(network, group), options.compile), optimizer, amp, group)
+        learner = TrainStep(compile_model(wrap_ddp(network, group), options.compile), optimizer, amp, group)
         self.keeper = CheckpointManager(folder, self.data, group, network, resolved)
 
         # the loop, with the folder for itself -------------------------------------------------------------------------
         with lock_directory(folder.root) if group.is_writer else nullcontext():
             if not resume and not overwrite:
                 folder.check_free()
-            last = resuming.load_file(folder.last) if resume and folder.last.is_file() else None
+            last = resuming.load_run_file(folder.last) if resume and folder.last.is_file() else None
             if resume:
-                resuming.check_same(folder, last, wanted)
+                resuming.check_same_run(folder, last, wanted)
             progress = Progress() if last is None else self._restore(last, learner)
             # nobody writes before all have read
             group.wait()
@@ -193,7 +200,7 @@ class _Run:
             if progress.epoch or progress.step:
                 self.log(f"continuing after epoch {progress.epoch}, step {progress.step}")
             logs = folder.tensorboard if options.tensorboard and group.is_writer else None
-            with summary_writer(logs, progress.epoch + 1) as board:
+            with open_summary_writer(logs, progress.epoch + 1) as board:
                 for epoch in range(progress.epoch + 1, options.epochs + 1):
                     record = self._epoch(epoch, progress, learner, train_batches, val_batches)
                     if board is not None:
@@ -213,7 +220,7 @@ class _Run:
         if cached:
             train.fill_cache(self.report)
             val.fill_cache(self.report)
-        workers = setup.default_workers(group.device, cached) if options.workers is None else options.workers
+        workers = setup.default_num_workers(group.device, cached) if options.workers is None else options.workers
         share = {"rank": group.rank, "size": group.size}
         train_batches = Batches(train, options.batch_size, shuffle_seed=options.seed, workers=workers, **share)
         val_batches = Batches(val, options.batch_size, workers=0 if cached else workers, **share)
@@ -221,13 +228,13 @@ class _Run:
 
     def _restore(self, last: dict[str, Any], learner: TrainStep) -> Progress:
         folder = self.folder
-        if resuming.KEY not in last:
+        if resuming.RESUME_KEY not in last:
             raise UsageError(
                 f"{folder.last}: it holds no training state, so the run cannot be continued; "
                 "give another --out, or --overwrite"
             )
         try:
-            progress = resuming.restore(last, self.network, learner, self.group)
+            progress = resuming.restore_state(last, self.network, learner, self.group)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:120]
             raise CheckpointError(
@@ -239,17 +246,17 @@ class _Run:
                 f"{folder.root}: {progress.epoch} epochs are done, and {self.options.epochs} were asked for; "
                 "give --epochs at least as many, or another --out"
             )
-        stored = resuming.load_file(folder.best)["metrics"] if folder.best.is_file() else {}
+        stored = resuming.load_run_file(folder.best)["metrics"] if folder.best.is_file() else {}
         if stored.get("epoch") == progress.epoch + 1:
             # killed between best.pt and last.pt: the epoch is done again, but its weights have replaced the best before
-            progress.best = (progress.epoch + 1, resuming.evaluation_of(stored, "val"))
+            progress.best = (progress.epoch + 1, resuming.parse_evaluation(stored, "val"))
         elif progress.best is not None and stored.get("epoch") != progress.best[0]:
             raise UsageError(
                 f"{folder.best}: it is not the checkpoint of epoch {progress.best[0]}, the best of this run; "
                 "put it back, or begin again with --overwrite"
             )
         # last, since building a network draws from the same generator
-        resuming.set_random_state(last[resuming.KEY]["random"][self.group.rank], self.group.device)
+        resuming.set_random_state(last[resuming.RESUME_KEY]["random"][self.group.rank], self.group.device)
         return progress
 
     def _epoch(
@@ -269,23 +276,24 @@ class _Run:
                 f"{sums.seen / sums.seconds:.0f} images/s, {sums.waited / sums.seconds:.0%} waiting for data",
             )
             due = options.save_every and step - last_saved >= options.save_every and step < len(train_batches.plan())
-            if due and all_finite(self.network):
+            if due and has_finite_weights(self.network):
                 last_saved = step
                 progress.step, progress.figures = step, {"epoch": epoch - 1, "step": step}
                 self.keeper.last(progress, learner)
 
         try:
             train_epoch(learner, train_batches, progress.sums, after_step=after_step)
-        except LossNotFinite as found:
+        except NonFiniteLossError as found:
             raise self._not_finite(epoch, found, progress) from None
         sums, started = progress.sums, time.perf_counter()
         # batch statistics of processes without a common batch norm: those that are saved are those that are judged
         group.share_buffers(self.network)
         val = evaluate_batches(self.network, val_batches, gather=group.everyone if group.size > 1 else None)
         if not math.isfinite(val.loss):
-            raise Diverged(
-                f"the validation loss is {val.loss} in epoch {epoch} at learning rate {options.lr:g}; {kept(progress)}"
-                "; train again with a smaller --lr and --overwrite, and look at the weights if that does not help"
+            raise DivergenceError(
+                f"the validation loss is {val.loss} in epoch {epoch} at learning rate {options.lr:g}; "
+                f"{describe_kept(progress)}; "
+                "train again with a smaller --lr and --overwrite, and look at the weights if that does not help"
             )
         record = EpochRecord(
             epoch,
@@ -307,20 +315,20 @@ class _Run:
         self.keeper.epochs(progress)
         assert progress.best is not None
         self.report(epoch * per_epoch, options.epochs * per_epoch, f"epoch {epoch}/{options.epochs}")
-        self.log(_line(record, options.epochs, is_best=progress.best[0] == epoch))
+        self.log(_format_epoch(record, options.epochs, is_best=progress.best[0] == epoch))
         return record
 
-    def _finish(self, progress: Progress) -> Result:
+    def _finish(self, progress: Progress) -> TrainResult:
         """The best weights on the test pictures."""
         folder, group = self.folder, self.group
         assert progress.best is not None  # there was at least one epoch
         best_epoch, val = progress.best
         group.wait()
-        self.network.load_state_dict(resuming.load_file(folder.best)["state_dict"])
+        self.network.load_state_dict(resuming.load_run_file(folder.best)["state_dict"])
         test = None
         if self.data.test:
             pictures = TrainImages(self.data.test, self.options.input_size)
-            workers = setup.default_workers(group.device, False) if group.device.type == "cuda" else 0
+            workers = setup.default_num_workers(group.device, False) if group.device.type == "cuda" else 0
             batches = Batches(pictures, self.options.batch_size, workers=workers, rank=group.rank, size=group.size)
             gather = group.everyone if group.size > 1 else None
             test = evaluate_batches(self.network, batches, report=self.report, gather=gather)
@@ -329,23 +337,24 @@ class _Run:
         group.wait()
         self.keeper.finish(progress, figures)
         group.wait()
-        return Result(folder.best, best_epoch, progress.records, val, test)
+        return TrainResult(folder.best, best_epoch, progress.records, val, test)
 
-    def _not_finite(self, epoch: int, found: LossNotFinite, progress: Progress) -> Diverged:
+    def _not_finite(self, epoch: int, found: NonFiniteLossError, progress: Progress) -> DivergenceError:
         amp = "" if self.keeper.resolved["precision"] == "fp32" else " or --precision fp32"
-        return Diverged(
+        return DivergenceError(
             f"the training loss is {found.loss} in epoch {epoch}, step {found.step + 1}, "
-            f"at learning rate {self.options.lr:g}; {kept(progress)}; its batch of {len(found.files)} pictures is "
-            f"listed in {self.keeper.bad_batch(found.files)}; train again with --overwrite and a smaller --lr{amp}, "
+            f"at learning rate {self.options.lr:g}; {describe_kept(progress)}; its batch of "
+            f"{len(found.files)} pictures is listed in {self.keeper.bad_batch(found.files)}; "
+            f"train again with --overwrite and a smaller --lr{amp}, "
             "and look at those pictures and the weights if that does not help"
         )
 
 
-def _stored_result(folder: TrainRunDirectory, wanted: dict[str, Any]) -> Result:
+def _load_finished_result(folder: TrainRunDirectory, wanted: dict[str, Any]) -> TrainResult:
     """Of a run that is finished."""
-    best, last = resuming.load_file(folder.best), resuming.load_file(folder.last)
+    best, last = resuming.load_run_file(folder.best), resuming.load_run_file(folder.last)
     # where and in what precision matters to steps that are still to be done
-    resuming.check_same(folder, last, {key: wanted[key] for key in ("options", "fingerprint")})
+    resuming.check_same_run(folder, last, {key: wanted[key] for key in ("options", "fingerprint")})
     asked, done = wanted["options"]["epochs"], last["metrics"].get("epoch")
     if asked != done:
         raise UsageError(
@@ -353,12 +362,12 @@ def _stored_result(folder: TrainRunDirectory, wanted: dict[str, Any]) -> Result:
             "give another --out, or --overwrite"
         )
     metrics = best["metrics"]
-    test = resuming.evaluation_of(metrics, "test") if "test_loss" in metrics else None
-    val = resuming.evaluation_of(metrics, "val")
-    return Result(folder.best, metrics["epoch"], folder.read_epochs(), val, test)
+    test = resuming.parse_evaluation(metrics, "test") if "test_loss" in metrics else None
+    val = resuming.parse_evaluation(metrics, "val")
+    return TrainResult(folder.best, metrics["epoch"], folder.read_epochs(), val, test)
 
 
-def _line(record: EpochRecord, epochs: int, *, is_best: bool) -> str:
+def _format_epoch(record: EpochRecord, epochs: int, *, is_best: bool) -> str:
     return (
         f"epoch {record.epoch}/{epochs}: training loss {record.train_loss:.4f}, {record.train_accuracy:.1%}; "
         f"validation loss {record.val_loss:.4f}, {record.val_accuracy:.1%}; {record.seconds:.1f} s, "

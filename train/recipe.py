@@ -39,7 +39,7 @@ _DATA = {"dataset": str, "validation": str, "partition": int, "skip_missing": bo
 _SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
-_WORDS = {"validation": ("authors",), "kind": ("opal", "linear")}
+_CHOICES = {"validation": ("authors",), "kind": ("opal", "linear")}
 _TOML_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
 IMAGENET, RANDOM = "imagenet", "none"
@@ -56,7 +56,7 @@ class Recipe:
         skip_missing: leave out pictures that the lists name and that are not there.
     """
 
-    options: Options
+    options: TrainOptions
     dataset: str | None = None
     partition: int = 1
     skip_missing: bool = False
@@ -84,24 +84,26 @@ class Recipe:
         return tomli_w.dumps(sections)
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """The recipes that come with the package."""
     folder = resources.files("opal_deploy.train") / "recipes"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def load(name: str) -> Sections:
+def load_recipe(name: str) -> Sections:
     """A recipe of the package's by name, or a file.
 
     Raises:
         UsageError: no such recipe, not TOML, unknown sections or keys, or values of another type.
     """
-    if name in names():
+    if name in recipe_names():
         text, origin = (resources.files("opal_deploy.train") / "recipes" / f"{name}.toml").read_text("utf-8"), name
     else:
         path = Path(name)
         if not path.is_file():
-            raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names())}; give a .toml file")
+            raise UsageError(
+                f"recipe {name!r}: no such file, and not one of {', '.join(recipe_names())}; give a .toml file"
+            )
         try:
             # a path to weights may hold bytes that are no UTF-8
             text, origin = path.read_text(encoding="utf-8", errors="surrogateescape"), str(path)
@@ -111,13 +113,13 @@ def load(name: str) -> Sections:
         raw = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"recipe {origin}: not TOML ({error})") from None
-    problems = _problems(raw)
+    problems = _find_problems(raw)
     if problems:
         raise UsageError(f"recipe {origin}: {'; '.join(problems)}")
     return raw
 
 
-def resolve(raw: Sections, overrides: Sections) -> Recipe:
+def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
     """A recipe with what the command line says instead.
 
     Args:
@@ -130,12 +132,12 @@ def resolve(raw: Sections, overrides: Sections) -> Recipe:
     said = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
     merged: Sections = {section: {**raw.get(section, {}), **said.get(section, {})} for section in _SECTIONS}
     model, data = merged["model"], merged["data"]
-    backbone = model.get("backbone", Options.backbone)
-    options = Options(
+    backbone = model.get("backbone", TrainOptions.backbone)
+    options = TrainOptions(
         backbone=backbone,
-        head=_head(raw.get("head", {}), said.get("head", {})),
-        weights=_weights(model.get("weights", IMAGENET), backbone),
-        input_size=_size(model.get("input_size", Options.input_size)),
+        head=_resolve_head(raw.get("head", {}), said.get("head", {})),
+        weights=_resolve_weights(model.get("weights", IMAGENET), backbone),
+        input_size=_parse_input_size(model.get("input_size", TrainOptions.input_size)),
         **merged["training"],
         **merged["machine"],
     )
@@ -143,7 +145,7 @@ def resolve(raw: Sections, overrides: Sections) -> Recipe:
     return Recipe(options, data.get("dataset"), data.get("partition", 1), data.get("skip_missing", False))
 
 
-def _problems(raw: dict[str, Any]) -> list[str]:
+def _find_problems(raw: dict[str, Any]) -> list[str]:
     problems = []
     for section, keys in raw.items():
         if section not in _SECTIONS or not isinstance(keys, dict):
@@ -153,24 +155,24 @@ def _problems(raw: dict[str, Any]) -> list[str]:
         for key, value in keys.items():
             if key not in known:
                 problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")
-            elif not _fits(value, known[key]):
+            elif not _has_type(value, known[key]):
                 problems.append(f"[{section}] {key} = {value!r}: expected {_TOML_NAMES[known[key]]}")
-            elif key in _WORDS and value not in _WORDS[key]:
-                problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_WORDS[key])}")
+            elif key in _CHOICES and value not in _CHOICES[key]:
+                problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_CHOICES[key])}")
     head = raw.get("head")
     if isinstance(head, dict) and head.get("kind") == "linear" and len(head) > 1:
         problems.append(f"[head] kind = 'linear' has none of {', '.join(key for key in head if key != 'kind')}")
     return problems
 
 
-def _fits(value: Any, wanted: type) -> bool:
+def _has_type(value: Any, wanted: type) -> bool:
     # True is an int to Python and 1 no float to TOML
     if wanted is float:
         return type(value) in (float, int)
     return type(value) is wanted
 
 
-def _head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
+def _resolve_head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
     kind = said.get("kind", recipe.get("kind"))
     switches = {key: value for key, value in said.items() if key != "kind"}
     if kind == "linear":
@@ -192,7 +194,7 @@ def _head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
     return HeadConfig(**{key: value for key, value in {**base, **switches}.items() if key in known})
 
 
-def _weights(name: str, backbone: str) -> str | None:
+def _resolve_weights(name: str, backbone: str) -> str | None:
     if name == RANDOM:
         return None
     if name != IMAGENET:
@@ -202,7 +204,7 @@ def _weights(name: str, backbone: str) -> str | None:
     return default_weights(backbone)
 
 
-def _size(value: Any) -> tuple[int, int]:
+def _parse_input_size(value: Any) -> tuple[int, int]:
     if len(value) != 2 or not all(type(number) is int and number > 0 for number in value):
         raise UsageError(f"input_size {value!r}: expected two whole numbers, height and width in pixels")
     return int(value[0]), int(value[1])
@@ -213,11 +215,11 @@ Augment = Literal["paper", "none"]
 TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
 
 # may differ between a run and its continuation: they do not change what is computed, only where and how fast
-FREE_TO_CHANGE = ("epochs", "device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
+CHANGEABLE_ON_RESUME = ("epochs", "device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainOptions:
     """The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2).
 
     Attributes:

@@ -19,14 +19,14 @@ from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.distributed import Group
+from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import EpochMetrics, TrainStep
-from opal_deploy.train.recipe import FREE_TO_CHANGE
+from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.validation import Evaluation
 
 # the key beside the checkpoint's own
-KEY = "resume"
+RESUME_KEY = "resume"
 _ADVICE = "give --resume with the options that it was begun with, another --out, or --overwrite"
 
 
@@ -75,15 +75,15 @@ class Progress:
         )
 
 
-def evaluation_of(figures: dict[str, Any], split: str) -> Evaluation:
+def parse_evaluation(figures: dict[str, Any], split: str) -> Evaluation:
     """The inverse of `Evaluation.to_dict`, for what a checkpoint's metrics hold."""
     own = {name.removeprefix(f"{split}_"): value for name, value in figures.items()}
     return Evaluation(**{field.name: own[field.name] for field in fields(Evaluation) if field.name in own})
 
 
-def restore(last: dict[str, Any], network: OpalNetwork, learner: TrainStep, group: Group) -> Progress:
+def restore_state(last: dict[str, Any], network: OpalNetwork, learner: TrainStep, group: ProcessGroup) -> Progress:
     """Put everything but the random state back as `last` has it; any exception means that it is damaged."""
-    stored = last[KEY]
+    stored = last[RESUME_KEY]
     progress = Progress.from_dict(stored["progress"])
     network.load_state_dict(last["state_dict"])
     learner.optimizer.load_state_dict(stored["optimizer"])
@@ -94,7 +94,7 @@ def restore(last: dict[str, Any], network: OpalNetwork, learner: TrainStep, grou
     return progress
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def get_random_state(device: torch.device) -> dict[str, Any]:
     """Of torch's generators in this process: stochastic depth and dropout draw from them."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -109,7 +109,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def load_file(path: Path) -> dict[str, Any]:
+def load_run_file(path: Path) -> dict[str, Any]:
     """A checkpoint of the run's own as it is stored.
 
     Raises:
@@ -124,7 +124,7 @@ def load_file(path: Path) -> dict[str, Any]:
     return raw
 
 
-def check_same(folder: TrainRunDirectory, last: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
+def check_same_run(folder: TrainRunDirectory, last: dict[str, Any] | None, wanted: dict[str, Any]) -> None:
     """Compare what a run was started with with what it is to be continued with.
 
     Args:
@@ -137,12 +137,14 @@ def check_same(folder: TrainRunDirectory, last: dict[str, Any] | None, wanted: d
     stored = read_config(folder) if last is None else last["training"]
     if stored is None:
         return
-    differences = differing(stored, wanted)
+    differences = describe_differences(stored, wanted)
     if differences:
         raise UsageError(f"{folder.root}: it holds another run: {'; '.join(differences)}; {_ADVICE}")
 
 
-def differing(stored: Any, wanted: dict[str, Any], free: tuple[str, ...] = FREE_TO_CHANGE) -> list[str]:
+def describe_differences(
+    stored: Any, wanted: dict[str, Any], free: tuple[str, ...] = CHANGEABLE_ON_RESUME
+) -> list[str]:
     """In words, what is not the same in two runs, options that are `free` left out."""
     if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
         return ["its record cannot be read"]
@@ -176,7 +178,7 @@ def read_config(folder: TrainRunDirectory) -> dict[str, Any] | None:
     return found
 
 
-def fingerprint(data: DataSet) -> str:
+def fingerprint_dataset(data: DataSet) -> str:
     """sha256 over every picture's path under the root, size in bytes, label and box, split by split.
 
     Raises:

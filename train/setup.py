@@ -21,10 +21,10 @@ from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train.recipe import TrainingPrecision
 
 # more processes than this only wait for one GPU
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
-def default_workers(device: torch.device, cached: bool) -> int:
+def default_num_workers(device: torch.device, cached: bool) -> int:
     """How many processes prepare pictures.
 
     On a CPU none where pictures are cached: augmenting is a few per cent of an epoch, and processes would take the
@@ -32,17 +32,17 @@ def default_workers(device: torch.device, cached: bool) -> int:
     """
     if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
-    return max(1, min(available_cpus() - 1, _MOST_WORKERS))
+    return max(1, min(available_cpus() - 1, _MAX_WORKERS))
 
 
-def allow_tf32(allowed: bool) -> None:
+def set_tf32(allowed: bool) -> None:
     """`fp32` means fp32 unless TF32 was asked for."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 @dataclass(frozen=True)
-class Amp:
+class MixedPrecision:
     """Mixed precision. `auto`: on a GPU only, bfloat16 where the GPU has it, else float16 with a loss scale.
 
     Attributes:
@@ -54,7 +54,7 @@ class Amp:
     dtype: torch.dtype | None
 
     @staticmethod
-    def choose(device: torch.device, wanted: TrainingPrecision = "auto") -> Amp:
+    def choose(device: torch.device, wanted: TrainingPrecision = "auto") -> MixedPrecision:
         """For the device's own abilities; an emulated bfloat16 does not count for `auto`.
 
         Raises:
@@ -64,10 +64,10 @@ class Amp:
             raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
         if wanted == "auto":
             if device.type != "cuda":
-                return Amp(device.type, None)
+                return MixedPrecision(device.type, None)
             native = torch.cuda.get_device_capability(device) >= (8, 0)
-            return Amp(device.type, torch.bfloat16 if native else torch.float16)
-        return Amp(device.type, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted])
+            return MixedPrecision(device.type, torch.bfloat16 if native else torch.float16)
+        return MixedPrecision(device.type, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted])
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ def default_weights(backbone: str) -> str:
     return next((name for name in preferred if name in known), "DEFAULT")
 
 
-def weights_record(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
+def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
     """Where the backbone's first weights came from, with the sha256 of their file."""
     if weights is None:
         return {"origin": "random"}
@@ -124,7 +124,7 @@ def weights_record(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
     return {"origin": network.weights_origin, "sha256": compute_sha256(path) if path.is_file() else None}
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Of everything that a run's figures depend on."""
     found = {"opal-deploy": __version__, "python": platform.python_version()}
     for package in ("torch", "torchvision", "numpy", "pillow", "scikit-learn"):

@@ -22,17 +22,17 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 # the authors' sizes, for an input of 224 pixels; other inputs scale them
-_REFERENCE = 224
-_RESIZE = 232
-_CROP = 228
-_TRANSLATE = 16.0
+_REFERENCE_SIZE = 224
+_RESIZE_SIZE = 232
+_CROP_SIZE = 228
+_MAX_TRANSLATE = 16.0
 
-_SHEAR = 0.5
-_ROTATE = 60.0
-_LIGHT = 0.5
-_COLOUR = 0.02
-_AREA = (0.95, 1.0)
-_ASPECT = (3 / 4, 4 / 3)
+_MAX_SHEAR = 0.5
+_MAX_ROTATE = 60.0
+_MAX_LIGHT_CHANGE = 0.5
+_MAX_COLOR_CHANGE = 0.02
+_AREA_RANGE = (0.95, 1.0)
+_ASPECT_RANGE = (3 / 4, 4 / 3)
 _CROP_ATTEMPTS = 10
 
 Operation = Callable[[Image.Image, np.random.Generator], Image.Image]
@@ -46,69 +46,71 @@ class PaperAugmentation:
         input_size: (H0, W0).
     """
 
-    input_size: tuple[int, int] = (_REFERENCE, _REFERENCE)
+    input_size: tuple[int, int] = (_REFERENCE_SIZE, _REFERENCE_SIZE)
 
     @property
     def resize_size(self) -> tuple[int, int]:
         """(H1, W1), what pictures are squashed to first: 232 for 224."""
-        return _scaled(self.input_size, _RESIZE)
+        return _scale_size(self.input_size, _RESIZE_SIZE)
 
     @property
     def crop_size(self) -> tuple[int, int]:
         """What the random resized crop makes: 228 for 224."""
-        return _scaled(self.input_size, _CROP)
+        return _scale_size(self.input_size, _CROP_SIZE)
 
     def __call__(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
         """Draw one augmented picture; `pixels` is not changed."""
         height, width = self.input_size
-        reach = (_TRANSLATE * width / _REFERENCE, _TRANSLATE * height / _REFERENCE)
-        image = geometric(Image.fromarray(pixels), rng, reach)
+        reach = (_MAX_TRANSLATE * width / _REFERENCE_SIZE, _MAX_TRANSLATE * height / _REFERENCE_SIZE)
+        image = apply_geometric(Image.fromarray(pixels), rng, reach)
         if rng.random() < 0.5:
             image = F.horizontal_flip(image)
-        top, left, rows, cols = _resized_crop(image, rng)
+        top, left, rows, cols = sample_resized_crop(image, rng)
         image = F.resized_crop(image, top, left, rows, cols, list(self.crop_size), InterpolationMode.BILINEAR)
-        image = photometric(image, rng)
+        image = apply_photometric(image, rng)
         top = int(rng.integers(image.height - height + 1))
         left = int(rng.integers(image.width - width + 1))
         return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
-def geometric(image: Image.Image, rng: np.random.Generator, reach: tuple[float, float] = (16.0, 16.0)) -> Image.Image:
+def apply_geometric(
+    image: Image.Image, rng: np.random.Generator, reach: tuple[float, float] = (16.0, 16.0)
+) -> Image.Image:
     """One of identity, shear (up to 0.5), translation (up to `reach` = (x, y) pixels), rotation (up to 60 degrees).
 
     Uncovered corners are black, pixels are moved by nearest neighbour, as in torchvision's TrivialAugment.
     """
     choice = int(rng.integers(6))
     if choice == 1:
-        return _affine(image, shear=(math.degrees(math.atan(_signed(rng, _SHEAR))), 0.0))
+        return _affine(image, shear=(math.degrees(math.atan(_sample_signed(rng, _MAX_SHEAR))), 0.0))
     if choice == 2:
-        return _affine(image, shear=(0.0, math.degrees(math.atan(_signed(rng, _SHEAR)))))
+        return _affine(image, shear=(0.0, math.degrees(math.atan(_sample_signed(rng, _MAX_SHEAR)))))
     if choice == 3:
-        return _affine(image, translate=(int(_signed(rng, reach[0])), 0))
+        return _affine(image, translate=(int(_sample_signed(rng, reach[0])), 0))
     if choice == 4:
-        return _affine(image, translate=(0, int(_signed(rng, reach[1]))))
+        return _affine(image, translate=(0, int(_sample_signed(rng, reach[1]))))
     if choice == 5:
-        return _pil(F.rotate(image, _signed(rng, _ROTATE), InterpolationMode.NEAREST))
+        return _as_pil(F.rotate(image, _sample_signed(rng, _MAX_ROTATE), InterpolationMode.NEAREST))
     return image
 
 
-def photometric(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Image:
     """One of identity, brightness, contrast, sharpness, colour, posterize (8 to 2 bits), autocontrast, equalize."""
     choice = int(rng.integers(8))
     if choice == 1:
-        return _pil(F.adjust_brightness(image, 1.0 + _signed(rng, _LIGHT)))
+        return _as_pil(F.adjust_brightness(image, 1.0 + _sample_signed(rng, _MAX_LIGHT_CHANGE)))
     if choice == 2:
-        return _pil(F.adjust_contrast(image, 1.0 + _signed(rng, _LIGHT)))
+        return _as_pil(F.adjust_contrast(image, 1.0 + _sample_signed(rng, _MAX_LIGHT_CHANGE)))
     if choice == 3:
-        return _pil(F.adjust_sharpness(image, 1.0 + _signed(rng, _LIGHT)))
+        return _as_pil(F.adjust_sharpness(image, 1.0 + _sample_signed(rng, _MAX_LIGHT_CHANGE)))
     if choice == 4:
-        return _pil(F.adjust_saturation(image, 1.0 + _signed(rng, _COLOUR)))
+        return _as_pil(F.adjust_saturation(image, 1.0 + _sample_signed(rng, _MAX_COLOR_CHANGE)))
     if choice == 5:
-        return _pil(F.posterize(image, 8 - round(rng.uniform(0.0, 6.0))))
+        return _as_pil(F.posterize(image, 8 - round(rng.uniform(0.0, 6.0))))
     if choice == 6:
-        return _pil(F.autocontrast(image))
+        return _as_pil(F.autocontrast(image))
     if choice == 7:
-        return _pil(F.equalize(image))
+        return _as_pil(F.equalize(image))
     return image
 
 
@@ -116,7 +118,7 @@ def _affine(
     image: Image.Image, *, shear: tuple[float, float] = (0.0, 0.0), translate: tuple[int, int] = (0, 0)
 ) -> Image.Image:
     # TrivialAugment shears about the top left corner
-    return _pil(
+    return _as_pil(
         F.affine(
             image, angle=0.0, translate=list(translate), scale=1.0, shear=list(shear),
             interpolation=InterpolationMode.NEAREST, center=[0.0, 0.0],
@@ -124,16 +126,16 @@ def _affine(
     )  # fmt: skip
 
 
-def _resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, int, int, int]:
+def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """(top, left, rows, cols), by the rule of torchvision's RandomResizedCrop.
 
     At 95 % of the area most aspect ratios do not fit; when ten draws fail, the whole picture is taken.
     """
     width, height = image.size
     # for inputs that are not square the ratios are relative to the picture's own
-    low, high = (math.log(ratio * width / height) for ratio in _ASPECT)
+    low, high = (math.log(ratio * width / height) for ratio in _ASPECT_RANGE)
     for _ in range(_CROP_ATTEMPTS):
-        area = width * height * rng.uniform(*_AREA)
+        area = width * height * rng.uniform(*_AREA_RANGE)
         ratio = math.exp(rng.uniform(low, high))
         cols, rows = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < cols <= width and 0 < rows <= height:
@@ -141,16 +143,16 @@ def _resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, in
     return 0, 0, height, width
 
 
-def _signed(rng: np.random.Generator, most: float) -> float:
+def _sample_signed(rng: np.random.Generator, most: float) -> float:
     strength = float(rng.uniform(0.0, most))
     return -strength if rng.random() < 0.5 else strength
 
 
-def _scaled(input_size: tuple[int, int], reference: int) -> tuple[int, int]:
+def _scale_size(input_size: tuple[int, int], reference: int) -> tuple[int, int]:
     height, width = input_size
-    return round(height * reference / _REFERENCE), round(width * reference / _REFERENCE)
+    return round(height * reference / _REFERENCE_SIZE), round(width * reference / _REFERENCE_SIZE)
 
 
-def _pil(image: Any) -> Image.Image:
+def _as_pil(image: Any) -> Image.Image:
     result: Image.Image = image
     return result

@@ -167,13 +167,15 @@ def _pictures(data: Path, how: _Reading) -> _Found:
     Raises:
         UsageError: the data set cannot be used as it is.
     """
-    from opal_deploy.datasets.registry import read
+    from opal_deploy.datasets.registry import read_dataset
 
     if how.plain or (how.dataset is None and not data.is_dir()):
         return _plain(data)
     try:
         with progress("reading") as advance:
-            found = read(data, how.dataset, partition=how.partition, skip_missing=how.skip_missing, report=advance)
+            found = read_dataset(
+                data, how.dataset, partition=how.partition, skip_missing=how.skip_missing, report=advance
+            )
     except MissingExtra as error:
         if how.dataset is not None:
             raise
@@ -186,14 +188,14 @@ def _pictures(data: Path, how: _Reading) -> _Found:
         raise UsageError(f"{data}: it has no {how.split} split; choose another --split")
 
     def pictures() -> Iterator[Labelled]:
-        from opal_deploy.datasets.samples import shown
+        from opal_deploy.datasets.samples import display_path
         from opal_deploy.inference.atlas import Labelled
         from opal_deploy.inference.decoding.prepare import Request
         from opal_deploy.records.names import escape_name
 
         for sample in samples:
             request = Request(
-                escape_name(shown(sample.path, found.root)), sample.path, sample.box if how.boxes else None
+                escape_name(display_path(sample.path, found.root)), sample.path, sample.box if how.boxes else None
             )
             yield Labelled(request, found.class_names[sample.label])
 

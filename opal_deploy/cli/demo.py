@@ -99,13 +99,13 @@ def _draw(folder: Path, train_per_class: int, seed: int) -> None:
 
 
 def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
-    from opal_deploy.datasets.registry import read
+    from opal_deploy.datasets.registry import read_dataset
     from opal_deploy.model.config import HeadConfig
     from opal_deploy.train.loop import fit
-    from opal_deploy.train.recipe import Options
+    from opal_deploy.train.recipe import TrainOptions
 
     r = RECIPE
-    options = Options(
+    options = TrainOptions(
         backbone=r.backbone,
         head=HeadConfig(prototypes_per_class=r.prototypes),
         weights=None if weights is None else str(weights),
@@ -118,7 +118,7 @@ def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
         device="cpu",
     )
     with progress("training") as advance:
-        result = fit(read(out / "data"), options, out / "run", report=advance, log=print_message)
+        result = fit(read_dataset(out / "data"), options, out / "run", report=advance, log=print_message)
     if result.test is None:
         raise RuntimeError("the demo's data set has test pictures, but none were evaluated")
     return result.test.accuracy

@@ -14,7 +14,7 @@ from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.train.reproduce.plan import Plan
-    from opal_deploy.train.reproduce.results import Source
+    from opal_deploy.train.reproduce.results import DatasetSource
 
 
 def reproduce(
@@ -67,10 +67,10 @@ def reproduce(
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy reproduce")
     from opal_deploy.train import recipe as recipes
-    from opal_deploy.train.distributed import is_first_process
+    from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.reproduce import paper, plan, render, results
 
-    wanted = paper.table(table)
+    wanted = paper.load_table(table)
     sources = _sources(data or [])
     asked = list(sources) or ([c.dataset for c in wanted.columns] if dry_run or show else [])
     if not asked:
@@ -88,17 +88,17 @@ def reproduce(
         "machine": {"device": device, "workers": workers},
     }  # fmt: skip
     made = plan.make_plan(
-        wanted, list(dict.fromkeys(asked)), _seeds(seeds), recipes.load(recipe), overrides, out, only=row or ()
+        wanted, list(dict.fromkeys(asked)), _seeds(seeds), recipes.load_recipe(recipe), overrides, out, only=row or ()
     )
     failures: list[OpalError] = []
     if dry_run:
         _say_runs(made, out, tflops)
         return
     # under torchrun every process runs this, and one speaks
-    first = is_first_process()
+    first = is_main_process()
     if not show:
         with progress("reproducing") as advance:
-            failures = results.carry_out(made, sources, report=advance, log=print_message if first else set_quiet)
+            failures = results.run_plan(made, sources, report=advance, log=print_message if first else set_quiet)
     if not first:
         return
     if output == "json":
@@ -111,11 +111,11 @@ def reproduce(
         raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")
 
 
-def _sources(given: list[str]) -> dict[str, Source]:
-    from opal_deploy.datasets.registry import NAMES
-    from opal_deploy.train.reproduce.results import Source
+def _sources(given: list[str]) -> dict[str, DatasetSource]:
+    from opal_deploy.datasets.registry import DATASET_NAMES
+    from opal_deploy.train.reproduce.results import DatasetSource
 
-    found: dict[str, Source] = {}
+    found: dict[str, DatasetSource] = {}
     for text in given:
         name, equals, folder = text.partition("=")
         if not equals or not folder or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
@@ -127,7 +127,7 @@ def _sources(given: list[str]) -> dict[str, Source]:
             raise UsageError(f"--data {name} is given twice; give each data set once")
         if not Path(folder).is_dir():
             raise UsageError(f"--data {text}: no such folder; give the data set's folder as it was unpacked")
-        found[name] = Source(Path(folder), name if name in NAMES else None)
+        found[name] = DatasetSource(Path(folder), name if name in DATASET_NAMES else None)
     return found
 
 
@@ -139,11 +139,11 @@ def _seeds(text: str) -> list[int]:
 
 
 def _say_runs(made: Plan, out: Path, tflops: float) -> None:
-    from opal_deploy.train.reproduce.plan import estimate, known_size
+    from opal_deploy.train.reproduce.plan import estimate_hours, official_size
 
     hours, unknown, measured = 0.0, 0, 0
     for run in made.runs:
-        found = estimate(run, out, known_size(run.dataset), tflops)
+        found = estimate_hours(run, out, official_size(run.dataset), tflops)
         state = "finished" if run.is_finished else "to do"
         if found is None:
             time = "hours unknown"

@@ -12,7 +12,7 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import require
 
 if TYPE_CHECKING:
-    from opal_deploy.train.loop import Result
+    from opal_deploy.train.loop import TrainResult
 
 
 def train(
@@ -126,14 +126,14 @@ def train(
     """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy train")
-    from opal_deploy.datasets.registry import read
+    from opal_deploy.datasets.registry import read_dataset
     from opal_deploy.train import recipe as recipes
-    from opal_deploy.train.distributed import is_first_process
+    from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.loop import fit
 
     switches = {"cws": no_cws, "projection": no_projection, "anchors": no_anchors}
-    chosen = recipes.resolve(
-        recipes.load(recipe),
+    chosen = recipes.resolve_recipe(
+        recipes.load_recipe(recipe),
         {
             "data": {"dataset": dataset, "partition": partition, "skip_missing": skip_missing},
             "model": {
@@ -169,11 +169,11 @@ def train(
     )
     out = out or Path("runs") / data.resolve().name
     with progress("reading") as advance:
-        pictures = read(
+        pictures = read_dataset(
             data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing, report=advance
         )
     # under torchrun every process runs this, and one speaks
-    speak = print_message if is_first_process() else set_quiet
+    speak = print_message if is_main_process() else set_quiet
     for line in pictures.warnings:
         speak(f"warning: {one_line(line)}")
     speak(f"read as {one_line(pictures.describe())}")
@@ -186,7 +186,7 @@ def train(
         _say_result(result)
 
 
-def _say_result(result: Result) -> None:
+def _say_result(result: TrainResult) -> None:
     print_message(
         f"best: epoch {result.best_epoch}, validation accuracy {result.val.accuracy:.1%}, loss {result.val.loss:.4f}"
     )

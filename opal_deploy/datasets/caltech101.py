@@ -1,15 +1,14 @@
-"""Caltech-101: 101 kinds of things, whole pictures, NO official split.
+"""Caltech-101: 101 kinds of objects, whole images, NO official split.
 
     101_ObjectCategories/<class>/image_<nnnn>.jpg       numbered from 0001
 
 Published results differ in their splits. Here a stratified fifth of each class is the test split: scikit-learn's
-StratifiedShuffleSplit(test_size=0.2, random_state=42) over all pictures, classes sorted by name as torchvision sorts
-them, BACKGROUND_Google left out (it is no class). A warning says so, because accuracies measured on it compare with no
-others.
+StratifiedShuffleSplit(test_size=0.2, random_state=42) over all images, classes sorted by name as torchvision sorts
+them, BACKGROUND_Google left out (it is no class). A warning says so, because accuracies measured on this split compare
+with no others.
 
-torchvision.datasets.Caltech101 has no list to read either: it counts the files of a folder, and one stray or missing
-file makes it name pictures that are not there. The folders are read here instead, a gap in the numbers is a missing
-picture.
+torchvision.datasets.Caltech101 reads no list either: it counts the files of a folder, and one stray or missing file
+makes it name images that are not there. So the folders are read here, and a gap in the numbers is a missing image.
 """
 
 from __future__ import annotations
@@ -18,38 +17,45 @@ import re
 from pathlib import Path
 
 from opal_deploy.datasets.image_folder import subfolders
-from opal_deploy.datasets.listing import Adapter, Listing, Pair, from_pairs, has, lacking, require_files
-from opal_deploy.datasets.samples import SPLITS, counted, stratified_split
+from opal_deploy.datasets.listing import (
+    Adapter,
+    LabeledPath,
+    Listing,
+    build_listing,
+    has_files,
+    missing_files,
+    require_files,
+)
+from opal_deploy.datasets.samples import SPLITS, pluralize, stratified_split
 from opal_deploy.errors import UsageError
 
 _TITLE = "Caltech-101"
-_FOLDER = "101_ObjectCategories"
+_CLASSES = "101_ObjectCategories"
 _BACKGROUND = "BACKGROUND_Google"
-_PICTURE = re.compile(r"image_(\d{4})\.jpg")
+_IMAGE_NAME = re.compile(r"image_(\d{4})\.jpg")
 
 
-def is_caltech101(folder: Path) -> bool:
-    """Whether it has the archive's folder of classes."""
-    return has(folder, f"{_FOLDER}/")
+def _is_caltech101(folder: Path) -> bool:
+    return has_files(folder, f"{_CLASSES}/")
 
 
-def read(folder: Path) -> Listing:
-    """The folders' content.
+def _read_caltech101(folder: Path) -> Listing:
+    """Read the class folders and split their images.
 
     Raises:
-        UsageError: no folder of classes, or too few pictures to split.
+        UsageError: no class folders, or too few images to split.
     """
-    require_files(folder, _TITLE, lacking(folder, [f"{_FOLDER}/"]), f"unpack {_FOLDER}.tar.gz there")
-    classes = [found for found in subfolders(folder / _FOLDER) if found.name != _BACKGROUND]
-    class_names = [found.name for found in classes]
-    pairs: list[Pair] = []
-    for label, found in enumerate(classes):
-        numbers = [int(match[1]) for path in found.iterdir() if (match := _PICTURE.fullmatch(path.name))]
-        pairs += [(found / f"image_{number:04}.jpg", label) for number in range(1, max(numbers, default=0) + 1)]
+    require_files(folder, _TITLE, missing_files(folder, [f"{_CLASSES}/"]), f"unpack {_CLASSES}.tar.gz there")
+    classes = [subfolder for subfolder in subfolders(folder / _CLASSES) if subfolder.name != _BACKGROUND]
+    class_names = [subfolder.name for subfolder in classes]
+    pairs: list[LabeledPath] = []
+    for label, subfolder in enumerate(classes):
+        numbers = [int(match[1]) for path in subfolder.iterdir() if (match := _IMAGE_NAME.fullmatch(path.name))]
+        pairs += [(subfolder / f"image_{number:04}.jpg", label) for number in range(1, max(numbers, default=0) + 1)]
     if len(classes) < 2:
         raise UsageError(
-            f"{folder}: {counted(len(classes), 'class folder', 'class folders')} in {_FOLDER}/, at least 2 are needed; "
-            "unpack it again"
+            f"{folder}: {pluralize(len(classes), 'class folder', 'class folders')} in {_CLASSES}/, "
+            "at least 2 are needed; unpack it again"
         )
     train, test = stratified_split(
         [label for _, label in pairs],
@@ -59,7 +65,7 @@ def read(folder: Path) -> Listing:
         advice="unpack the official archive again",
     )
     split = SPLITS["authors"]
-    return from_pairs(
+    return build_listing(
         "caltech101",
         folder,
         class_names,
@@ -68,10 +74,14 @@ def read(folder: Path) -> Listing:
             f"{_TITLE} has no official split: a stratified {split.fraction:.0%} of each class is tested on (seed "
             f"{split.seed}), which compares with no published result"
         ],
-        pictures=tuple(classes),
+        image_folders=tuple(classes),
     )
 
 
-ADAPTER = Adapter(
-    "caltech101", _TITLE, is_caltech101, lambda folder, _: read(folder), ("caltech101", "caltech-101", "Caltech101")
+CALTECH101 = Adapter(
+    "caltech101",
+    _TITLE,
+    _is_caltech101,
+    lambda folder, partition: _read_caltech101(folder),
+    ("caltech101", "caltech-101", "Caltech101"),
 )

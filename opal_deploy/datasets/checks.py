@@ -1,17 +1,14 @@
-"""What is wrong with a data set's files, all of it at once and before the first epoch.
+"""Checks of a data set's files, all reported at once and before the first epoch.
 
-    missing       listed but not there: an error, or left out where the user said so
-    unreadable    there, but its header is no picture's: left out with a warning
-    unlisted      a picture in the data set's folder that no list names: a warning
-    doubled       see `duplicates`: a warning
+    missing       listed, but no file: an error, or left out where the user asked for that
+    unreadable    a file without an image header: left out with a warning
+    unlisted      an image in the data set's folder that no list names: a warning
+    duplicate     listed twice, or two files with the same bytes: a warning; which of the two is right is not decided
+                  here, and official lists stay official
 
-Headers are read, pixels are not, except of turned pictures with boxes.
-
-Pictures that are there twice: listed twice, or two files with the same bytes.
-
-Nothing is left out for it: which of two is right is not ours to say, and official lists stay official.
-
-Looking at many files at once: they are waited for more than computed on, above all on a network drive."""
+Image headers are read, pixels are not, except of EXIF-rotated images with boxes. Files are read in threads, because
+most of the time is spent waiting, above all on a network drive.
+"""
 
 from __future__ import annotations
 
@@ -26,115 +23,131 @@ from typing import TypeVar
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from opal_deploy.datasets import checks
 from opal_deploy.datasets.image_folder import EXTENSIONS
 from opal_deploy.datasets.listing import Listing
-from opal_deploy.datasets.samples import DataSet, Report, Sample, classes_without, counted, listed, shown
+from opal_deploy.datasets.samples import (
+    DataSet,
+    ProgressCallback,
+    Sample,
+    classes_without_samples,
+    display_path,
+    pluralize,
+    shorten_list,
+)
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # EXIF orientations that swap width and height
 _TRANSPOSED = (5, 6, 7, 8)
+# enough to tell nearly all images of equal size apart
+_HEAD_BYTES = 4096
+_NUM_THREADS = 8
+# a pool keeps every waiting call in memory: a million would be a gigabyte
+_CHUNK_SIZE = 8192
 
 
-def usable(listing: Listing, *, skip_missing: bool = False, report: Report | None = None) -> DataSet:
-    """The data set without what cannot be used, with a warning for each kind of thing found.
+def check_dataset(listing: Listing, *, skip_missing: bool = False, report: ProgressCallback | None = None) -> DataSet:
+    """Return the data set without unusable files, with a warning for each kind of finding.
 
     Args:
-        listing: from an adapter.
-        skip_missing: leave missing pictures out instead of refusing the data set.
-        report: called while the pictures' headers are looked at.
+        listing: what an adapter read.
+        skip_missing: leave missing images out instead of raising.
+        report: called while image headers are read.
 
     Raises:
-        UsageError: one line with the lists' problems, missing pictures, classes or splits that have nothing left, and,
-            after those, whatever else was found.
+        UsageError: one line with the lists' problems, missing images, classes or splits that have nothing left, and,
+            after those, everything else that was found.
     """
-    whole = listing.data
-    everything = [*whole.train, *whole.val, *whole.test]
-    problems, warnings = list(listing.problems), list(whole.warnings)
+    data = listing.data
+    samples = [*data.train, *data.val, *data.test]
+    problems, warnings = list(listing.problems), list(data.warnings)
 
-    present = _by_path(everything, lambda sample: os.path.isfile(sample.path))  # Path.is_file may raise
-    missing = [path for path, there in present.items() if not there]
-    existing = [sample for sample in everything if present[sample.path]]
-    reasons = _by_path(existing, _header_problem, report)
-    bad = {path: reason for path, reason in reasons.items() if reason is not None}
-    # what is refused below for missing pictures is not called empty on top of it
-    left = _without(whole, {*missing, *bad} if skip_missing else bad)
+    exists = _check_each(samples, lambda sample: os.path.isfile(sample.path))  # Path.is_file may raise
+    missing = [path for path, is_there in exists.items() if not is_there]
+    existing = [sample for sample in samples if exists[sample.path]]
+    reasons = _check_each(existing, _header_problem, report)
+    unreadable = {path: reason for path, reason in reasons.items() if reason is not None}
+    # a split that lacks only missing images, which are an error of their own, is not called empty as well
+    usable = _without_paths(data, {*missing, *unreadable} if skip_missing else unreadable)
 
     if missing:
-        names = listed([shown(path, whole.root) for path in missing])
-        of = counted(len(present), "listed picture", "listed pictures")
-        line = f"{counted(len(missing), f'of {of} is', f'of {of} are')} missing"
+        names = shorten_list([display_path(path, data.root) for path in missing])
+        of = pluralize(len(exists), "listed image", "listed images")
+        line = f"{pluralize(len(missing), f'of {of} is', f'of {of} are')} missing"
         if skip_missing:
             warnings.append(f"{line} and left out: {names}")
         else:
             problems.append(f"{line}: {names} (--skip-missing leaves them out)")
-    if bad:
-        names = listed([f"{shown(path, whole.root)} ({reason})" for path, reason in bad.items()])
-        warnings.append(f"{len(bad):,} of {counted(len(reasons), 'file', 'files')} cannot be used, left out: {names}")
-    if unlisted := sorted(set(_pictures_in(listing.pictures)) - present.keys()):
-        names = listed([shown(path, whole.root) for path in unlisted])
-        warnings.append(f"{counted(len(unlisted), 'picture is', 'pictures are')} in no list and not used: {names}")
+    if unreadable:
+        names = shorten_list([f"{display_path(path, data.root)} ({reason})" for path, reason in unreadable.items()])
+        files = pluralize(len(reasons), "file", "files")
+        warnings.append(f"{len(unreadable):,} of {files} cannot be used, left out: {names}")
+    if unlisted := sorted(set(_walk_images(listing.image_folders)) - exists.keys()):
+        names = shorten_list([display_path(path, data.root) for path in unlisted])
+        warnings.append(f"{pluralize(len(unlisted), 'image is', 'images are')} in no list and not used: {names}")
 
-    if whole.num_classes < 2:
-        problems.append(f"{counted(whole.num_classes, 'class', 'classes')} found, at least 2 are needed")
-    if not whole.train:
-        problems.append("no pictures to train on")
-    never = classes_without(whole.train, whole.class_names)
-    if never:
-        problems.append(f"classes without a training picture: {listed(never)}")
-    if gone := [name for name in classes_without(left.train, whole.class_names) if name not in never]:
-        problems.append(f"no training picture is left of {listed(gone)}")
-    if whole.val and not left.val:
-        problems.append("no validation picture is left")
-    if whole.test and not left.test:
-        warnings.append("no test picture is left")
+    if data.num_classes < 2:
+        problems.append(f"{pluralize(data.num_classes, 'class', 'classes')} found, at least 2 are needed")
+    if not data.train:
+        problems.append("no images to train on")
+    never_listed = classes_without_samples(data.train, data.class_names)
+    if never_listed:
+        problems.append(f"classes without a training image: {shorten_list(never_listed)}")
+    emptied = [name for name in classes_without_samples(usable.train, data.class_names) if name not in never_listed]
+    if emptied:
+        problems.append(f"no training image is left of {shorten_list(emptied)}")
+    if data.val and not usable.val:
+        problems.append("no validation image is left")
+    if data.test and not usable.test:
+        warnings.append("no test image is left")
     if problems:
-        also = [*warnings[len(whole.warnings) :], *checks.warnings(left)]
+        also = [*warnings[len(data.warnings) :], *duplicate_warnings(usable)]
         raise UsageError(
-            f"{whole.root}: {'; '.join(problems)}; {listing.advice}{'; found too: ' if also else ''}{'; '.join(also)}"
+            f"{data.root}: {'; '.join(problems)}; {listing.advice}{'; found too: ' if also else ''}{'; '.join(also)}"
         )
-    return replace(left, warnings=warnings, skipped=[*missing, *bad])
+    return replace(usable, warnings=warnings, skipped=[*missing, *unreadable])
 
 
-def _by_path(samples: list[Sample], look: Callable[[Sample], T], report: Report | None = None) -> dict[Path, T]:
-    found: dict[Path, T] = {}
-    for done, (sample, result) in enumerate(zip(samples, in_threads(look, samples), strict=True), 1):
-        found[sample.path] = result
+def _check_each(
+    samples: list[Sample], check: Callable[[Sample], T], report: ProgressCallback | None = None
+) -> dict[Path, T]:
+    results: dict[Path, T] = {}
+    for done, (sample, result) in enumerate(zip(samples, map_in_threads(check, samples), strict=True), 1):
+        results[sample.path] = result
         if report is not None:
             report(done, len(samples), "reading headers")
-    return found
+    return results
 
 
-def _without(data: DataSet, gone: Collection[Path]) -> DataSet:
-    if not gone:
+def _without_paths(data: DataSet, paths: Collection[Path]) -> DataSet:
+    if not paths:
         return data
-    gone = set(gone)
-    train, val, test = ([s for s in split if s.path not in gone] for split in (data.train, data.val, data.test))
+    train, val, test = ([s for s in split if s.path not in paths] for split in (data.train, data.val, data.test))
     return replace(data, train=train, val=val, test=test)
 
 
-def _pictures_in(folders: tuple[Path, ...]) -> Iterator[Path]:
+def _walk_images(folders: tuple[Path, ...]) -> Iterator[Path]:
     for folder in folders:
-        for parent, below, names in os.walk(folder):
-            below[:] = [name for name in below if not name.startswith(".")]
+        for parent, subfolders, names in os.walk(folder):
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
             for name in names:
                 if Path(name).suffix.lower() in EXTENSIONS and not name.startswith("."):
                     yield Path(parent, name)
 
 
 def _header_problem(sample: Sample) -> str | None:
-    """Why this file cannot be used, from its header alone; None for a good one."""
+    """Return why a file cannot be used, from its header alone; None for a good file."""
     try:
         with Image.open(sample.path) as image:
             if image.width * image.height > MAX_PIXELS:
                 return f"{image.width}x{image.height} is over the limit of {MAX_PIXELS:,} pixels"
             if sample.box is not None:
-                turned = image.getexif().get(ExifTags.Base.Orientation) in _TRANSPOSED
-                compute_geometry(decode(sample.path) if turned else image, sample.box)
+                transposed = image.getexif().get(ExifTags.Base.Orientation) in _TRANSPOSED
+                compute_geometry(decode(sample.path) if transposed else image, sample.box)
     except UnidentifiedImageError:
         return "zero bytes" if sample.path.stat().st_size == 0 else "no decoder recognises it as an image"
     except ImageError as error:
@@ -144,24 +157,21 @@ def _header_problem(sample: Sample) -> str | None:
     return None
 
 
-# enough to tell nearly all pictures of equal length apart without reading them
-_HEAD_BYTES = 4096
-
-
-def warnings(data: DataSet) -> list[str]:
-    """One line each for doubled pictures within a split and class, in two splits, and with two labels."""
-    listings: dict[Path, list[tuple[str, Sample]]] = defaultdict(list)
+def duplicate_warnings(data: DataSet) -> list[str]:
+    """Return a line each for duplicate images in one split and class, in two splits, and with two labels."""
+    occurrences: dict[Path, list[tuple[str, Sample]]] = defaultdict(list)
     for split, samples in (("train", data.train), ("val", data.val), ("test", data.test)):
         for sample in samples:
-            listings[sample.path].append((split, sample))
-    same, splits, labels = [], [], []
-    groups = identical(listings)
+            occurrences[sample.path].append((split, sample))
+    groups = find_identical_files(occurrences)
     grouped = {path for group in groups for path in group}
-    groups += [[path] for path, found in listings.items() if len(found) > 1 and path not in grouped]
+    groups += [[path] for path, listed in occurrences.items() if len(listed) > 1 and path not in grouped]
+
+    same, splits, labels = [], [], []
     for group in groups:
-        (split, first), *others = (occurrence for path in group for occurrence in listings[path])
+        (split, first), *others = (occurrence for path in group for occurrence in occurrences[path])
         for other_split, other in others:
-            a, b = shown(first.path, data.root), shown(other.path, data.root)
+            a, b = display_path(first.path, data.root), display_path(other.path, data.root)
             if split != other_split:
                 splits.append(f"{a} ({split}) = {b} ({other_split})")
             if first.label != other.label:
@@ -174,42 +184,42 @@ def warnings(data: DataSet) -> list[str]:
         "listed or byte-identical with two labels": labels,
     }
     return [
-        f"{counted(len(pairs), 'pair of pictures is', 'pairs of pictures are')} {what}: {listed(pairs)}"
+        f"{pluralize(len(pairs), 'pair of images is', 'pairs of images are')} {what}: {shorten_list(pairs)}"
         for what, pairs in lines.items()
         if pairs
     ]
 
 
-def identical(paths: Iterable[Path]) -> list[list[Path]]:
-    """Groups of two or more files with the same bytes, in the order given.
+def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
+    """Return groups of two or more files with the same bytes, in the order of `paths`.
 
-    By size, then by a hash of the first 4 KB, then of the whole file: few files are read in full.
+    Files are compared by size, then by a hash of the first 4 KB, then of the whole file, so few are read in full.
     """
     groups = [list(paths)]
-    for key in (_size, _head, _whole):
-        keys = in_threads(key, [path for group in groups for path in group])
-        groups = [part for group in groups for part in _alike(group, keys)]
+    for key in (_file_size, _hash_head, _hash_file):
+        keys = map_in_threads(key, [path for group in groups for path in group])
+        groups = [part for group in groups for part in _split_by_key(group, keys)]
     return groups
 
 
-def _alike(group: list[Path], keys: Iterator[Hashable]) -> list[list[Path]]:
-    """The parts of two or more of a group that have the same key; takes one of `keys` for each path."""
+def _split_by_key(group: list[Path], keys: Iterator[Hashable]) -> list[list[Path]]:
+    """Return the parts of a group, of two or more files, that share a key; takes one of `keys` for each path."""
     parts: dict[Hashable, list[Path]] = defaultdict(list)
     for path in group:
         parts[next(keys)].append(path)
-    # a file that cannot be read is like no other; the header check names it
+    # a file that cannot be read is equal to no other; the header check names it
     parts.pop(None, None)
     return [part for part in parts.values() if len(part) > 1]
 
 
-def _size(path: Path) -> int | None:
+def _file_size(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except OSError:
         return None
 
 
-def _head(path: Path) -> bytes | None:
+def _hash_head(path: Path) -> bytes | None:
     try:
         with path.open("rb") as file:
             return hashlib.blake2b(file.read(_HEAD_BYTES)).digest()
@@ -217,7 +227,7 @@ def _head(path: Path) -> bytes | None:
         return None
 
 
-def _whole(path: Path) -> bytes | None:
+def _hash_file(path: Path) -> bytes | None:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "blake2b").digest()
@@ -225,15 +235,8 @@ def _whole(path: Path) -> bytes | None:
         return None
 
 
-R = TypeVar("R")
-
-_THREADS = 8
-# a pool keeps every waiting call in memory: a million would be a gigabyte
-_AT_ONCE = 8192
-
-
-def in_threads(look: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """`look` at every item, in threads; results in the items' order."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for start in range(0, len(items), _AT_ONCE):
-            yield from pool.map(look, items[start : start + _AT_ONCE])
+def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Yield the function's result for each item, computed in threads, in the order of the items."""
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for start in range(0, len(items), _CHUNK_SIZE):
+            yield from pool.map(function, items[start : start + _CHUNK_SIZE])

@@ -1,4 +1,7 @@
-"""What an adapter makes of a data set's own lists, before anybody looked whether the pictures are there."""
+"""What an adapter reads from a data set's official lists, and the helpers that adapters share.
+
+A `Listing` says what the lists say; whether the image files exist and can be read is looked at afterwards, in `checks`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from opal_deploy.datasets.samples import DataSet, Sample, counted, listed
-from opal_deploy.errors import UsageError
+from opal_deploy.datasets.samples import DataSet, Sample, pluralize, shorten_list
+from opal_deploy.errors import UsageError, require
 
-# a picture's file and its class index
-Pair = tuple[Path, int]
+# an image file and its class index
+LabeledPath = tuple[Path, int]
 
 T = TypeVar("T")
 
@@ -23,180 +26,68 @@ class Listing:
     """A data set as its lists describe it.
 
     Attributes:
-        data: the official splits; pictures may be missing or broken.
-        problems: what is wrong with the lists, a clause each; any is an error, raised with all that `checks` finds.
-        pictures: folders in which every picture should be in some list.
+        data: the official splits; image files may be missing or broken.
+        problems: what is wrong with the lists, a clause each; any of them is an error, raised together with what
+            `checks` finds.
+        image_folders: folders in which every image should be in some list.
         advice: what to do about an error, completing "...; ".
     """
 
     data: DataSet
     problems: list[str] = field(default_factory=list)
-    pictures: tuple[Path, ...] = ()
+    image_folders: tuple[Path, ...] = ()
     advice: str = "unpack the official archives again"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one data set is recognised and read.
+    """How one data set is recognized and read.
 
     Attributes:
-        name: as a user gives it.
-        title: as its authors call it.
-        recognises: whether a folder is unmistakably this data set's own.
+        name: the name on the command line.
+        title: the name that its authors gave it.
+        recognizes: whether a folder is unmistakably this data set.
         read: from the data set's folder and the partition's number to its lists.
-        folders: what the data set's own folder is called where its parent is given, torchvision's names first.
-        partitions: how many official ones there are; 0 for a data set with a single split.
+        folders: usual names of the data set's folder, for when its parent is given; torchvision's names first.
+        partitions: the number of official partitions; 0 for a data set with a single split.
     """
 
     name: str
     title: str
-    recognises: Callable[[Path], bool]
+    recognizes: Callable[[Path], bool]
     read: Callable[[Path, int], Listing]
     folders: tuple[str, ...] = ()
     partitions: int = 0
 
 
-def lacking(folder: Path, names: Iterable[str]) -> list[str]:
-    """Which of the files, or folders where the name ends in a slash, are not in `folder`."""
-    return [n for n in names if not ((folder / n).is_dir() if n.endswith("/") else (folder / n).is_file())]
-
-
-def has(folder: Path, *names: str) -> bool:
-    """Whether `folder` has all these files, or folders where the name ends in a slash."""
-    return not lacking(folder, names)
-
-
-def require_files(folder: Path, title: str, absent: list[str], advice: str = "") -> None:
-    """Refuse a folder in which files are absent.
-
-    Raises:
-        UsageError: all of them in one line.
-    """
-    if absent:
-        raise UsageError(
-            f"{folder}: it is read as {title} but lacks {listed(absent)}; "
-            f"{advice or 'unpack all of the official archives there, or name another data set or folder'}; "
-            "if its folders are classes, give --dataset imagefolder"
-        )
-
-
-def cannot_be_read(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
-    """What the operating system refused, for a person.
-
-    Args:
-        path: what was being read, where the error names no file.
-        advice: completing "...; ".
-    """
-    named = error.filename if isinstance(error.filename, str | bytes) else str(path)
-    return UsageError(f"{os.fsdecode(named)}: cannot be read ({error.strerror or error}); {advice}")
-
-
-def text_of(path: Path, advice: str, *, errors: str = "strict") -> str:
-    """A list's text. Editors on Windows put a mark in front of UTF-8, which is no part of the first word.
-
-    Args:
-        advice: what to do about a damaged list, completing "...; ".
-
-    Raises:
-        UsageError: not readable, or not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig", errors=errors)
-    except OSError as error:
-        raise cannot_be_read(error, path, advice) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); {advice}") from None
-
-
-def is_id(text: str) -> bool:
-    """Whether a word is a number such as the lists count with; str.isdigit also takes a superscript 1."""
-    return text.isascii() and text.isdecimal()
-
-
-def stays_below(name: str) -> bool:
-    """Whether a listed path, taken from a folder, stays in it."""
-    path = PurePath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-
-
-def leaving(names: Iterable[str], table: str, folder: str) -> list[str]:
-    """A problem where listed paths lead out of their folder: no other list could name such a picture."""
-    strange = [name for name in names if not stays_below(name)]
-    return [f"paths of {table} that lead out of {folder}/: {listed(strange)}"] if strange else []
-
-
-def ids_apart(table: str, images: str, strange: list[str], absent: list[str]) -> list[str]:
-    """Problems where a table and the one of the images do not have the same ids.
-
-    Args:
-        table, images: what the two are called.
-        strange: ids of the table only.
-        absent: ids of the images only.
-    """
-    problems = []
-    if strange:
-        ids = counted(len(strange), f"id of {table} is", f"ids of {table} are")
-        problems.append(f"{ids} not in {images}: {listed(strange)}")
-    if absent:
-        ids = counted(len(absent), f"id of {images} is", f"ids of {images} are")
-        problems.append(f"{ids} not in {table}: {listed(absent)}")
-    return problems
-
-
-def of_one_name(class_names: Sequence[str], table: str) -> list[str]:
-    """A problem where classes share a name: an answer could not tell them apart."""
-    doubled = [name for name, number in Counter(class_names).items() if number > 1]
-    return [f"several classes of one name in {table}: {listed(doubled)}"] if doubled else []
-
-
-def all_of(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """What each of the readers returns.
-
-    Raises:
-        UsageError: one with the messages of all that failed.
-    """
-    found: dict[str, T] = {}
-    messages: dict[str, None] = {}
-    for name, read in readers.items():
-        try:
-            found[name] = read()
-        except UsageError as error:
-            messages[str(error)] = None
-    if messages:
-        raise UsageError("; also, ".join(messages))
-    return found
-
-
-def first_of(folder: Path, *names: str) -> Path:
-    """The first of these files or folders that exists; the first name's path where none does."""
-    paths = [folder / name for name in names]
-    return next((path for path in paths if path.exists()), paths[0])
-
-
-def from_pairs(
+def build_listing(
     layout: str,
     folder: Path,
     class_names: list[str],
-    splits: Mapping[str, list[Pair]],
+    splits: Mapping[str, list[LabeledPath]],
     *,
     problems: Iterable[str] = (),
     warnings: Iterable[str] = (),
-    pictures: tuple[Path, ...] = (),
+    image_folders: tuple[Path, ...] = (),
 ) -> Listing:
-    """A listing of whole pictures; labels that no class has become a problem.
+    """Return a listing of whole images; labels without a class become a problem.
 
     Args:
-        splits: `train`, and where there are such `val` and `test`.
+        layout: the adapter's name.
+        folder: the data set's folder.
+        class_names: C names in the order of the labels.
+        splits: `train`, and where the data set has them `val` and `test`.
+        problems, warnings, image_folders: see Listing and DataSet.
     """
     problems = list(problems)
     samples: dict[str, list[Sample]] = {}
     for name, pairs in splits.items():
-        strange = sorted({label for _, label in pairs if not 0 <= label < len(class_names)})
-        if strange:
-            # as in the official files, which count from 1
-            found = listed([str(label + 1) for label in strange])
-            problems.append(f"class ids in the {name} list outside 1 to {len(class_names)}: {found}")
-        samples[name] = [Sample(path, label) for path, label in pairs if label not in strange]
+        unknown = sorted({label for _, label in pairs if not 0 <= label < len(class_names)})
+        if unknown:
+            # the official files count from 1
+            ids = shorten_list([str(label + 1) for label in unknown])
+            problems.append(f"class ids in the {name} list outside 1 to {len(class_names)}: {ids}")
+        samples[name] = [Sample(path, label) for path, label in pairs if label not in unknown]
     data = DataSet(
         folder,
         layout,
@@ -206,4 +97,150 @@ def from_pairs(
         samples.get("test", []),
         warnings=list(warnings),
     )
-    return Listing(data, problems, pictures)
+    return Listing(data, problems, image_folders)
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+
+
+def missing_files(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return the names that `folder` lacks; a name that ends in a slash is a folder."""
+    return [n for n in names if not ((folder / n).is_dir() if n.endswith("/") else (folder / n).is_file())]
+
+
+def has_files(folder: Path, *names: str) -> bool:
+    """Return whether `folder` has all these files; a name that ends in a slash is a folder."""
+    return not missing_files(folder, names)
+
+
+def first_existing(folder: Path, *names: str) -> Path:
+    """Return the first of these files or folders that exists, or the first path where none does."""
+    paths = [folder / name for name in names]
+    return next((path for path in paths if path.exists()), paths[0])
+
+
+def require_files(folder: Path, title: str, missing: list[str], advice: str = "") -> None:
+    """Raise UsageError with all the names, if any, that a data set's folder is missing."""
+    if missing:
+        raise UsageError(
+            f"{folder}: it is read as {title} but lacks {shorten_list(missing)}; "
+            f"{advice or 'unpack all of the official archives there, or name another data set or folder'}; "
+            "if its folders are classes, give --dataset imagefolder"
+        )
+
+
+def unreadable_error(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
+    """Return the operating system's error as one line for a person.
+
+    Args:
+        error: the error.
+        path: what was being read, for errors that name no file.
+        advice: what to do, completing "...; ".
+    """
+    name = error.filename if isinstance(error.filename, str | bytes) else str(path)
+    return UsageError(f"{os.fsdecode(name)}: cannot be read ({error.strerror or error}); {advice}")
+
+
+def read_text(path: Path, advice: str, *, errors: str = "strict") -> str:
+    """Return a list's text, without the byte order mark that editors on Windows put in front of UTF-8.
+
+    Args:
+        path: the list.
+        advice: what to do about a damaged list, completing "...; ".
+        errors: how to decode bytes that are not UTF-8, as for `open`.
+
+    Raises:
+        UsageError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig", errors=errors)
+    except OSError as error:
+        raise unreadable_error(error, path, advice) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); {advice}") from None
+
+
+def read_matlab(path: Path) -> dict[str, Any]:
+    """Return the variables of a Matlab file, with dimensions of one left out.
+
+    Raises:
+        UsageError: not a Matlab file.
+    """
+    require("scipy", "train", f"reading {path}")
+    from scipy.io import loadmat
+
+    try:
+        variables: dict[str, Any] = loadmat(path, squeeze_me=True)
+    except Exception as error:  # SciPy's reader raises nearly anything for a damaged file
+        raise UsageError(
+            f"{path}: not a readable Matlab file ({summarize_error(error)}); unpack the official archive again"
+        ) from None
+    return variables
+
+
+def read_all(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+    """Call all readers and return their results by name.
+
+    Raises:
+        UsageError: one error with the messages of all readers that failed.
+    """
+    results: dict[str, T] = {}
+    messages: dict[str, None] = {}
+    for name, read in readers.items():
+        try:
+            results[name] = read()
+        except UsageError as error:
+            messages[str(error)] = None
+    if messages:
+        raise UsageError("; also, ".join(messages))
+    return results
+
+
+def summarize_error(error: Exception) -> str:
+    """Return another library's error as one line, without torchvision's advice to download."""
+    text = " ".join(str(error).split()).split(" You can use download")[0]
+    return f"{type(error).__name__}: {text}" if not isinstance(error, RuntimeError) else text.rstrip(".")
+
+
+# what lists say -------------------------------------------------------------------------------------------------------
+
+
+def is_decimal(text: str) -> bool:
+    """Return whether a word is an ASCII number; str.isdigit also takes a superscript 1."""
+    return text.isascii() and text.isdecimal()
+
+
+def is_path_inside(name: str) -> bool:
+    """Return whether a relative path stays in the folder that it starts from."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def find_escaping_paths(names: Iterable[str], table: str, folder: str) -> list[str]:
+    """Return a problem if any of a table's paths lead out of the image folder."""
+    outside = [name for name in names if not is_path_inside(name)]
+    return [f"paths of {table} that lead out of {folder}/: {shorten_list(outside)}"] if outside else []
+
+
+def find_id_mismatches(table: str, images: str, extra: list[str], missing: list[str]) -> list[str]:
+    """Return the problems of a table whose ids are not those of the table of images.
+
+    Args:
+        table, images: names of the two tables.
+        extra: ids that only `table` has.
+        missing: ids that only `images` has.
+    """
+    problems = []
+    if extra:
+        ids = pluralize(len(extra), f"id of {table} is", f"ids of {table} are")
+        problems.append(f"{ids} not in {images}: {shorten_list(extra)}")
+    if missing:
+        ids = pluralize(len(missing), f"id of {images} is", f"ids of {images} are")
+        problems.append(f"{ids} not in {table}: {shorten_list(missing)}")
+    return problems
+
+
+def find_duplicate_names(class_names: Sequence[str], table: str) -> list[str]:
+    """Return a problem if classes share a name, because a prediction could not tell them apart."""
+    duplicates = [name for name, number in Counter(class_names).items() if number > 1]
+    return [f"several classes of one name in {table}: {shorten_list(duplicates)}"] if duplicates else []

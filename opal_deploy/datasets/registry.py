@@ -1,9 +1,10 @@
-"""From a folder to a data set that is known to be usable before the first epoch.
+"""The known data sets, and the way from a folder to a checked data set.
 
-    cub, cub100, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397       under their official splits
-    imagefolder                                                                     anything else
+    cub, cub100, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397    with their official splits
+    imagefolder                                                                  any folder with a folder per class
 
-Each is a module of that name that reads the data set's own lists (see its docstring); `checks` looks at the files.
+`read_dataset` finds the adapter, lets it read the official lists, checks every file, and sets validation images aside
+where the data set has none.
 """
 
 from __future__ import annotations
@@ -11,95 +12,90 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from opal_deploy.datasets import (
-    caltech101,
-    cars,
-    checks,
-    cub,
-    cub100,
-    dogs,
-    dtd,
-    flowers,
-    image_folder,
-    imagenet,
-    pets,
-    sun397,
-)
-from opal_deploy.datasets import checks as duplicates
-from opal_deploy.datasets.listing import Adapter, cannot_be_read
-from opal_deploy.datasets.samples import DataSet, Report, Sample, stratified_split
+from opal_deploy.datasets.caltech101 import CALTECH101
+from opal_deploy.datasets.checks import check_dataset, duplicate_warnings
+from opal_deploy.datasets.cub import CUB
+from opal_deploy.datasets.cub100 import CUB100
+from opal_deploy.datasets.dogs import DOGS
+from opal_deploy.datasets.image_folder import IMAGE_FOLDER
+from opal_deploy.datasets.imagenet import IMAGENET
+from opal_deploy.datasets.listing import Adapter, unreadable_error
+from opal_deploy.datasets.samples import DataSet, ProgressCallback, stratified_split
+from opal_deploy.datasets.torchvision_datasets import CARS, DTD, FLOWERS, PETS, SUN397
 from opal_deploy.errors import UsageError
 
-__all__ = ["NAMES", "DataSet", "Sample", "read", "stratified_split"]
-
-_ADAPTERS = {
-    module.ADAPTER.name: module.ADAPTER
-    for module in (cub, cub100, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, image_folder)
+_ADAPTERS: dict[str, Adapter] = {
+    adapter.name: adapter
+    for adapter in (CUB, CUB100, DOGS, CARS, PETS, FLOWERS, IMAGENET, CALTECH101, DTD, SUN397, IMAGE_FOLDER)
 }
-NAMES: tuple[str, ...] = tuple(_ADAPTERS)
+DATASET_NAMES: tuple[str, ...] = tuple(_ADAPTERS)
 
 
-def read(
+def read_dataset(
     root: Path,
     dataset: str | None = None,
     *,
     partition: int = 1,
     skip_missing: bool = False,
-    report: Report | None = None,
+    report: ProgressCallback | None = None,
 ) -> DataSet:
-    """Read, check, and set a fifth of each class aside for validation where the data set does not.
+    """Read and check a data set, and set a fifth of each class aside for validation where it has no validation split.
 
     Args:
-        root: the data set's folder, or its parent as torchvision's `root`.
-        dataset: one of `NAMES`; None recognises it by its files and takes any other folder for an ImageFolder.
-        partition: which of the official ones, from 1, where a data set has several.
-        skip_missing: leave listed pictures that are not there out, with a warning, instead of refusing the data set.
-        report: called while the pictures' headers are looked at, which takes minutes on a network drive.
+        root: the data set's folder, or the parent folder that torchvision calls `root`.
+        dataset: one of `DATASET_NAMES`; None recognizes the data set by its files and reads any other folder as an
+            ImageFolder.
+        partition: number of the official partition, from 1, where a data set has several.
+        skip_missing: leave listed images that do not exist out, with a warning, instead of raising.
+        report: called while image headers are read, which takes minutes on a network drive.
 
     Raises:
         UsageError: one line with everything that is wrong and what to do.
     """
     if dataset is not None and dataset not in _ADAPTERS:
-        raise UsageError(f"no data set is called {dataset!r}; choose one of {', '.join(NAMES)}")
+        raise UsageError(f"no data set is called {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")
     try:
-        return _read(root, dataset, partition, skip_missing, report)
+        return _read_and_check(root, dataset, partition, skip_missing, report)
     except OSError as error:
-        raise cannot_be_read(error, root) from None
+        raise unreadable_error(error, root) from None
 
 
-def _read(root: Path, dataset: str | None, partition: int, skip_missing: bool, report: Report | None) -> DataSet:
+def _read_and_check(
+    root: Path, dataset: str | None, partition: int, skip_missing: bool, report: ProgressCallback | None
+) -> DataSet:
     if not root.is_dir():
         raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
-    adapter, folder = _recognised(root) if dataset is None else _located(root, _ADAPTERS[dataset])
+    adapter, folder = _recognize(root) if dataset is None else _locate(root, _ADAPTERS[dataset])
     _check_partition(adapter, partition)
-    data = checks.usable(adapter.read(folder, partition), skip_missing=skip_missing, report=report)
+    data = check_dataset(adapter.read(folder, partition), skip_missing=skip_missing, report=report)
     if not data.val:
         train, val = stratified_split([sample.label for sample in data.train], data.class_names, root=data.root)
         data = replace(data, train=[data.train[i] for i in train], val=[data.train[i] for i in val])
-    # last, because a pair within train/ may now lie on both sides
-    return replace(data, warnings=[*data.warnings, *duplicates.warnings(data)])
+    # after the split, because two equal files of train/ may now be in different splits
+    return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
 
 
-def _recognised(root: Path) -> tuple[Adapter, Path]:
-    found = [(adapter, root) for adapter in _ADAPTERS.values() if adapter.recognises(root)]
-    if not found:
+def _recognize(root: Path) -> tuple[Adapter, Path]:
+    """Return the only data set in `root`, or else in its subfolders of known names."""
+    matches = [(adapter, root) for adapter in _ADAPTERS.values() if adapter.recognizes(root)]
+    if not matches:
         for adapter in _ADAPTERS.values():
-            folders = [folder for folder in _below(root, adapter) if adapter.recognises(folder)]
-            found += [(adapter, folder) for folder in folders[:1]]
-    if len(found) > 1:
-        names = ", ".join(f"{adapter.name} in {folder}" for adapter, folder in found)
+            folders = [folder for folder in _known_subfolders(root, adapter) if adapter.recognizes(folder)]
+            matches += [(adapter, folder) for folder in folders[:1]]
+    if len(matches) > 1:
+        names = ", ".join(f"{adapter.name} in {folder}" for adapter, folder in matches)
         raise UsageError(f"{root}: it holds several data sets ({names}); choose one with --dataset, or give its folder")
-    return found[0] if found else (_ADAPTERS["imagefolder"], root)
+    return matches[0] if matches else (IMAGE_FOLDER, root)
 
 
-def _located(root: Path, adapter: Adapter) -> tuple[Adapter, Path]:
-    """Where the data set lies: in `root` or below it; where it is not recognised, the likeliest place to report on."""
-    below = _below(root, adapter)
-    recognised = [folder for folder in (root, *below) if adapter.recognises(folder)]
-    return adapter, (recognised or below or [root])[0]
+def _locate(root: Path, adapter: Adapter) -> tuple[Adapter, Path]:
+    """Return where the data set lies in or below `root`; where nothing is recognized, the likeliest folder."""
+    subfolders = _known_subfolders(root, adapter)
+    recognized = [folder for folder in (root, *subfolders) if adapter.recognizes(folder)]
+    return adapter, (recognized or subfolders or [root])[0]
 
 
-def _below(root: Path, adapter: Adapter) -> list[Path]:
+def _known_subfolders(root: Path, adapter: Adapter) -> list[Path]:
     return [root / name for name in adapter.folders if (root / name).is_dir()]
 
 

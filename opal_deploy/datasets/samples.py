@@ -1,9 +1,9 @@
-"""What a data set is: pictures with labels, in three splits. Plain data; no picture is opened here.
+"""A data set in memory: images with labels, in three splits. Plain data; no image is opened here.
 
-Splits by name, for data sets that come without one. A name always means the same pictures.
-
-authors     scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42): a fifth of each class, as the
-            paper's authors set their validation pictures aside"""
+A data set without an official validation or test split is split by name (`SPLITS`); a name always means the same
+images. `authors` is the split of the paper's authors: scikit-learn's
+StratifiedShuffleSplit(test_size=0.2, random_state=42).
+"""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
-# called with pictures done, in all where that is known, and a word on what is done
-Report = Callable[[int, int | None, str], None]
+# called with the number of images done, the number of all images where known, and a note on what is being done
+ProgressCallback = Callable[[int, int | None, str], None]
 
-# how many names an error or a warning spells out before it only counts
-LISTED = 20
+# names that an error or a warning spells out; the rest is counted
+MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One labelled picture.
+    """One labelled image.
 
     Attributes:
-        path: its file.
+        path: the image file.
         label: class index, 0 ... C-1.
-        box: (x0, y0, x1, y1) in pixels of the oriented picture, which is cropped to it first; None takes all of it.
+        box: (x0, y0, x1, y1) in pixels of the oriented image, which is cropped to the box; None takes the whole image.
     """
 
     path: Path
@@ -41,16 +41,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set as the trainer takes it.
+    """A labelled data set.
 
     Attributes:
-        root: the folder it was read from.
-        layout: the name it was read under (`cub`, `pets`, ...); anything else for one put together in code.
+        root: the folder that the data set was read from.
+        layout: the name of the adapter (`cub`, `pets`, ...); any other text for a data set made in code.
         class_names: C names in the order of the labels.
-        train, val, test: samples; `test` may be empty.
+        train, val, test: the splits; `test` may be empty.
         crop: `boxes` where samples carry boxes, else None.
-        warnings: one line each, what was found odd and passed over.
-        skipped: pictures left out because they are missing or their headers cannot be read.
+        warnings: one line for each kind of oddity that was found and tolerated.
+        skipped: images left out because they are missing or their headers cannot be read.
     """
 
     root: Path
@@ -65,20 +65,20 @@ class DataSet:
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """The number of classes, C."""
         return len(self.class_names)
 
     def describe(self) -> str:
-        """One line for a person: what the folder was read as, and what is in it."""
-        pictures = counted(len(self.train), "picture to train on", "pictures to train on")
+        """Return one line for a person: what the folder was read as, and the sizes of the splits."""
         return (
-            f"{self.layout} from {self.root}: {counted(self.num_classes, 'class', 'classes')}, {pictures}, "
+            f"{self.layout} from {self.root}: {pluralize(self.num_classes, 'class', 'classes')}, "
+            f"{pluralize(len(self.train), 'image to train on', 'images to train on')}, "
             f"{len(self.val):,} to validate, {len(self.test):,} to test"
             f"{', cropped to their boxes' if self.crop else ''}"
         )
 
     def summary(self) -> dict[str, Any]:
-        """Counts for the run's records."""
+        """Return the counts that config.json keeps of the data set."""
         return {
             "root": str(self.root),
             "layout": self.layout,
@@ -91,35 +91,13 @@ class DataSet:
         }
 
 
-def classes_without(samples: list[Sample], class_names: list[str]) -> list[str]:
-    """Names of the classes that no sample is of."""
-    present = {sample.label for sample in samples}
-    return [name for label, name in enumerate(class_names) if label not in present]
-
-
-def shown(path: Path, root: Path) -> str:
-    """A file as messages name it: relative to the data set's folder where it lies in it."""
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
-
-
-def counted(number: int, one: str, many: str) -> str:
-    """A number with the words that go with it: "1 picture is", "1,200 pictures are"."""
-    return f"{number:,} {one if number == 1 else many}"
-
-
-def listed(names: list[str]) -> str:
-    """The first few of many names, and how many more there are."""
-    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
 @dataclass(frozen=True)
 class Split:
-    """A stratified shuffle.
+    """A stratified random split.
 
     Attributes:
-        fraction: of the pictures that go to the second part, in (0, 1).
-        seed: of the shuffle.
+        fraction: share of the images that go to the second part, in (0, 1).
+        seed: seed of the shuffle.
     """
 
     fraction: float
@@ -136,12 +114,12 @@ def stratified_split(
     *,
     root: Path | None = None,
     part: str = "validation",
-    advice: str = "add pictures, or give a val/ folder beside train/",
+    advice: str = "add images, or give a val/ folder beside train/",
 ) -> tuple[list[int], list[int]]:
-    """Split pictures class by class.
+    """Split images class by class.
 
     Args:
-        labels: class index of each picture.
+        labels: class index of each image.
         class_names: C names, for errors.
         name: one of `SPLITS`.
         root: the data set's folder, for errors.
@@ -149,10 +127,10 @@ def stratified_split(
         advice: what to do where no split is possible, for errors.
 
     Returns:
-        Positions in `labels` that stay and that are set aside, each ascending.
+        Positions in `labels` of the first and of the second part, each ascending.
 
     Raises:
-        UsageError: a class with one picture, or fewer pictures to set aside than classes.
+        UsageError: a class has a single image, or the second part would have fewer images than there are classes.
     """
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
@@ -160,15 +138,39 @@ def stratified_split(
     split = SPLITS[name]
     where = "" if root is None else f"{root}: "
     counts = Counter(labels)
-    lonely = [name for label, name in enumerate(class_names) if counts[label] == 1]
-    if lonely:
-        raise UsageError(f"{where}no {part} split possible, classes with a single picture: {listed(lonely)}; {advice}")
+    singles = [name for label, name in enumerate(class_names) if counts[label] == 1]
+    if singles:
+        raise UsageError(
+            f"{where}no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
+        )
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=split.fraction, random_state=split.seed)
     try:
-        kept, aside = next(splitter.split(labels, labels))
+        first, second = next(splitter.split(labels, labels))
     except ValueError as error:
         raise UsageError(
-            f"{where}no {part} split possible, {counted(len(labels), 'picture is', 'pictures are')} too few for "
-            f"{counted(len(class_names), 'class', 'classes')} ({error}); {advice}"
+            f"{where}no {part} split possible, {pluralize(len(labels), 'image is', 'images are')} too few for "
+            f"{pluralize(len(class_names), 'class', 'classes')} ({error}); {advice}"
         ) from None
-    return sorted(int(i) for i in kept), sorted(int(i) for i in aside)
+    return sorted(int(i) for i in first), sorted(int(i) for i in second)
+
+
+def classes_without_samples(samples: list[Sample], class_names: list[str]) -> list[str]:
+    """Return the names of the classes that no sample has."""
+    present = {sample.label for sample in samples}
+    return [name for label, name in enumerate(class_names) if label not in present]
+
+
+def display_path(path: Path, root: Path) -> str:
+    """Return a path as messages show it: relative to `root` where it lies below."""
+    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+
+
+def pluralize(number: int, singular: str, plural: str) -> str:
+    """Return a number with the matching words: "1 image is", "1,200 images are"."""
+    return f"{number:,} {singular if number == 1 else plural}"
+
+
+def shorten_list(names: list[str]) -> str:
+    """Return the first names separated by commas, and how many more there are."""
+    more = f" and {len(names) - MAX_LISTED:,} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
-from opal_deploy.datasets import cub_parts
-from opal_deploy.datasets.cub_parts import PartLocations
-from opal_deploy.datasets.samples import DataSet, Report
+from opal_deploy.datasets import cub
+from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.samples import DataSet, ProgressCallback
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import consistency as regions
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, MapSource, of_network
@@ -74,7 +74,7 @@ class PartMeter:
 
     def __init__(self, source: MapSource, parts: PartLocations, labels: NDArray[np.int64], *, seed: int = 0) -> None:
         self._source, self._parts, self._labels, self._seed = source, parts, labels, seed
-        self._points = parts.in_frame_truncated(source.input_size[0])
+        self._points = parts.truncated_input_points(source.input_size[0])
         self._clean: list[NDArray[np.bool_]] = []
         self._noisy: list[NDArray[np.bool_]] = []
 
@@ -99,7 +99,7 @@ class PartMeter:
                 stability = regions.stability(clean, np.concatenate(self._noisy), labels)
         if PURITY not in source.unavailable and scores is not None and argmax is not None:
             size = source.input_size[0]
-            points, visible = self._parts.in_frame(size), self._parts.visible
+            points, visible = self._parts.input_points(size), self._parts.visible
             purities = purity_by_channel(scores, argmax, source.grid, points, visible, self._parts.names, size)
             purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
         prototypes = len(np.unique(labels)) * source.prototypes_per_class if consistency is not None else 0
@@ -116,7 +116,7 @@ class PartMeter:
 
 
 def measure_parts(
-    network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: Report | None = None
+    network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: ProgressCallback | None = None
 ) -> PartFigures:
     """The three figures of a network on its device, over the test pictures; leaves it in eval mode.
 
@@ -124,14 +124,14 @@ def measure_parts(
         UsageError: the data set has no part locations or no test pictures, the input is not 224 x 224, or the network
             has no prototypes.
     """
-    if not cub_parts.has_parts(data) or not data.test:
-        lacks = "test pictures" if cub_parts.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
+    if not cub.has_parts(data) or not data.test:
+        lacks = "test pictures" if cub.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
         raise UsageError(f"{data.root}: it has no {lacks}, which consistency, stability and purity are measured on")
     source = of_network(network)
     if source.unavailable:
         raise UsageError(f"prototypes cannot be measured: {next(iter(source.unavailable.values()))}")
     labels = np.array([sample.label for sample in data.test], dtype=np.int64)
-    meter = PartMeter(source, cub_parts.read(data.root, data.test), labels, seed=seed)
+    meter = PartMeter(source, cub.read_parts(data.root, data.test), labels, seed=seed)
     outputs = predict_samples(source.run, data.test, source.input_size, batch=batch, watch=meter, report=report)
     return meter.figures(outputs.scores, outputs.argmax)
 

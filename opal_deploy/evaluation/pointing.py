@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import DataSet, Sample, shown
+from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.session import Measured
 from opal_deploy.preprocess.geometry import Geometry
@@ -205,7 +205,7 @@ def annotations_of(data: DataSet, samples: list[Sample]) -> list[Annotation]:
     known = {annotation.image: annotation for annotation in read_annotations(data.root)}
     found = []
     for sample in samples:
-        name = shown(sample.path, data.root).replace("\\", "/")
+        name = display_path(sample.path, data.root).replace("\\", "/")
         if name not in known:
             raise UsageError(
                 f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the picture out, or leave the parts "

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.datasets.samples import Report, Sample
+from opal_deploy.datasets.samples import ProgressCallback, Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.prepare import Pixels, Prepared, Request, prepare
 from opal_deploy.inference.executor import prefetch
@@ -36,7 +36,7 @@ def predict_samples(
     batch: int = 16,
     workers: int = 2,
     watch: Watch | None = None,
-    report: Report | None = None,
+    report: ProgressCallback | None = None,
     model: str = "the model",
 ) -> Outputs:
     """Everything but the attention maps, of which a whole data set's are too large to keep.

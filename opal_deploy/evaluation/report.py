@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import atomic_write, write_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import cosines
-from opal_deploy.datasets.samples import Sample, shown
+from opal_deploy.datasets.samples import Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import risk
 from opal_deploy.evaluation.faithfulness import tables
@@ -149,9 +149,9 @@ def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
     axes.set_title(f"{counts.trace()} of {counts.sum()} right, shares of each row")
     if number <= _NAMED:
         # no mathematics: a class may be called $x$
-        shown = [name if len(name) <= 30 else name[:29] + "…" for name in map(escape_name, names)]
-        axes.set_xticks(range(number), shown, rotation=90, fontsize=8, parse_math=False)
-        axes.set_yticks(range(number), shown, fontsize=8, parse_math=False)
+        tick_labels = [name if len(name) <= 30 else name[:29] + "…" for name in map(escape_name, names)]
+        axes.set_xticks(range(number), tick_labels, rotation=90, fontsize=8, parse_math=False)
+        axes.set_yticks(range(number), tick_labels, fontsize=8, parse_math=False)
     if number <= _COUNTED:
         for row, col in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, col] > 0.4 else "black"
@@ -176,7 +176,7 @@ def _predictions(
         if cosine is not None:
             certainty = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
         yield [
-            escape_name(shown(sample.path, root)),
+            escape_name(display_path(sample.path, root)),
             names[labels[index]],
             names[first],
             int(first == labels[index]),

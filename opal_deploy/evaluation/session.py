@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.datasets.cub_parts import PartLocations
-from opal_deploy.datasets.samples import Report, Sample
+from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.samples import ProgressCallback, Sample
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, of_session
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
@@ -53,7 +53,7 @@ def evaluate_session(
     workers: int = 2,
     parts: PartLocations | None = None,
     seed: int = 0,
-    report: Report | None = None,
+    report: ProgressCallback | None = None,
     model: str = "the model",
 ) -> Measured:
     """Figures over `samples` (at least one).

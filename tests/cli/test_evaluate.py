@@ -210,7 +210,7 @@ def test_what_the_folder_was_read_as_is_said(folder: Path, model: Path, capsys: 
     evaluate(folder, [model], threads=1)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == (
-        f"read as imagefolder from {folder}: 4 classes, 12 pictures to train on, 12 to validate, 12 to test"
+        f"read as imagefolder from {folder}: 4 classes, 12 images to train on, 12 to validate, 12 to test"
     )
     assert not any("boxes" in line for line in said)
 
@@ -271,8 +271,10 @@ def test_another_crop_than_in_training_is_a_warning(
 
     path = tmp_path / "model.pt"
     checkpoints.save(path, replace(checkpoints.load(model.with_suffix(".pt")), crop=trained))
-    read = registry.read
-    monkeypatch.setattr(registry, "read", lambda *args, **options: replace(read(*args, **options), crop=cropped))
+    read = registry.read_dataset
+    monkeypatch.setattr(
+        registry, "read_dataset", lambda *args, **options: replace(read(*args, **options), crop=cropped)
+    )
     evaluate(folder, [path], threads=1, boxes=boxes)
     warnings = [line for line in capsys.readouterr().err.splitlines() if f"warning: {path} says it was" in line]
     assert [line.endswith(warning or "") for line in warnings] == [True] * (warning is not None)

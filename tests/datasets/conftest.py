@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
-SHARED_DATA = Path(__file__).parents[3].parent / "shared" / "data"
+SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 Draw = Callable[..., Path]
 WriteCub = Callable[..., Path]
@@ -18,11 +19,11 @@ _numbers = itertools.count()
 
 
 def _draw(path: Path, size: tuple[int, int] = (16, 12), format: str | None = None) -> Path:
-    """A picture whose bytes no other has."""
+    """A image whose bytes no other has."""
     number = next(_numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
     colour = (number % 256, number // 256 % 256, 30)
-    Image.new("RGB", size, colour).save(path, format, comment=f"picture {number}".encode())
+    Image.new("RGB", size, colour).save(path, format, comment=f"image {number}".encode())
     return path
 
 
@@ -33,7 +34,7 @@ def draw() -> Draw:
 
 @pytest.fixture
 def write_cub() -> WriteCub:
-    """Two classes with three training and one test picture each, in CUB's tables; any may be given."""
+    """Two classes with three training and one test image each, in CUB's tables; any may be given."""
 
     def write(root: Path, lines: dict[str, list[str]] | None = None) -> Path:
         names = [f"{c}/{i}.png" for c in ("001.Auk", "002.Jay") for i in range(4)]
@@ -55,7 +56,7 @@ def write_cub() -> WriteCub:
 
 @pytest.fixture
 def class_folders() -> Callable[..., Path]:
-    """Folders of pictures, one a class."""
+    """Folders of images, one a class."""
 
     def write(root: Path, names: str | list[str] = "ab", count: int = 5) -> Path:
         for name in names:
@@ -86,3 +87,55 @@ def flowers102_annotations() -> Path:
 @pytest.fixture(scope="session")
 def cub100_227px() -> Path:
     return _shared("cub100_227px")
+
+
+PARTS = (
+    "back", "beak", "belly", "breast", "crown", "forehead", "left eye", "left leg", "left wing", "nape", "right eye",
+    "right leg", "right wing", "tail", "throat",
+)  # fmt: skip
+CLASSES = [f"{number:03}.Bird" for number in range(1, 7)]
+PICTURES = 7
+
+
+@pytest.fixture(scope="session")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("birds")
+    rng = np.random.default_rng(0)
+    tables: dict[str, list[str]] = {name: [] for name in ("images", "labels", "split", "boxes", "locations")}
+    for label, name in enumerate(CLASSES, start=1):
+        (root / "images" / name).mkdir(parents=True)
+        for number in range(PICTURES):
+            key = len(tables["images"]) + 1
+            pixels = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8).repeat(10, axis=0).repeat(10, axis=1)
+            Image.fromarray(pixels).save(root / "images" / name / f"{number}.png")
+            tables["images"].append(f"{key} {name}/{number}.png")
+            tables["labels"].append(f"{key} {label}")
+            tables["split"].append(f"{key} {int(number < PICTURES - 2)}")
+            tables["boxes"].append(f"{key} 5.0 10.0 60.0 45.0")
+            for part in range(1, len(PARTS) + 1):
+                x, y, visible = rng.integers(5, 65), rng.integers(10, 55), rng.integers(0, 4) > 0
+                where = f"{x}.0 {y}.0 1" if visible else "0.0 0.0 0"
+                tables["locations"].append(f"{key} {part} {where}")
+    (root / "parts").mkdir()
+    files = {
+        "images.txt": tables["images"],
+        "image_class_labels.txt": tables["labels"],
+        "train_test_split.txt": tables["split"],
+        "bounding_boxes.txt": tables["boxes"],
+        "classes.txt": [f"{label} {name}" for label, name in enumerate(CLASSES, start=1)],
+        "parts/parts.txt": [f"{part} {name}" for part, name in enumerate(PARTS, start=1)],
+        "parts/part_locs.txt": tables["locations"],
+    }
+    for name, lines in files.items():
+        (root / name).write_text("\n".join(lines) + "\n")
+    return root
+
+
+@pytest.fixture(scope="session")
+def cub_mini() -> Path:
+    return _shared("cub_mini")
+
+
+@pytest.fixture(scope="session")
+def cub_metadata_full() -> Path:
+    return _shared("cub_metadata_full")

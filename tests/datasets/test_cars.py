@@ -31,7 +31,7 @@ def _annotate(path: Path, rows: list[tuple[str, int]]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Make) -> Path:
-    """Two models with five pictures to train on and one to test each."""
+    """Two models with five images to train on and one to test each."""
     root = tmp_path / "stanford_cars"
     (root / "devkit").mkdir(parents=True)
     train = [(f"{i + 1:05}.jpg", 1 + i % 2) for i in range(10)]
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, draw: Make) -> Path:
 
 
 def test_split_and_labels_are_the_official_ones(folder: Path) -> None:
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert (found.layout, found.crop) == ("cars", None)
     assert (len(found.train), len(found.val), len(found.test)) == (8, 2, 2)
     assert [(s.path, s.label) for s in found.test] == [
@@ -60,56 +60,56 @@ def test_split_and_labels_are_the_official_ones(folder: Path) -> None:
 
 
 def test_class_names_are_the_devkits_in_its_order(folder: Path) -> None:
-    assert data.read(folder).class_names == CLASSES
+    assert data.read_dataset(folder).class_names == CLASSES
 
 
 def test_it_agrees_with_torchvision(folder: Path) -> None:
     theirs = StanfordCars(folder.parent, split="test")
-    assert [(str(s.path), s.label) for s in data.read(folder.parent).test] == theirs._samples
+    assert [(str(s.path), s.label) for s in data.read_dataset(folder.parent).test] == theirs._samples
 
 
 def test_a_folder_of_any_name_will_do(folder: Path, tmp_path: Path) -> None:
     other = folder.rename(tmp_path / "my cars")
-    found = data.read(other)
+    found = data.read_dataset(other)
     assert found.root == other
     assert all(s.path.parent.parent == other for s in found.train)
 
 
 def test_test_labels_may_lie_in_the_devkit(folder: Path) -> None:
     shutil.move(folder / "cars_test_annos_withlabels.mat", folder / "devkit")
-    assert len(data.read(folder).test) == 2
+    assert len(data.read_dataset(folder).test) == 2
 
 
-def test_pictures_may_lie_a_folder_deeper(folder: Path) -> None:
+def test_images_may_lie_a_folder_deeper(folder: Path) -> None:
     for name in ("cars_train", "cars_test"):
         (folder / name).rename(folder / "moved")
         (folder / name).mkdir()
         (folder / "moved").rename(folder / name / name)
-    assert data.read(folder).test[0].path == folder / "cars_test" / "cars_test" / "00001.jpg"
+    assert data.read_dataset(folder).test[0].path == folder / "cars_test" / "cars_test" / "00001.jpg"
 
 
 def test_all_that_is_absent_is_named_in_one_line(folder: Path) -> None:
     (folder / "cars_test_annos_withlabels.mat").unlink()
     shutil.rmtree(folder / "cars_test")
     with pytest.raises(UsageError, match=r"Stanford Cars but lacks cars_test/, cars_test_annos_withlabels.mat; unpack"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_class_ids_beyond_the_devkits_are_an_error(folder: Path) -> None:
     _annotate(folder / "cars_test_annos_withlabels.mat", [("00001.jpg", 2), ("00002.jpg", 7)])
     with pytest.raises(UsageError, match="class ids in the test list outside 1 to 2: 7"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_a_damaged_list_is_an_error(folder: Path) -> None:
     (folder / "devkit" / "cars_train_annos.mat").write_text("hello")
     with pytest.raises(UsageError, match="its lists for train are damaged or not the official ones") as caught:
-        data.read(folder)
+        data.read_dataset(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_unlisted_pictures_are_found(folder: Path) -> None:
+def test_missing_and_unlisted_images_are_found(folder: Path) -> None:
     (folder / "cars_test" / "00001.jpg").rename(folder / "cars_test" / "99999.jpg")
-    found = data.read(folder, skip_missing=True)
+    found = data.read_dataset(folder, skip_missing=True)
     assert found.skipped == [folder / "cars_test" / "00001.jpg"]
-    assert "1 picture is in no list and not used: cars_test/99999.jpg" in found.warnings
+    assert "1 image is in no list and not used: cars_test/99999.jpg" in found.warnings

@@ -15,7 +15,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Make) -> Path:
-    """Two classes of six pictures, the last of each for testing."""
+    """Two classes of six images, the last of each for testing."""
     names = [f"{name}/{i:04}.jpg" for name in ("Wren", "Auk") for i in range(6)]
     for name in names:
         draw(tmp_path / "images" / name)
@@ -31,14 +31,14 @@ def _write(folder: Path, name: str, rows: list[tuple[object, object]]) -> None:
 
 
 def test_it_is_recognised_and_flag_one_means_test(folder: Path) -> None:
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert (found.layout, found.crop) == ("cub100", None)
     assert [s.path.name for s in found.test] == ["0005.jpg", "0005.jpg"]
     assert (len(found.train), len(found.val)) == (8, 2)
 
 
 def test_class_names_follow_the_ids(folder: Path) -> None:
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert found.class_names == ["Wren", "Auk"]
     assert all(s.path.parent.name == found.class_names[s.label] for s in [*found.train, *found.val, *found.test])
 
@@ -75,23 +75,23 @@ def test_tables_that_disagree_are_named(
 ) -> None:
     _write(folder, file, rows)
     with pytest.raises(UsageError, match=message):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_a_missing_table_is_named(folder: Path) -> None:
     (folder / "train_test_split.txt").unlink()
     with pytest.raises(UsageError, match=r"lacks train_test_split.txt"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_asking_for_cub_here_says_that_the_format_is_another(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"lacks bounding_boxes.txt"):
-        data.read(folder, "cub")
+        data.read_dataset(folder, "cub")
 
 
 @pytest.mark.data
-def test_the_real_one_has_as_many_training_pictures_as_its_readme_says(cub100_227px: Path) -> None:
-    found = data.read(cub100_227px)
+def test_the_real_one_has_as_many_training_images_as_its_readme_says(cub100_227px: Path) -> None:
+    found = data.read_dataset(cub100_227px)
     assert (len(found.train) + len(found.val), len(found.test)) == (2999, 2903)
     assert found.num_classes == 100
     assert found.class_names[:2] == ["Black_footed_Albatross", "Groove_billed_Ani"]
@@ -101,4 +101,4 @@ def test_the_real_one_has_as_many_training_pictures_as_its_readme_says(cub100_22
 def test_tables_may_begin_with_a_byte_order_mark(folder: Path) -> None:
     for table in folder.glob("*.txt"):
         table.write_text(table.read_text(), encoding="utf-8-sig")
-    assert data.read(folder).layout == "cub100"
+    assert data.read_dataset(folder).layout == "cub100"

@@ -1,4 +1,4 @@
-"""CUB's part tables: which row belongs to which picture, and where a part comes to lie on the cropped input."""
+"""CUB's part tables: which row belongs to which image, and where a part comes to lie on the cropped input."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.datasets import cub_parts, registry
-from opal_deploy.datasets.cub_parts import PartLocations
+from opal_deploy.datasets import cub, registry
+from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.errors import UsageError
 
 
@@ -33,21 +33,21 @@ def _one(point: tuple[float, float], box: tuple[float, float, float, float]) -> 
 def test_truncated_coordinates(
     point: tuple[float, float], box: tuple[float, float, float, float], expected: tuple[int, int]
 ) -> None:
-    assert tuple(_one(point, box).in_frame_truncated(224)[0, 0]) == expected
+    assert tuple(_one(point, box).truncated_input_points(224)[0, 0]) == expected
     bx, by, bw, bh = map(int, box)  # the protocol's own words
     assert expected == (int(224 * ((int(point[0]) - bx) / bw)), int(224 * ((int(point[1]) - by) / bh)))
 
 
 def test_exact_coordinates_keep_their_fractions() -> None:
     parts = _one((31.5, 20.0), (10.5, 10.0, 42.0, 40.0))
-    assert parts.in_frame(224)[0, 0].tolist() == [112.0, 56.0]
+    assert parts.input_points(224)[0, 0].tolist() == [112.0, 56.0]
 
 
-def test_rows_are_those_of_the_pictures_asked_for(birds: Path) -> None:
-    data = registry.read(birds)
+def test_rows_are_those_of_the_images_asked_for(birds: Path) -> None:
+    data = registry.read_dataset(birds)
     chosen = [data.test[7], data.test[2]]
 
-    found = cub_parts.read(birds, chosen)
+    found = cub.read_parts(birds, chosen)
 
     lines = (birds / "parts" / "part_locs.txt").read_text().splitlines()
     keys = [line.split()[0] for line in (birds / "images.txt").read_text().splitlines()
@@ -60,10 +60,10 @@ def test_rows_are_those_of_the_pictures_asked_for(birds: Path) -> None:
 
 
 def test_only_cubs_layout_with_its_part_table_has_parts(birds: Path, tmp_path: Path) -> None:
-    data = registry.read(birds)
-    assert cub_parts.has_parts(data)
-    assert not cub_parts.has_parts(replace(data, layout="imagefolder"))
-    assert not cub_parts.has_parts(replace(data, root=tmp_path))
+    data = registry.read_dataset(birds)
+    assert cub.has_parts(data)
+    assert not cub.has_parts(replace(data, layout="imagefolder"))
+    assert not cub.has_parts(replace(data, root=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_only_cubs_layout_with_its_part_table_has_parts(birds: Path, tmp_path: P
 def test_a_bad_table_is_refused_in_one_line(
     birds: Path, tmp_path: Path, table: str, old: str | None, new: str, message: str
 ) -> None:
-    samples = registry.read(birds).test
+    samples = registry.read_dataset(birds).test
     for name in (*(path.name for path in birds.glob("*.txt")), "parts"):
         copy = shutil.copytree if name == "parts" else shutil.copy
         copy(birds / name, tmp_path / name)
@@ -94,14 +94,14 @@ def test_a_bad_table_is_refused_in_one_line(
     moved = [replace(sample, path=tmp_path / sample.path.relative_to(birds)) for sample in samples]
 
     with pytest.raises(UsageError, match=message) as caught:
-        cub_parts.read(tmp_path, moved)
+        cub.read_parts(tmp_path, moved)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; mend it, or leave the parts out with --no-parts")
 
 
 @pytest.mark.parametrize("change", ["tabs", "byte order mark"])
 def test_tabs_and_a_byte_order_mark_do_no_harm(birds: Path, tmp_path: Path, change: str) -> None:
-    samples = registry.read(birds).test
+    samples = registry.read_dataset(birds).test
     shutil.copytree(birds, tmp_path / "copy")
     for table in (tmp_path / "copy").rglob("*.txt"):
         text = table.read_text()
@@ -110,7 +110,7 @@ def test_tabs_and_a_byte_order_mark_do_no_harm(birds: Path, tmp_path: Path, chan
             encoding="utf-8" if change == "tabs" else "utf-8-sig",
         )
     moved = [replace(sample, path=tmp_path / "copy" / sample.path.relative_to(birds)) for sample in samples]
-    found, expected = cub_parts.read(tmp_path / "copy", moved), cub_parts.read(birds, samples)
+    found, expected = cub.read_parts(tmp_path / "copy", moved), cub.read_parts(birds, samples)
     assert found.names == expected.names
     assert (found.points == expected.points).all()
     assert (found.boxes == expected.boxes).all()
@@ -118,7 +118,7 @@ def test_tabs_and_a_byte_order_mark_do_no_harm(birds: Path, tmp_path: Path, chan
 
 @pytest.mark.parametrize("call", ["is_file", "read_text"])
 def test_parts_that_may_not_be_read_are_named(birds: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    data = registry.read(birds)
+    data = registry.read_dataset(birds)
     usual = getattr(Path, call)
 
     def refuse(path: Path, *args: Any, **options: Any) -> Any:
@@ -128,4 +128,4 @@ def test_parts_that_may_not_be_read_are_named(birds: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, call, refuse)
     with pytest.raises(UsageError, match=r"part_locs.txt: cannot be read \(Permission denied\); .*--no-parts$"):
-        _ = cub_parts.has_parts(data) and cub_parts.read(birds, data.test)
+        _ = cub.has_parts(data) and cub.read_parts(birds, data.test)

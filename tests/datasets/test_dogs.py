@@ -40,7 +40,7 @@ def _list(path: Path, files: list[str], labels: list[int]) -> None:
 
 @pytest.fixture(params=["", "lists"], ids=["lists in the folder", "lists in lists/"])
 def folder(tmp_path: Path, draw: Make, request: pytest.FixtureRequest) -> Path:
-    """Two breeds with five pictures to train on and two to test."""
+    """Two breeds with five images to train on and two to test."""
     root = tmp_path / "stanford_dogs"
     files = {label: [f"{breed}/{breed[:9]}_{i}.jpg" for i in range(7)] for breed, label in BREEDS.items()}
     for name in [name for names in files.values() for name in names]:
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, draw: Make, request: pytest.FixtureRequest) -> Path:
 
 
 def test_split_labels_and_boxes_are_the_official_ones(folder: Path) -> None:
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert (found.layout, found.crop) == ("dogs", "boxes")
     assert (len(found.train), len(found.val), len(found.test)) == (8, 2, 4)
     assert {s.box for s in found.train} == {(1.0, 2.0, 10.0, 11.0)}
@@ -63,7 +63,7 @@ def test_split_labels_and_boxes_are_the_official_ones(folder: Path) -> None:
 
 
 def test_class_names_are_the_folders_in_the_order_of_the_labels(folder: Path) -> None:
-    assert data.read(folder).class_names == ["n02085620-Zebra_dog", "n02085782-Chihuahua"]
+    assert data.read_dataset(folder).class_names == ["n02085620-Zebra_dog", "n02085782-Chihuahua"]
 
 
 def test_labels_and_not_folder_names_give_the_order(tmp_path: Path, draw: Make) -> None:
@@ -73,27 +73,27 @@ def test_labels_and_not_folder_names_give_the_order(tmp_path: Path, draw: Make) 
             draw(tmp_path / "Images" / name)
             _annotate(tmp_path / "Annotation" / name.removesuffix(".jpg"), (1, 2, 10, 11))
         _list(tmp_path / f"{split}_list.mat", names, [2 if name.startswith("n1") else 1 for name in names])
-    assert data.read(tmp_path).class_names == ["n2-A", "n1-B"]
+    assert data.read_dataset(tmp_path).class_names == ["n2-A", "n1-B"]
 
 
-def test_pictures_and_annotations_may_lie_a_folder_deeper(folder: Path) -> None:
+def test_images_and_annotations_may_lie_a_folder_deeper(folder: Path) -> None:
     for inner, outer in (("Images", "images"), ("Annotation", "annotations")):
         (folder / inner).rename(folder / "moved")
         (folder / outer).mkdir()
         (folder / "moved").rename(folder / outer / inner)
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert (len(found.train), len(found.val), len(found.test), found.crop) == (8, 2, 4, "boxes")
 
 
 def test_the_parent_will_do(folder: Path) -> None:
-    assert data.read(folder.parent).root == folder
+    assert data.read_dataset(folder.parent).root == folder
 
 
 def test_of_several_boxes_the_first_is_taken_and_counted(folder: Path) -> None:
     _annotate(folder / "Annotation" / "n02085620-Zebra_dog" / "n02085620_6", (0, 0, 5, 5), (6, 6, 9, 9))
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert next(s for s in found.test if s.path.stem == "n02085620_6").box == (0.0, 0.0, 5.0, 5.0)
-    assert found.warnings == ["1 picture has several boxes, the first is taken: n02085620-Zebra_dog/n02085620_6"]
+    assert found.warnings == ["1 image has several boxes, the first is taken: n02085620-Zebra_dog/n02085620_6"]
 
 
 def test_missing_and_damaged_annotations_are_named_together(folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_missing_and_damaged_annotations_are_named_together(folder: Path) -> Non
     _annotate(breed / "n02085620_3", ("wide", 0, 5, 5))  # type: ignore[arg-type]
     (breed / "n02085620_4").write_text('<?xml version="1.0" encoding="martian"?><annotation/>')
     with pytest.raises(UsageError) as caught:
-        data.read(folder)
+        data.read_dataset(folder)
     message = str(caught.value)
     assert "1 annotation is missing in Annotation/: n02085620-Zebra_dog/n02085620_0;" in message
     assert "4 annotations have no readable box in Annotation/" in message
@@ -112,32 +112,32 @@ def test_missing_and_damaged_annotations_are_named_together(folder: Path) -> Non
     assert "\n" not in message
 
 
-def test_of_a_missing_picture_its_annotation_is_not_reported(folder: Path) -> None:
+def test_of_a_missing_image_its_annotation_is_not_reported(folder: Path) -> None:
     (folder / "Images" / "n02085620-Zebra_dog" / "n02085620_6.jpg").unlink()
     (folder / "Annotation" / "n02085620-Zebra_dog" / "n02085620_6").unlink()
-    assert len(data.read(folder, skip_missing=True).test) == 3
+    assert len(data.read_dataset(folder, skip_missing=True).test) == 3
 
 
-def test_pictures_and_annotations_without_lists_say_what_to_fetch(folder: Path) -> None:
+def test_images_and_annotations_without_lists_say_what_to_fetch(folder: Path) -> None:
     for name in ("train_list.mat", "test_list.mat"):
         next(folder.rglob(name)).unlink()
     with pytest.raises(UsageError, match=r"lacks train_list.mat, test_list.mat; unpack .*lists.tar"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_a_label_for_two_folders_is_an_error(folder: Path) -> None:
     files = [f"{breed}/{breed[:9]}_{i}.jpg" for breed in BREEDS for i in range(5)]
     _list(next(folder.rglob("train_list.mat")), files, [1, 2] * 5)
     with pytest.raises(UsageError, match="label 1 of the lists stands for several folders: n02085620-Zebra_dog, n"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
-def test_a_label_without_pictures_is_an_error(folder: Path) -> None:
+def test_a_label_without_images_is_an_error(folder: Path) -> None:
     for split in ("train", "test"):
         files = [f"{breed}/{breed[:9]}_{i}.jpg" for breed in BREEDS for i in range(5)]
         _list(next(folder.rglob(f"{split}_list.mat")), files, [1] * 5 + [3] * 5)
-    with pytest.raises(UsageError, match="labels of the lists without a picture: 2"):
-        data.read(folder)
+    with pytest.raises(UsageError, match="labels of the lists without an image: 2"):
+        data.read_dataset(folder)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +158,11 @@ def test_a_damaged_list_is_an_error(folder: Path, variables: dict[str, object] |
     path = next(folder.rglob("test_list.mat"))
     path.write_text("hello") if variables is None else savemat(path, variables)
     with pytest.raises(UsageError, match=message):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_an_image_folder_that_looks_like_it_is_told_how_to_say_so(tmp_path: Path, class_folders: Make) -> None:
     class_folders(tmp_path, ["Annotation", "Images"])
     with pytest.raises(UsageError, match="if its folders are classes, give --dataset imagefolder"):
-        data.read(tmp_path)
-    assert data.read(tmp_path, "imagefolder").class_names == ["Annotation", "Images"]
+        data.read_dataset(tmp_path)
+    assert data.read_dataset(tmp_path, "imagefolder").class_names == ["Annotation", "Images"]

@@ -23,7 +23,7 @@ BREEDS = ["Abyssinian", "american_bulldog", "Bengal"]
 
 @pytest.fixture
 def folder(tmp_path: Path, draw: Make) -> Path:
-    """Three breeds with five pictures to train on and one to test each."""
+    """Three breeds with five images to train on and one to test each."""
     root = tmp_path / "oxford-iiit-pet"
     (root / "annotations").mkdir(parents=True)
     for split, numbers in (("trainval", range(1, 6)), ("test", range(6, 7))):
@@ -40,7 +40,7 @@ def _list(root: Path, split: str, rows: list[tuple[str, int]]) -> None:
 
 
 def test_trainval_is_trained_on_and_test_is_tested_on(folder: Path) -> None:
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert (found.layout, found.crop) == ("pets", None)
     assert (len(found.train), len(found.val), len(found.test)) == (12, 3, 3)
     assert [(s.path, s.label) for s in found.test] == [
@@ -50,12 +50,12 @@ def test_trainval_is_trained_on_and_test_is_tested_on(folder: Path) -> None:
 
 
 def test_class_names_are_in_the_order_of_the_class_ids(folder: Path) -> None:
-    assert data.read(folder).class_names == ["Abyssinian", "American Bulldog", "Bengal"]
+    assert data.read_dataset(folder).class_names == ["Abyssinian", "American Bulldog", "Bengal"]
 
 
 def test_it_agrees_with_torchvision(folder: Path) -> None:
     theirs = OxfordIIITPet(folder.parent, split="test")
-    ours = data.read(folder.parent)
+    ours = data.read_dataset(folder.parent)
     assert ours.class_names == theirs.classes
     assert [(s.path, s.label) for s in ours.test] == list(zip(theirs._images, theirs._labels, strict=True))
 
@@ -64,7 +64,7 @@ def test_gif_and_png_called_jpg_are_read_and_mat_files_passed_over(folder: Path,
     draw(folder / "images" / "Abyssinian_1.jpg", format="GIF")
     draw(folder / "images" / "Abyssinian_6.jpg", format="PNG")
     (folder / "images" / "Abyssinian_101.mat").write_text("stray")
-    found = data.read(folder)
+    found = data.read_dataset(folder)
     assert (found.warnings, found.skipped) == ([], [])
     assert len(found.train) + len(found.val) == 15
 
@@ -73,32 +73,32 @@ def test_a_class_id_that_the_list_leaves_out_is_an_error(folder: Path) -> None:
     # else Bengal would be called by the name of the breed before it
     rows = [(f"{breed}_{i}", class_id) for class_id, breed in ((1, "Abyssinian"), (3, "Bengal")) for i in range(1, 6)]
     _list(folder, "trainval", rows)
-    with pytest.raises(UsageError, match=r"trainval.txt has no picture of the class ids 2; "):
-        data.read(folder)
+    with pytest.raises(UsageError, match=r"trainval.txt has no image of the class ids 2; "):
+        data.read_dataset(folder)
 
 
 def test_a_class_id_with_two_breeds_is_an_error(folder: Path) -> None:
     _list(folder, "trainval", [("Abyssinian_1", 1), ("Bengal_1", 1), ("american_bulldog_1", 2)])
     with pytest.raises(UsageError, match=r"trainval.txt has several breeds of the class ids 1 \(Abyssinian, Bengal\)"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_a_breed_that_is_only_tested_is_an_error(folder: Path) -> None:
     _list(folder, "test", [("Persian_1", 1)])
     with pytest.raises(UsageError, match=r"test.txt has breeds .* does not have under these ids: Persian \(1\)"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_the_same_breed_under_another_id_in_the_test_list_is_an_error(folder: Path) -> None:
     _list(folder, "test", [("Bengal_6", 1)])
     with pytest.raises(UsageError, match=r"test.txt has breeds .* does not have under these ids: Bengal \(1\)"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_a_damaged_list_is_an_error(folder: Path) -> None:
     (folder / "annotations" / "test.txt").write_text("Abyssinian_1 1\n")
     with pytest.raises(UsageError, match="its lists for test are damaged"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 def test_an_unreadable_list_is_called_by_the_users_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_an_unreadable_list_is_called_by_the_users_name(folder: Path, monkeypatc
     monkeypatch.setattr(builtins, "open", refuse)
     monkeypatch.setattr(io, "open", refuse)
     with pytest.raises(UsageError) as caught:
-        data.read(folder)
+        data.read_dataset(folder)
     assert str(folder / "annotations" / "trainval.txt") in str(caught.value)
     assert "opal-deploy-" not in str(caught.value)
 
@@ -120,29 +120,29 @@ def test_an_unreadable_list_is_called_by_the_users_name(folder: Path, monkeypatc
 def test_an_empty_list_is_an_error(folder: Path) -> None:
     for split in ("trainval", "test"):
         _list(folder, split, [])
-    with pytest.raises(UsageError, match="no pictures to train on"):
-        data.read(folder)
+    with pytest.raises(UsageError, match="no images to train on"):
+        data.read_dataset(folder)
 
 
 def test_an_absent_list_is_named(folder: Path) -> None:
     (folder / "annotations" / "test.txt").unlink()
     with pytest.raises(UsageError, match=r"lacks annotations/test.txt"):
-        data.read(folder)
+        data.read_dataset(folder)
 
 
 @pytest.mark.data
 def test_the_real_files_in_a_folder_of_another_name(pets_mini: Path) -> None:
-    found = data.read(pets_mini)
+    found = data.read_dataset(pets_mini)
     assert (len(found.train) + len(found.val), len(found.test)) == (259, 112)
     assert found.num_classes == 37
     assert found.class_names[:3] == ["Abyssinian", "American Bulldog", "American Pit Bull Terrier"]
     assert all(s.path.is_relative_to(pets_mini) for s in found.train)
-    assert found.warnings == ["1 picture is in no list and not used: images/Abyssinian_34.jpg"]
+    assert found.warnings == ["1 image is in no list and not used: images/Abyssinian_34.jpg"]
 
 
 @pytest.mark.data
 class TestFullLists:
-    """All 7,349 lines beside ten pictures of each breed."""
+    """All 7,349 lines beside ten images of each breed."""
 
     @pytest.fixture
     def full(self, pets_mini: Path, tmp_path: Path) -> Path:
@@ -151,13 +151,13 @@ class TestFullLists:
         return tmp_path
 
     def test_what_is_missing_is_listed(self, full: Path) -> None:
-        with pytest.raises(UsageError, match=r"6,978 of 7,349 listed pictures are missing: images/Abyssinian_1\.jpg"):
-            data.read(full)
+        with pytest.raises(UsageError, match=r"6,978 of 7,349 listed images are missing: images/Abyssinian_1\.jpg"):
+            data.read_dataset(full)
 
     def test_skip_missing_reads_the_rest_under_the_official_split(self, full: Path, pets_mini: Path) -> None:
-        found = data.read(full, skip_missing=True)
+        found = data.read_dataset(full, skip_missing=True)
         assert len(found.skipped) == 6978
         # nearly all of these photographs are officially for training; annotations/ beside them has a split of its own
         assert [(s.path.name, s.label) for s in found.test] == [("Abyssinian_5.jpg", 0)]
         assert (len(found.train), len(found.val)) == (296, 74)
-        assert found.class_names == data.read(pets_mini).class_names
+        assert found.class_names == data.read_dataset(pets_mini).class_names

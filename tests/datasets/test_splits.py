@@ -1,4 +1,4 @@
-"""A split's name always means the same pictures."""
+"""A split's name always means the same images."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class TestStratifiedSplit:
         assert set(train) == set(expected_train)
         assert set(val) == set(expected_val)
 
-    def test_a_class_with_one_picture_is_named(self) -> None:
-        with pytest.raises(UsageError, match="classes with a single picture: lonely; add pictures"):
+    def test_a_class_with_one_image_is_named(self) -> None:
+        with pytest.raises(UsageError, match="classes with a single image: lonely; add images"):
             stratified_split([0] * 10 + [1], ["many", "lonely"])
-        with pytest.raises(UsageError, match=r"^birds: no validation split possible, classes with a single picture"):
+        with pytest.raises(UsageError, match=r"^birds: no validation split possible, classes with a single image"):
             stratified_split([0] * 10 + [1], ["many", "lonely"], root=Path("birds"))
 
-    def test_fewer_validation_pictures_than_classes_is_an_error(self) -> None:
-        with pytest.raises(UsageError, match="6 pictures are too few for 3 classes"):
+    def test_fewer_validation_images_than_classes_is_an_error(self) -> None:
+        with pytest.raises(UsageError, match="6 images are too few for 3 classes"):
             stratified_split([0, 0, 1, 1, 2, 2], ["a", "b", "c"])

@@ -9,7 +9,7 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.datasets.registry import read
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import pointing
@@ -25,7 +25,7 @@ GRID = (4, 4)
 def data(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     root = tmp_path_factory.mktemp("creatures") / "data"
     generate_dataset(root, num_species=3, train_per_class=2, val_per_class=1, test_per_class=3, size=(64, 64))
-    return read(root)
+    return read_dataset(root)
 
 
 def _measured(cells: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> Measured:

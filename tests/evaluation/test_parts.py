@@ -16,9 +16,10 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.bench.targets.networks import update_batch_norms
 from opal_deploy.cli.evaluate import evaluate
-from opal_deploy.datasets import cub_parts
-from opal_deploy.datasets.cub_parts import PartLocations
-from opal_deploy.datasets.registry import DataSet, read
+from opal_deploy.datasets import cub
+from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.attention_maps import MapSource, of_session
 from opal_deploy.evaluation.parts import PartMeter, measure_parts
@@ -39,7 +40,7 @@ M = 3
 
 @pytest.fixture(scope="module")
 def data(birds: Path) -> DataSet:
-    return read(birds)
+    return read_dataset(birds)
 
 
 def _network(num_classes: int, head: HeadConfig) -> OpalNetwork:
@@ -70,7 +71,7 @@ def exported(checkpoint: Path) -> OnnxSession:
 
 
 def _measure(session: Session, data: DataSet, **options: object) -> Measured:
-    parts = cub_parts.read(data.root, data.test)
+    parts = cub.read_parts(data.root, data.test)
     return evaluate_session(session, data.test, parts=parts, **options)  # type: ignore[arg-type]
 
 
@@ -78,7 +79,7 @@ class _Detector:
     """Channel k of a 7 x 7 map shines where part `k % m` is, whatever the noise."""
 
     def __init__(self, parts: PartLocations, num_classes: int) -> None:
-        cells = np.clip(parts.in_frame_truncated(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]
+        cells = np.clip(parts.truncated_input_points(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]
         self._attention = np.zeros((len(cells), num_classes * M, 7, 7), np.float32)
         for picture, slots in enumerate(cells):
             for slot, (x, y) in enumerate(slots):
@@ -248,7 +249,7 @@ def test_the_command_gives_the_same_figures(
 
 @pytest.mark.data
 def test_the_real_birds(cub_mini: Path) -> None:
-    data = read(cub_mini)
+    data = read_dataset(cub_mini)
     few = replace(data, test=data.test[::16])
     found = measure_parts(_network(data.num_classes, HeadConfig()), few)
     assert found.images == len(few.test) == 16

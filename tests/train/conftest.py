@@ -19,14 +19,6 @@ def cub_mini() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cub_metadata_full() -> Path:
-    folder = SHARED_DATA / "cub_metadata_full"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def resnet18_weights() -> Path:
     path = SHARED_DATA / "weights" / "resnet18_ktb_small.safetensors"
     if not path.is_file():

@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opal_deploy.datasets.registry import read
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
@@ -94,7 +94,7 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_
     done = _train(folder, tmp_path / "run", *batch_norm, processes=2)
     assert done.returncode == 0, done.stderr
     stored = checkpoint.load(tmp_path / "run" / "last.pt")
-    again = evaluate(stored.network, read(folder).val)
+    again = evaluate(stored.network, read_dataset(folder).val)
     assert again.loss == pytest.approx(stored.metrics["val_loss"], abs=1e-6)
 
 
@@ -174,5 +174,5 @@ def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch: pytest.Mo
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(distributed, "torch_device", torch.device)
-    with pytest.raises(UsageError, match="each takes a GPU of its own"), distributed.joined("cuda:1"):
+    with pytest.raises(UsageError, match="each takes a GPU of its own"), distributed.join_process_group("cuda:1"):
         pass

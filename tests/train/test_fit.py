@@ -14,19 +14,20 @@ import pytest
 import torch
 from PIL import Image
 
-from opal_deploy.datasets.registry import DataSet, Sample, read
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import loop
-from opal_deploy.train.loop import Diverged, fit
-from opal_deploy.train.recipe import Options
+from opal_deploy.train.loop import DivergenceError, fit
+from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import FILES
 from opal_deploy.train.validation import Evaluation, evaluate
 
 COLOURS = {"blue": (40, 60, 220), "green": (40, 190, 60), "red": (220, 50, 40)}
 # the smallest network of torchvision's with a whole number of pixels a cell: 1.4 million weights
-OPTIONS = Options(
+OPTIONS = TrainOptions(
     backbone="shufflenet_v2_x0_5",
     epochs=2,
     batch_size=8,
@@ -52,11 +53,11 @@ def squares(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     root = tmp_path_factory.mktemp("squares")
     _draw_classes(root / "train", 10, seed=0)
     _draw_classes(root / "test", 3, seed=1)
-    return read(root)
+    return read_dataset(root)
 
 
 @pytest.fixture(scope="module")
-def run(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> tuple[loop.Result, list[str], list[int]]:
+def run(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> tuple[loop.TrainResult, list[str], list[int]]:
     lines: list[str] = []
     steps: list[int] = []
     out = tmp_path_factory.mktemp("runs") / "deeper" / "x"
@@ -64,11 +65,11 @@ def run(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> tuple[loo
     return result, lines, steps
 
 
-def test_a_run_writes_all_its_files_and_no_others(run: tuple[loop.Result, list[str], list[int]]) -> None:
+def test_a_run_writes_all_its_files_and_no_others(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     assert {path.name for path in run[0].best.parent.iterdir()} == set(FILES)
 
 
-def test_metrics_csv_has_a_line_an_epoch(run: tuple[loop.Result, list[str], list[int]]) -> None:
+def test_metrics_csv_has_a_line_an_epoch(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     with (run[0].best.parent / "metrics.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == [
@@ -85,7 +86,9 @@ def test_metrics_csv_has_a_line_an_epoch(run: tuple[loop.Result, list[str], list
     assert [float(row["val_loss"]) for row in rows] == [record.val_loss for record in run[0].epochs]
 
 
-def test_best_has_the_lowest_validation_loss(run: tuple[loop.Result, list[str], list[int]], squares: DataSet) -> None:
+def test_best_has_the_lowest_validation_loss(
+    run: tuple[loop.TrainResult, list[str], list[int]], squares: DataSet
+) -> None:
     result = run[0]
     losses = [record.val_loss for record in result.epochs]
     assert result.best_epoch == 1 + losses.index(min(losses))
@@ -94,7 +97,7 @@ def test_best_has_the_lowest_validation_loss(run: tuple[loop.Result, list[str], 
 
 
 def test_best_carries_the_test_figures_of_its_own_weights(
-    run: tuple[loop.Result, list[str], list[int]], squares: DataSet
+    run: tuple[loop.TrainResult, list[str], list[int]], squares: DataSet
 ) -> None:
     stored = checkpoint.load(run[0].best)
     again = evaluate(stored.network, squares.test)
@@ -106,7 +109,9 @@ def test_best_carries_the_test_figures_of_its_own_weights(
     assert summary["test_accuracy"] == again.accuracy
 
 
-def test_checkpoints_are_plain_values_with_names_and_settings(run: tuple[loop.Result, list[str], list[int]]) -> None:
+def test_checkpoints_are_plain_values_with_names_and_settings(
+    run: tuple[loop.TrainResult, list[str], list[int]],
+) -> None:
     for name in ("best.pt", "last.pt"):
         raw = torch.load(run[0].best.parent / name, weights_only=True)
         assert raw["class_names"] == ["blue", "green", "red"]
@@ -114,7 +119,7 @@ def test_checkpoints_are_plain_values_with_names_and_settings(run: tuple[loop.Re
         assert raw["training"]["options"]["seed"] == 0
 
 
-def test_config_json_is_resolved(run: tuple[loop.Result, list[str], list[int]]) -> None:
+def test_config_json_is_resolved(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     config = json.loads((run[0].best.parent / "config.json").read_text())
     assert config["options"]["lr"] == 1e-3
     assert config["data"]["train"] == 24
@@ -123,20 +128,20 @@ def test_config_json_is_resolved(run: tuple[loop.Result, list[str], list[int]]) 
     assert {"opal-deploy", "torch", "pillow"} <= config["versions"].keys()
 
 
-def test_curves_are_a_picture(run: tuple[loop.Result, list[str], list[int]]) -> None:
+def test_curves_are_a_picture(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     with Image.open(run[0].best.parent / "curves.png") as image:
         assert image.format == "PNG"
         assert image.width > 500
 
 
-def test_progress_and_a_line_an_epoch_are_reported(run: tuple[loop.Result, list[str], list[int]]) -> None:
+def test_progress_and_a_line_an_epoch_are_reported(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     _, lines, steps = run
     assert [line.split(":")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation pictures, twice
 
 
 def test_the_same_seed_gives_the_same_losses(
-    run: tuple[loop.Result, list[str], list[int]], squares: DataSet, tmp_path: Path
+    run: tuple[loop.TrainResult, list[str], list[int]], squares: DataSet, tmp_path: Path
 ) -> None:
     again = fit(squares, OPTIONS, tmp_path / "again")
     assert [r.val_loss for r in again.epochs] == pytest.approx([r.val_loss for r in run[0].epochs], rel=1e-5)
@@ -221,7 +226,7 @@ def test_an_interruption_leaves_the_epochs_before(squares: DataSet, tmp_path: Pa
     ],
 )
 def test_impossible_options_are_refused_before_anything_is_written(
-    squares: DataSet, tmp_path: Path, options: Options, message: str
+    squares: DataSet, tmp_path: Path, options: TrainOptions, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         fit(squares, options, tmp_path / "out")
@@ -237,8 +242,8 @@ def test_a_data_set_put_together_in_code_needs_validation(tmp_path: Path) -> Non
 def test_a_bad_batch_is_listed_whatever_its_files_are_called(squares: DataSet, tmp_path: Path) -> None:
     root = tmp_path / "a\udcff\nb"
     shutil.copytree(squares.root, root)
-    with pytest.raises(Diverged, match=r"step \d"):
-        fit(read(root), replace(OPTIONS, lr=1e30), tmp_path / "run")
+    with pytest.raises(DivergenceError, match=r"step \d"):
+        fit(read_dataset(root), replace(OPTIONS, lr=1e30), tmp_path / "run")
     names = (tmp_path / "run" / "nonfinite_batch.txt").read_text(encoding="utf-8").splitlines()
     assert len(names) == 8
     assert all(name.startswith(str(tmp_path)) and "a\\xff\\x0ab" in name for name in names)
@@ -261,7 +266,7 @@ def test_bfloat16_on_a_cpu_keeps_float32_weights(squares: DataSet, tmp_path: Pat
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_line(
-    squares: DataSet, tmp_path: Path, options: Options, message: str
+    squares: DataSet, tmp_path: Path, options: TrainOptions, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         fit(squares, options, tmp_path / "out")
@@ -272,7 +277,7 @@ def test_memory_that_runs_out_is_no_bug(squares: DataSet, tmp_path: Path, monkey
     def step(*arguments: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("opal_deploy.train.epoch.Learner.step", step)
+    monkeypatch.setattr("opal_deploy.train.epoch.TrainStep.step", step)
     with pytest.raises(StoppedEarly, match=r"out of memory on cpu with batches of 8 pictures of 64x64"):
         fit(squares, replace(OPTIONS, device="cpu"), tmp_path)
 

@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from opal_deploy.datasets.registry import DataSet, read
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import generate_dataset
 from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import Options, TrainingPrecision
+from opal_deploy.train.recipe import TrainingPrecision, TrainOptions
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU that PyTorch can use"),
 ]
 
-OPTIONS = Options(
+OPTIONS = TrainOptions(
     backbone="resnet18",
     epochs=4,
     batch_size=32,
@@ -40,7 +41,7 @@ OPTIONS = Options(
 def creatures(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
     root = tmp_path_factory.mktemp("creatures") / "data"
     generate_dataset(root, num_species=3, train_per_class=64, val_per_class=12, test_per_class=12, size=(96, 96))
-    return read(root)
+    return read_dataset(root)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

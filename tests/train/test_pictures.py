@@ -15,7 +15,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
-from opal_deploy.train.images import Batches, TrainImages, normalised
+from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.transforms import PaperAugmentation
 
 
@@ -50,7 +50,7 @@ def test_evaluation_pictures_are_those_of_preprocess(samples: list[Sample]) -> N
 
 def test_normalisation_is_that_of_preprocess_bit_for_bit(samples: list[Sample]) -> None:
     (images, _), *_ = Batches(TrainImages(samples, (32, 32)), 9)
-    ours = normalised(images, IMAGENET_MEAN, IMAGENET_STD)
+    ours = normalize(images, IMAGENET_MEAN, IMAGENET_STD)
     assert np.array_equal(ours.numpy(), normalise(images.numpy(), IMAGENET_MEAN, IMAGENET_STD))
     assert ours.is_contiguous(memory_format=torch.channels_last)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.datasets.registry import read
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import Options
+from opal_deploy.train.recipe import TrainOptions
 
 
 @pytest.mark.data
@@ -16,7 +16,9 @@ from opal_deploy.train.recipe import Options
 def test_three_epochs_on_ten_species_are_far_above_chance(
     cub_mini: Path, resnet18_weights: Path, tmp_path: Path
 ) -> None:
-    result = fit(read(cub_mini), Options(backbone="resnet18", weights=str(resnet18_weights), epochs=3), tmp_path)
+    result = fit(
+        read_dataset(cub_mini), TrainOptions(backbone="resnet18", weights=str(resnet18_weights), epochs=3), tmp_path
+    )
     assert result.test is not None
     assert result.test.accuracy > 0.5
     assert result.test.spatial_prototype_collapse is not None

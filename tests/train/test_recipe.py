@@ -11,15 +11,15 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe
-from opal_deploy.train.recipe import Options, Recipe, load, resolve
+from opal_deploy.train.recipe import Recipe, TrainOptions, load_recipe, resolve_recipe
 
 
 def _head(**said: Any) -> HeadConfig:
-    return resolve(load("paper"), {"head": said}).options.head
+    return resolve_recipe(load_recipe("paper"), {"head": said}).options.head
 
 
 def test_the_papers_recipe_is_the_papers_protocol() -> None:
-    options = resolve(load("paper"), {}).options
+    options = resolve_recipe(load_recipe("paper"), {}).options
     assert (options.epochs, options.batch_size, options.lr) == (30, 64, 1e-4)
     assert options.input_size == (224, 224)
     assert options.head == HeadConfig()
@@ -29,14 +29,14 @@ def test_the_papers_recipe_is_the_papers_protocol() -> None:
 
 
 def test_weights_follow_the_backbone_unless_they_are_given() -> None:
-    paper = load("paper")
-    assert resolve(paper, {"model": {"backbone": "resnet50"}}).options.weights == "IMAGENET1K_V2"
-    assert resolve(paper, {"model": {"weights": "none"}}).options.weights is None
-    assert resolve(paper, {"model": {"weights": "mine.pth"}}).options.weights == "mine.pth"
+    paper = load_recipe("paper")
+    assert resolve_recipe(paper, {"model": {"backbone": "resnet50"}}).options.weights == "IMAGENET1K_V2"
+    assert resolve_recipe(paper, {"model": {"weights": "none"}}).options.weights is None
+    assert resolve_recipe(paper, {"model": {"weights": "mine.pth"}}).options.weights == "mine.pth"
 
 
 def test_the_command_line_overrides_and_its_silence_does_not() -> None:
-    found = resolve(
+    found = resolve_recipe(
         {"training": {"epochs": 7, "seed": 4}, "data": {"dataset": "cub"}},
         {"training": {"epochs": 2, "seed": None}, "data": {"dataset": None, "partition": 3}},
     )
@@ -60,25 +60,27 @@ def test_head_options_make_the_papers_variants() -> None:
 
 def test_a_kind_on_the_command_line_replaces_the_recipes_variant() -> None:
     ablated = {"head": {"cws": False, "pooling": "avg", "prototypes_per_class": 3}}
-    assert resolve(ablated, {}).options.head == HeadConfig(cws=False, pooling="avg", prototypes_per_class=3)
-    assert resolve(ablated, {"head": {"kind": "opal"}}).options.head == HeadConfig(prototypes_per_class=3)
-    assert resolve(ablated, {"head": {"kind": "linear"}}).options.head == LINEAR_BASELINE
+    assert resolve_recipe(ablated, {}).options.head == HeadConfig(cws=False, pooling="avg", prototypes_per_class=3)
+    assert resolve_recipe(ablated, {"head": {"kind": "opal"}}).options.head == HeadConfig(prototypes_per_class=3)
+    assert resolve_recipe(ablated, {"head": {"kind": "linear"}}).options.head == LINEAR_BASELINE
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(head=LINEAR_BASELINE, weights="IMAGENET1K_V2", backbone="resnet50"),
-        Options(head=HeadConfig(cws=False, distance="linf", prototypes_per_class=1), workers=3, tf32=True, seed=9),
-        Options(input_size=(224, 448), augment="none", precision="bf16", compile=True, save_every=10, tensorboard=True),
+        TrainOptions(),
+        TrainOptions(head=LINEAR_BASELINE, weights="IMAGENET1K_V2", backbone="resnet50"),
+        TrainOptions(head=HeadConfig(cws=False, distance="linf", prototypes_per_class=1), workers=3, tf32=True, seed=9),
+        TrainOptions(
+            input_size=(224, 448), augment="none", precision="bf16", compile=True, save_every=10, tensorboard=True
+        ),
     ],
 )
-def test_what_is_saved_resolves_to_the_same_run(options: Options, tmp_path: Path) -> None:
+def test_what_is_saved_resolves_to_the_same_run(options: TrainOptions, tmp_path: Path) -> None:
     original = Recipe(options, "dtd", partition=4, skip_missing=True)
     path = tmp_path / "recipe.toml"
     path.write_text(original.to_toml())
-    assert resolve(load(str(path)), {}) == original
+    assert resolve_recipe(load_recipe(str(path)), {}) == original
     assert tomllib.loads(path.read_text())["model"]["backbone"] == options.backbone
 
 
@@ -100,26 +102,26 @@ def test_a_recipe_that_says_something_else_is_refused(text: str, message: str, t
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
-        load(str(path))
+        load_recipe(str(path))
 
 
 def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text("[training]\nepoch = 3\nlr = 'x'\n[modle]\n")
     with pytest.raises(UsageError, match=r"'epoch'.*lr = 'x'.*'modle'"):
-        load(str(path))
+        load_recipe(str(path))
 
 
 def test_an_unknown_recipe_names_those_there_are() -> None:
     with pytest.raises(UsageError, match=r"recipe 'papers': no such file, and not one of paper"):
-        load("papers")
-    assert recipe.names() == ["paper"]
+        load_recipe("papers")
+    assert recipe.recipe_names() == ["paper"]
 
 
 @pytest.mark.parametrize("size", [[224], [224, 0], [224.0, 224], ["a", 3]])
 def test_an_input_size_is_two_numbers(size: list[Any]) -> None:
     with pytest.raises(UsageError, match="expected two whole numbers"):
-        resolve({"model": {"input_size": size}}, {})
+        resolve_recipe({"model": {"input_size": size}}, {})
 
 
 @pytest.mark.parametrize(
@@ -128,4 +130,4 @@ def test_an_input_size_is_two_numbers(size: list[Any]) -> None:
 )
 def test_words_are_checked(training: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve({"training": training}, {})
+        resolve_recipe({"training": training}, {})

@@ -21,16 +21,17 @@ import pytest
 import torch
 from PIL import Image
 
-from opal_deploy.datasets.registry import DataSet, read
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train import checkpoint_manager
 from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import Options
+from opal_deploy.train.recipe import TrainOptions
 
 # stochastic depth draws from torch's generator: a state that is not restored changes the weights
-OPTIONS = Options(
+OPTIONS = TrainOptions(
     backbone="shufflenet_v2_x0_5",
     epochs=2,
     batch_size=8,
@@ -58,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def squares(folder: Path) -> DataSet:
-    return read(folder)
+    return read_dataset(folder)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(
         fit(squares, OPTIONS, tmp_path / "run")
 
 
-def _interrupted(squares: DataSet, out: Path, options: Options = OPTIONS) -> Path:
+def _interrupted(squares: DataSet, out: Path, options: TrainOptions = OPTIONS) -> Path:
     """A run that ended after its first epoch."""
 
     def interrupt(line: str) -> None:

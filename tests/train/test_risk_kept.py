@@ -10,12 +10,12 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.inspect import inspect
-from opal_deploy.datasets.registry import read
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.statistics.risk import choose_threshold
 from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import Options
+from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.validation import evaluate
 
 
@@ -33,10 +33,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _best(data: Path, out: Path, head: HeadConfig) -> Path:
-    options = Options(
+    options = TrainOptions(
         backbone="shufflenet_v2_x0_5", epochs=1, batch_size=6, input_size=(64, 64), head=head, device="cpu"
     )
-    return fit(read(data), options, out).best
+    return fit(read_dataset(data), options, out).best
 
 
 def test_the_curve_is_kept_from_training_to_inspect(
@@ -49,7 +49,7 @@ def test_the_curve_is_kept_from_training_to_inspect(
     assert metadata.risk["split"] == "val"
     assert metadata.risk["images"] == 9
     assert metadata.risk["error"] == pytest.approx(1 - stored.metrics["val_accuracy"])
-    again = evaluate(stored.network, read(data).val).risk
+    again = evaluate(stored.network, read_dataset(data).val).risk
     assert again is not None
     assert {**metadata.risk, "levels": None} == {"split": "val", **again, "levels": None}
     assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.train.transforms import Operation, PaperAugmentation, _resized_crop, geometric, photometric
+from opal_deploy.train.transforms import (
+    Operation,
+    PaperAugmentation,
+    apply_geometric,
+    apply_photometric,
+    sample_resized_crop,
+)
 
 
 def _noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -99,13 +105,13 @@ def _centre(image: Image.Image) -> tuple[float, float]:
     ids=["identity", "shear x", "shear -x", "shear y", "shear -y", "right", "left", "down", "up"],
 )
 def test_geometric_operations_at_their_strongest(choice: int, negative: bool, expected: tuple[float, float]) -> None:
-    moved = geometric(_dot(slice(39, 42), slice(79, 82)), _Scripted(choice, negative=negative))  # type: ignore[arg-type]
+    moved = apply_geometric(_dot(slice(39, 42), slice(79, 82)), _Scripted(choice, negative=negative))  # type: ignore[arg-type]
     assert _centre(moved) == pytest.approx(expected, abs=1.6)
 
 
 @pytest.mark.parametrize("negative", [False, True])
 def test_rotation_is_at_most_sixty_degrees_about_the_centre(negative: bool) -> None:
-    turned = geometric(_dot(slice(19, 22), slice(99, 102)), _Scripted(5, negative=negative))  # type: ignore[arg-type]
+    turned = apply_geometric(_dot(slice(19, 22), slice(99, 102)), _Scripted(5, negative=negative))  # type: ignore[arg-type]
     row, col = _centre(turned)
     # 80 pixels above the centre; positive angles turn counterclockwise
     side = 1 if negative else -1
@@ -124,7 +130,7 @@ class _Counting(np.random.Generator):
         return self.drawn[-1]
 
 
-@pytest.mark.parametrize(("operation", "count"), [(geometric, 6), (photometric, 8)])
+@pytest.mark.parametrize(("operation", "count"), [(apply_geometric, 6), (apply_photometric, 8)])
 def test_every_operation_is_drawn_about_equally_often(operation: Operation, count: int) -> None:
     rng = _Counting(0)
     for _ in range(400):
@@ -138,15 +144,15 @@ def test_every_operation_is_drawn_about_equally_often(operation: Operation, coun
 @pytest.mark.parametrize("negative", [False, True])
 def test_photometric_operations_keep_size_and_mode(choice: int, negative: bool) -> None:
     image = Image.fromarray(_noise(40, 30) // 2 + 40)  # leaves room at both ends
-    changed = photometric(image, _Scripted(choice, negative=negative))  # type: ignore[arg-type]
+    changed = apply_photometric(image, _Scripted(choice, negative=negative))  # type: ignore[arg-type]
     assert (changed.size, changed.mode) == (image.size, "RGB")
     assert (changed == image) == (choice == 0)
 
 
 def test_brightness_changes_by_at_most_half() -> None:
     grey = Image.new("RGB", (4, 4), (100, 100, 100))
-    up = photometric(grey, _Scripted(1, negative=False))  # type: ignore[arg-type]
-    down = photometric(grey, _Scripted(1, negative=True))  # type: ignore[arg-type]
+    up = apply_photometric(grey, _Scripted(1, negative=False))  # type: ignore[arg-type]
+    down = apply_photometric(grey, _Scripted(1, negative=True))  # type: ignore[arg-type]
     assert (up.getpixel((0, 0)), down.getpixel((0, 0))) == ((150, 150, 150), (50, 50, 50))
 
 
@@ -156,7 +162,7 @@ def test_the_resized_crop_takes_at_least_95_percent_of_the_area(size: tuple[int,
     rng = np.random.default_rng(0)
     areas = []
     for _ in range(300):
-        top, left, rows, cols = _resized_crop(image, rng)
+        top, left, rows, cols = sample_resized_crop(image, rng)
         assert top >= 0
         assert left >= 0
         assert top + rows <= image.height

@@ -15,7 +15,7 @@ FigureName = Literal["accuracy", "collapse", "consistency", "stability"]
 
 
 @dataclass(frozen=True)
-class Size:
+class DatasetSize:
     """A data set's official splits: pictures to train on, validate (0: a fifth of those to train on) and test."""
 
     title: str
@@ -34,7 +34,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Printed:
+class PaperFigure:
     """What stands in the paper, in per cent; `std` is None where it gives none."""
 
     mean: float
@@ -53,7 +53,7 @@ class Row:
 
     name: str
     run: Sections | None
-    paper: tuple[Printed, ...]
+    paper: tuple[PaperFigure, ...]
 
 
 @dataclass(frozen=True)
@@ -75,39 +75,39 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
 
-    def printed(self, row: Row, column: Column) -> Printed | None:
+    def printed(self, row: Row, column: Column) -> PaperFigure | None:
         """The paper's figure; None for a column of another data set."""
         return row.paper[self.columns.index(column)] if column in self.columns else None
 
 
 @cache
-def _raw() -> dict[str, Any]:
+def _load_toml() -> dict[str, Any]:
     text = (resources.files("opal_deploy.train") / "reproduce" / "paper.toml").read_text("utf-8")
     return tomllib.loads(text)
 
 
-def sizes() -> dict[str, Size]:
+def dataset_sizes() -> dict[str, DatasetSize]:
     """By the catalogue's name."""
-    return {name: Size(**values) for name, values in _raw()["datasets"].items()}
+    return {name: DatasetSize(**values) for name, values in _load_toml()["datasets"].items()}
 
 
-def names() -> list[str]:
+def table_names() -> list[str]:
     """Of the tables, in the paper's order."""
-    return [table["name"] for table in _raw()["table"]]
+    return [load_table["name"] for load_table in _load_toml()["table"]]
 
 
-def table(name: str) -> Table:
+def load_table(name: str) -> Table:
     """One table.
 
     Raises:
         UsageError: no such table.
     """
-    for raw in _raw()["table"]:
+    for raw in _load_toml()["table"]:
         if raw["name"] == name:
             rows = tuple(
-                Row(row["name"], row.get("run"), tuple(Printed(*figures) for figures in row["paper"]))
+                Row(row["name"], row.get("run"), tuple(PaperFigure(*figures) for figures in row["paper"]))
                 for row in raw["row"]
             )
             columns = tuple(Column(**column) for column in raw["columns"])
             return Table(name, raw["title"], raw["label"], raw["spread"], columns, rows)
-    raise UsageError(f"table {name!r}: expected one of {', '.join(names())}")
+    raise UsageError(f"table {name!r}: expected one of {', '.join(table_names())}")

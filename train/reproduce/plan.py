@@ -17,8 +17,8 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe as recipes
 from opal_deploy.train import resume as resuming
-from opal_deploy.train.recipe import Options, Sections
-from opal_deploy.train.reproduce.paper import Column, Row, Size, Table, sizes
+from opal_deploy.train.recipe import Sections, TrainOptions
+from opal_deploy.train.reproduce.paper import Column, DatasetSize, Row, Table, dataset_sizes
 from opal_deploy.train.run_directory import TrainRunDirectory
 
 # sustained while training, where no run of this backbone is finished here yet: an assumption, to be overridden
@@ -42,7 +42,7 @@ class Run:
     dataset: str
     row: Row
     seed: int
-    options: Options
+    options: TrainOptions
     folder: Path
 
     @property
@@ -82,7 +82,7 @@ class Plan:
     @property
     def departures(self) -> tuple[str, ...]:
         """Where the runs are not the paper's protocol, a line each: as they were done, or else as they are planned."""
-        return tuple(dict.fromkeys(line for run in self.runs for line in _departures(run)))
+        return tuple(dict.fromkeys(line for run in self.runs for line in _find_departures(run)))
 
 
 def make_plan(
@@ -108,7 +108,7 @@ def make_plan(
     Raises:
         UsageError: no such row, or options that contradict each other.
     """
-    rows = [row for row in table.rows if not only or any(_is_meant(part, row.name, table) for part in only)]
+    rows = [row for row in table.rows if not only or any(_matches_row(part, row.name, table) for part in only)]
     if not rows:
         raise UsageError(
             f"no row of {table.name} is named like {' or '.join(only)}: it has {'; '.join(r.name for r in table.rows)}"
@@ -126,20 +126,22 @@ def make_plan(
         for row in rows:
             if row.run is None:
                 continue
-            options = recipes.resolve(base, _merged(overrides, row.run, {"training": {"seed": seed}})).options
+            options = recipes.resolve_recipe(
+                base, _merge_sections(overrides, row.run, {"training": {"seed": seed}})
+            ).options
             for name in dict.fromkeys(column.dataset for column in columns):
-                runs.append(Run(name, row, seed, options, out / name / folder_name(options)))
+                runs.append(Run(name, row, seed, options, out / name / run_folder_name(options)))
     shown = replace(table, rows=tuple(rows))
     return Plan(shown, tuple(columns), tuple(runs))
 
 
-def _is_meant(part: str, name: str, table: Table) -> bool:
+def _matches_row(part: str, name: str, table: Table) -> bool:
     """A whole name, or its last word, means that row alone (m=1, not m=10); anything else each that holds it."""
     exact = [row.name for row in table.rows if part.lower() in (row.name.lower(), row.name.lower().split()[-1])]
     return name in exact if exact else part.lower() in name.lower()
 
 
-def folder_name(options: Options) -> str:
+def run_folder_name(options: TrainOptions) -> str:
     """Of a run: backbone, head and seed."""
     return f"{options.backbone}-{head_name(options.head)}-seed{options.seed}"
 
@@ -167,7 +169,7 @@ class Estimate:
     measured: bool
 
 
-def estimate(run: Run, out: Path, size: Size | None, tflops: float = ASSUMED_TFLOPS) -> Estimate | None:
+def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float = ASSUMED_TFLOPS) -> Estimate | None:
     """From the pictures of the data set and the multiply-accumulates of the backbone; None if its size is not known."""
     if size is None:
         return None
@@ -183,12 +185,12 @@ def estimate(run: Run, out: Path, size: Size | None, tflops: float = ASSUMED_TFL
     return Estimate(flops * pictures / (tflops * 1e12) / 3600, measured=False)
 
 
-def known_size(name: str) -> Size | None:
+def official_size(name: str) -> DatasetSize | None:
     """The official one; None for a data set of somebody's own."""
-    return sizes().get(name)
+    return dataset_sizes().get(name)
 
 
-def _measured_rate(out: Path, options: Options) -> float | None:
+def _measured_rate(out: Path, options: TrainOptions) -> float | None:
     """Training pictures a second of a finished run in `out` with the same backbone, input and precision."""
     for path in sorted(out.glob(f"*/{options.backbone}-*/summary.json")):
         try:
@@ -206,7 +208,7 @@ def _measured_rate(out: Path, options: Options) -> float | None:
     return None
 
 
-def _merged(*layers: Sections) -> Sections:
+def _merge_sections(*layers: Sections) -> Sections:
     merged: Sections = {}
     for layer in layers:
         for section, keys in layer.items():
@@ -215,22 +217,22 @@ def _merged(*layers: Sections) -> Sections:
 
 
 @cache
-def _papers_options(backbone: str | None) -> Options:
+def _paper_options(backbone: str | None) -> TrainOptions:
     """Of the paper's protocol, on its reference or on another backbone."""
-    return recipes.resolve(recipes.load("paper"), {"model": {"backbone": backbone}}).options
+    return recipes.resolve_recipe(recipes.load_recipe("paper"), {"model": {"backbone": backbone}}).options
 
 
-def _departures(run: Run) -> list[str]:
+def _find_departures(run: Run) -> list[str]:
     """Where a run is another than the paper's, head and seed apart, which the row and its folder's name say."""
     stored = run.stored() if run.is_finished else {}
     ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
-    papers = _papers_options((run.row.run or {}).get("model", {}).get("backbone"))
+    papers = _paper_options((run.row.run or {}).get("model", {}).get("backbone"))
     lines = []
     for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment", "tf32"):
         expected = json.loads(json.dumps(getattr(papers, key)))
         if ours.get(key) != expected:
             lines.append(f"{key} {ours.get(key)} instead of {expected}")
-    size, data = known_size(run.dataset), stored.get("data")
+    size, data = official_size(run.dataset), stored.get("data")
     if size is not None and isinstance(data, dict):
         found = (data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test"))
         if found != (size.classes, size.train + size.val, size.test):

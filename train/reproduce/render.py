@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from opal_deploy.train.reproduce.paper import Column, Printed
+from opal_deploy.train.reproduce.paper import Column, PaperFigure
 from opal_deploy.train.reproduce.plan import Plan
-from opal_deploy.train.reproduce.results import Measured, gather
+from opal_deploy.train.reproduce.results import MeasuredFigure, collect_figures
 
 _NOTHING = "-"
 
 
 def to_text(plan: Plan) -> str:
     """Aligned columns for a terminal."""
-    head, rows = _cells(plan)
+    head, rows = _table_cells(plan)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     aligned = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -24,8 +24,15 @@ def to_text(plan: Plan) -> str:
 
 def to_markdown(plan: Plan) -> str:
     """A table that Markdown readers draw."""
-    head, rows = _cells(plan)
-    lines = [f"**{plan.table.title}**", "", _bars(head), _bars(["---"] * len(head)), *map(_bars, rows), ""]
+    head, rows = _table_cells(plan)
+    lines = [
+        f"**{plan.table.title}**",
+        "",
+        _markdown_row(head),
+        _markdown_row(["---"] * len(head)),
+        *map(_markdown_row, rows),
+        "",
+    ]
     return "\n".join([*lines, *(f"- {note}" for note in _notes(plan))]) + "\n"
 
 
@@ -36,7 +43,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     for row in plan.table.rows:
         cells = []
         for column in plan.columns:
-            ours, printed = gather(plan, row, column), plan.table.printed(row, column)
+            ours, printed = collect_figures(plan, row, column), plan.table.printed(row, column)
             cells.append({
                 "dataset": column.dataset,
                 "figure": column.figure,
@@ -57,25 +64,28 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
+def _table_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
     head = ["row"]
     for column in plan.columns:
-        head += [_title(plan, column), "paper"]
+        head += [_column_title(plan, column), "paper"]
     rows = []
     for row in plan.table.rows:
         cells = [row.name]
         for column in plan.columns:
-            cells += [_ours(plan, gather(plan, row, column)), _papers(plan.table.printed(row, column))]
+            cells += [
+                _format_ours(plan, collect_figures(plan, row, column)),
+                _format_paper(plan.table.printed(row, column)),
+            ]
         rows.append(cells)
     return head, rows
 
 
-def _title(plan: Plan, column: Column) -> str:
+def _column_title(plan: Plan, column: Column) -> str:
     figures = {c.figure for c in plan.columns}
     return column.dataset if len(figures) == 1 else f"{column.dataset} {column.figure}"
 
 
-def _ours(plan: Plan, found: Measured | None) -> str:
+def _format_ours(plan: Plan, found: MeasuredFigure | None) -> str:
     if found is None:
         return _NOTHING
     seeds = len({run.seed for run in plan.runs})
@@ -84,7 +94,7 @@ def _ours(plan: Plan, found: Measured | None) -> str:
     return f"{found.mean:.1f}{'' if spread is None else f' ± {spread:.1f}'}{short}"
 
 
-def _papers(printed: Printed | None) -> str:
+def _format_paper(printed: PaperFigure | None) -> str:
     if printed is None:
         return _NOTHING
     return f"{printed.mean:.1f}{'' if printed.std is None else f' ± {printed.std:.1f}'}"
@@ -110,5 +120,5 @@ def _notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _bars(cells: list[str]) -> str:
+def _markdown_row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"

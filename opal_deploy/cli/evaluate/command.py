@@ -18,7 +18,7 @@ from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.datasets.cub_parts import PartLocations
+    from opal_deploy.datasets.cub import PartLocations
     from opal_deploy.datasets.samples import Sample
     from opal_deploy.runtime.session import Session
     from opal_deploy.synthetic import Annotation
@@ -97,8 +97,8 @@ def evaluate(
     """
     for package in ("torch", "sklearn", "matplotlib"):
         require(package, "train", "opal-deploy evaluate", pip_name={"sklearn": "scikit-learn"}.get(package))
-    from opal_deploy.datasets import cub_parts
-    from opal_deploy.datasets.registry import read
+    from opal_deploy.datasets import cub
+    from opal_deploy.datasets.registry import read_dataset
     from opal_deploy.evaluation import pointing, report
     from opal_deploy.evaluation.risk import check_support
 
@@ -114,7 +114,7 @@ def evaluate(
     for path, theirs in zip(model, known, strict=True):
         _check_wanted(path, theirs, options)
     with progress("reading") as advance:
-        pictures = read(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
+        pictures = read_dataset(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
     print_message(one_line(f"read as {pictures.describe()}"))
     for line in pictures.warnings:
         print_message(one_line(f"warning: {line}"))
@@ -125,14 +125,14 @@ def evaluate(
     if options.target is not None:
         check_support(len(samples), options.target)
     generated = pointing.has_annotations(pictures)
-    if parts and not cub_parts.has_parts(pictures) and not generated:
+    if parts and not cub.has_parts(pictures) and not generated:
         raise UsageError(
             f"{data}: it has no part locations (parts/part_locs.txt of CUB, parts.jsonl of the generated set); "
             "leave --parts out"
         )
     located, annotations = None, None
-    if parts is not False and cub_parts.has_parts(pictures):
-        located = cub_parts.read(pictures.root, samples)
+    if parts is not False and cub.has_parts(pictures):
+        located = cub.read_parts(pictures.root, samples)
     if parts is not False and generated:
         annotations = pointing.annotations_of(pictures, samples)
     if out is not None:

@@ -43,7 +43,7 @@ def metadata(path: Path) -> Metadata:
 
 def check_classes(path: Path, names: list[str], pictures: DataSet) -> None:
     """Raises UsageError: the model's classes are not the data set's, in its order."""
-    from opal_deploy.datasets.samples import counted
+    from opal_deploy.datasets.samples import pluralize
 
     theirs = pictures.class_names
     if names == theirs:
@@ -51,7 +51,7 @@ def check_classes(path: Path, names: list[str], pictures: DataSet) -> None:
     expected = "they must be the same, in the same order; give the data set that the model was trained on"
     if len(names) != len(theirs):
         raise UsageError(
-            f"{path} knows {counted(len(names), 'class', 'classes')} ({names[0]}, ...), "
+            f"{path} knows {pluralize(len(names), 'class', 'classes')} ({names[0]}, ...), "
             f"{pictures.root} has {len(theirs)} ({theirs[0]}, ...); {expected}"
         )
     number, (ours, other) = next(

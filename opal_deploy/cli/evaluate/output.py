@@ -39,11 +39,11 @@ class Run:
 
 def say_figures(run: Run, split: str, *, boxes: bool) -> None:
     """A few lines on one model."""
-    from opal_deploy.datasets.samples import counted
+    from opal_deploy.datasets.samples import pluralize
 
     found, parts = run.measured.evaluation, run.measured.parts
     without = "" if boxes else ", boxes left out"
-    pictures = counted(found.images, f"{split} picture", f"{split} pictures")
+    pictures = pluralize(found.images, f"{split} picture", f"{split} pictures")
     print_message(f"{one_line(str(run.path))} in {run.session}, {pictures}{without}")
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2%}"
     print_message(f"accuracy {found.accuracy:.2%}{top5}, macro F1 {found.macro_f1:.2%}, cross-entropy {found.loss:.4f}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import Report, Sample
+from opal_deploy.datasets.samples import ProgressCallback, Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.faithfulness.figures import (
     OrderFigures,
@@ -117,7 +117,7 @@ def measure(
     batch: int = 16,
     workers: int = 2,
     seed: int = 0,
-    report: Report | None = None,
+    report: ProgressCallback | None = None,
 ) -> Faithfulness:
     """Curves, controls and stability of one model.
 

@@ -34,9 +34,9 @@ def _printed(source: str, label: str) -> list[tuple[float, float | None]]:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", paper.names())
+@pytest.mark.parametrize("name", paper.table_names())
 def test_every_figure_is_the_papers(name: str, source: str) -> None:
-    table = paper.table(name)
+    table = paper.load_table(name)
     ours = [(figure.mean, figure.std) for row in table.rows for figure in row.paper]
     assert ours == _printed(source, table.label)
     assert all(len(row.paper) == len(table.columns) for row in table.rows)
@@ -50,12 +50,16 @@ def test_every_figure_is_the_papers(name: str, source: str) -> None:
     ],
 )  # fmt: skip
 def test_the_tables_have_the_papers_shape(name: str, rows: int, columns: int) -> None:
-    table = paper.table(name)
+    table = paper.load_table(name)
     assert (len(table.rows), len(table.columns)) == (rows, columns)
 
 
 def _heads(name: str) -> list[HeadConfig]:
-    return [recipe.resolve(recipe.load("paper"), row.run).options.head for row in paper.table(name).rows if row.run]
+    return [
+        recipe.resolve_recipe(recipe.load_recipe("paper"), row.run).options.head
+        for row in paper.load_table(name).rows
+        if row.run
+    ]
 
 
 def test_the_ablation_is_all_eleven_variants() -> None:
@@ -73,15 +77,15 @@ def test_rows_train_what_their_names_say() -> None:
     assert [head.cws for head in _heads("collapse")] == [False, True]
     without = _heads("components")[0]
     assert (without.cws, without.pooling, without.anchors) == (False, "avg", True)
-    backbones = [row.run["model"]["backbone"] for row in paper.table("backbones").rows if row.run]
+    backbones = [row.run["model"]["backbone"] for row in paper.load_table("backbones").rows if row.run]
     assert backbones[::2] == backbones[1::2]
     assert len(set(backbones)) == 9
 
 
 def test_methods_of_others_are_not_trained() -> None:
-    assert [row.name for row in paper.table("methods").rows if row.run] == ["Baseline (ConvNeXt-Tiny)", "OPAL"]
+    assert [row.name for row in paper.load_table("methods").rows if row.run] == ["Baseline (ConvNeXt-Tiny)", "OPAL"]
 
 
 def test_an_unknown_table_names_those_there_are() -> None:
     with pytest.raises(UsageError, match="table 'ablations': expected one of methods, backbones, ablation"):
-        paper.table("ablations")
+        paper.load_table("ablations")

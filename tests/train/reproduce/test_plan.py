@@ -12,16 +12,16 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
 from opal_deploy.train.reproduce import paper, render
-from opal_deploy.train.reproduce.plan import Plan, Run, estimate, make_plan
-from opal_deploy.train.reproduce.results import carry_out, gather
+from opal_deploy.train.reproduce.plan import Plan, Run, estimate_hours, make_plan
+from opal_deploy.train.reproduce.results import collect_figures, run_plan
 
-PAPER = recipe.load("paper")
+PAPER = recipe.load_recipe("paper")
 
 
 def _plan(
     name: str, out: Path, datasets: tuple[str, ...] = ("cub",), seeds: tuple[int, ...] = (0,), **more: Any
 ) -> Plan:
-    return make_plan(paper.table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
+    return make_plan(paper.load_table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
 
 
 def _finish(run: Run, record: dict[str, Any] | None = None, **summary: Any) -> None:
@@ -46,7 +46,7 @@ def test_tables_share_their_runs(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("name", paper.names())
+@pytest.mark.parametrize("name", paper.table_names())
 def test_different_rows_have_different_folders(name: str, tmp_path: Path) -> None:
     runs = (
         _plan(name, tmp_path, seeds=(0, 1)).runs if name != "beyond" else _plan(name, tmp_path, ("dtd",), (0, 1)).runs
@@ -111,7 +111,7 @@ def test_a_finished_run_of_other_options_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"a finished run of other options: epochs was 1 and is 30; lr was 0\.1 and is"
     ):
-        carry_out(plan, {}, report=lambda done, total, note: None, log=lambda line: None)
+        run_plan(plan, {}, report=lambda done, total, note: None, log=lambda line: None)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"test_accuracy": "x"}', '{"test_accuracy": NaN}'])
@@ -122,7 +122,7 @@ def test_a_damaged_summary_is_named(text: str, tmp_path: Path) -> None:
     (run.folder / "summary.json").write_text(text)
     with pytest.raises(UsageError, match=r"summary\.json: .*remove its folder and reproduce again"):
         render.to_text(plan)
-    assert estimate(run, tmp_path, paper.sizes()["cub"]) is not None
+    assert estimate_hours(run, tmp_path, paper.dataset_sizes()["cub"]) is not None
 
 
 def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
         _finish(_run(plan, "OPAL", seed), test_accuracy=accuracy)
     _finish(_run(plan, "Baseline (ConvNeXt-Tiny)", 1), test_accuracy=0.83)
     opal, baseline = plan.table.rows[-1], plan.table.rows[0]
-    found = gather(plan, opal, plan.columns[0])
+    found = collect_figures(plan, opal, plan.columns[0])
     assert found is not None
     assert found.mean == pytest.approx(85.0)
     assert found.std == pytest.approx(1.0)  # n - 1
@@ -151,7 +151,7 @@ def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
     cell = document["rows"][-1]["cells"][0]
     assert cell["ours"]["values"] == pytest.approx([84.0, 86.0, 85.0])
     assert cell["paper"] == {"mean": 85.6, "std": 0.2}
-    assert gather(plan, baseline, plan.columns[0]).std is None  # type: ignore[union-attr]
+    assert collect_figures(plan, baseline, plan.columns[0]).std is None  # type: ignore[union-attr]
 
 
 def test_collapse_spreads_over_pictures_as_in_the_paper(tmp_path: Path) -> None:
@@ -173,23 +173,23 @@ def test_markdown_is_a_table(tmp_path: Path) -> None:
 
 def test_hours_come_from_counted_operations(tmp_path: Path) -> None:
     run = _run(_plan("backbones", tmp_path), "ResNet-50")
-    size = paper.sizes()["cub"]
-    found = estimate(run, tmp_path, size, tflops=100.0)
+    size = paper.dataset_sizes()["cub"]
+    found = estimate_hours(run, tmp_path, size, tflops=100.0)
     # ResNet-50 without its dense layer: 4.09 G multiply-accumulates (He et al. 2016; torchvision's page)
     train, val = 5994 - 1198, 1198
     flops = 2 * 4.087e9 * (30 * (3 * train + val) + 5794)
     assert found is not None
     assert found.hours == pytest.approx(flops / 100e12 / 3600, rel=0.01)
     assert not found.measured
-    assert estimate(run, tmp_path, None) is None
+    assert estimate_hours(run, tmp_path, None) is None
 
 
 def test_a_finished_run_replaces_the_assumption(tmp_path: Path) -> None:
     plan = _plan("methods", tmp_path)
     _finish(_run(plan, "OPAL"), test_accuracy=0.5, images_per_second=1000.0)
-    found = estimate(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.sizes()["cub"])
+    found = estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"])
     assert found is not None
     assert found.measured
     _finish(_run(plan, "OPAL"), {"device": "cpu"}, test_accuracy=0.5, images_per_second=1000.0)
-    assert not estimate(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.sizes()["cub"]).measured  # type: ignore[union-attr]
+    assert not estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"]).measured  # type: ignore[union-attr]
     assert found.hours == pytest.approx(30 * (4796 + 1198 / 3) / 1000 / 3600, rel=1e-3)

@@ -60,7 +60,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(
 
     def diverging(*arguments: object, **options: object) -> object:
         if arguments[1].head == HeadConfig(cws=False):  # type: ignore[attr-defined]
-            raise results.Diverged("the training loss is nan")
+            raise results.DivergenceError("the training loss is nan")
         return fit(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(results, "fit", diverging)

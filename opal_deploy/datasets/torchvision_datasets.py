@@ -1,0 +1,328 @@
+"""Five data sets whose official lists torchvision's own classes read; whole images, without boxes.
+
+    cars      Stanford Cars, 196 models              train, test
+    pets      Oxford-IIIT Pets, 37 breeds            trainval, test
+    flowers   Oxford Flowers-102, 102 species        train, val, test
+    dtd       Describable Textures, 47 textures      train, val, test; ten partitions
+    sun397    SUN397, 397 scenes                     train, test; ten partitions, read here
+
+torchvision wants fixed folder names. A temporary folder of symbolic links gives it those, whatever the user's folder is
+called and wherever it lies; nothing is downloaded, and no image is opened.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from opal_deploy.datasets.image_folder import subfolders
+from opal_deploy.datasets.listing import (
+    Adapter,
+    LabeledPath,
+    Listing,
+    build_listing,
+    first_existing,
+    has_files,
+    missing_files,
+    read_all,
+    read_text,
+    require_files,
+    summarize_error,
+)
+from opal_deploy.datasets.samples import shorten_list
+from opal_deploy.errors import UsageError, require
+
+_CARS_TITLE = "Stanford Cars"
+_CARS_TEST_LABELS = "cars_test_annos_withlabels.mat"
+_PETS_TITLE = "Oxford-IIIT Pets"
+_PETS_FILES = ("images/", "annotations/trainval.txt", "annotations/test.txt")
+_FLOWERS_TITLE = "Oxford Flowers-102"
+_FLOWERS_FILES = ("jpg/", "setid.mat", "imagelabels.mat")
+_DTD_TITLE = "Describable Textures"
+_DTD_SPLITS = ("train", "val", "test")
+_SUN397_TITLE = "SUN397"
+
+
+@dataclass(frozen=True)
+class OfficialSplit:
+    """One split as torchvision reads it.
+
+    Attributes:
+        pairs: the user's image files with their class indices.
+        classes: class names in the order of the indices.
+    """
+
+    pairs: list[LabeledPath]
+    classes: list[str]
+
+
+def read_with_torchvision(
+    folder: Path, class_name: str, links: Mapping[str, Path], splits: Mapping[str, Mapping[str, Any]]
+) -> dict[str, OfficialSplit]:
+    """Read the splits of a data set through a class of torchvision.datasets.
+
+    Args:
+        folder: the data set's folder, for errors.
+        class_name: name of the class.
+        links: path under torchvision's root to the user's file or folder.
+        splits: name of a split to the class's other arguments.
+
+    Raises:
+        UsageError: torchvision cannot read the lists; one error for all splits.
+    """
+    for package in ("torchvision", "scipy"):
+        require(package, "train", f"reading {folder}")
+    import torchvision.datasets
+
+    dataset_class = getattr(torchvision.datasets, class_name)
+    with tempfile.TemporaryDirectory(prefix="opal-deploy-") as staging:
+        root = Path(staging)
+        for name, target in links.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).symlink_to(target.resolve())
+
+        def with_user_paths(message: str) -> str:
+            # the temporary folder is gone by the time that a person looks for it
+            for name, target in links.items():
+                message = message.replace(str(root / name), str(target))
+            return message
+
+        def read_split(split: str) -> OfficialSplit:
+            try:
+                dataset = dataset_class(str(root), **splits[split])
+                pairs = [(_user_path(path, root, links), label) for path, label in _labeled_paths(dataset)]
+                return OfficialSplit(pairs, [str(name) for name in dataset.classes])
+            except Exception as error:  # torchvision and SciPy raise nearly anything for a damaged list
+                raise UsageError(
+                    f"{folder}: its lists for {split} are damaged or not the official ones "
+                    f"({with_user_paths(summarize_error(error))}); unpack the official archives again"
+                ) from None
+
+        return read_all({split: partial(read_split, split) for split in splits})
+
+
+def _labeled_paths(dataset: Any) -> list[LabeledPath]:
+    """Return files and labels, which torchvision's classes keep under three private names."""
+    if hasattr(dataset, "_samples"):
+        return [(Path(path), int(label)) for path, label in dataset._samples]
+    files = dataset._image_files if hasattr(dataset, "_image_files") else dataset._images
+    return [(Path(path), int(label)) for path, label in zip(files, dataset._labels, strict=True)]
+
+
+def _user_path(path: Path, root: Path, links: Mapping[str, Path]) -> Path:
+    name = next(name for name in links if path.is_relative_to(root / name))
+    return links[name] / path.relative_to(root / name)
+
+
+# Stanford Cars: class names are the devkit's
+#
+#     devkit/cars_meta.mat, devkit/cars_train_annos.mat
+#     cars_test_annos_withlabels.mat          beside devkit/ or in it; a download of its own
+#     cars_train/*.jpg, cars_test/*.jpg
+
+
+def _is_cars(folder: Path) -> bool:
+    return has_files(folder, "devkit/cars_meta.mat") or has_files(folder, "cars_train/", "cars_test/")
+
+
+def _read_cars(folder: Path) -> Listing:
+    test_labels = first_existing(folder, _CARS_TEST_LABELS, f"devkit/{_CARS_TEST_LABELS}")
+    missing = missing_files(
+        folder, ("devkit/cars_meta.mat", "devkit/cars_train_annos.mat", "cars_train/", "cars_test/")
+    )
+    missing += [] if test_labels.is_file() else [_CARS_TEST_LABELS]
+    require_files(folder, _CARS_TITLE, missing)
+    # Kaggle packs the images into a second folder of the same name
+    train, test = (
+        nested if (nested := folder / name / name).is_dir() else folder / name for name in ("cars_train", "cars_test")
+    )
+    links = {"devkit": folder / "devkit", "cars_train": train, "cars_test": test, _CARS_TEST_LABELS: test_labels}
+    official = read_with_torchvision(
+        folder,
+        "StanfordCars",
+        {f"stanford_cars/{name}": path for name, path in links.items()},
+        {split: {"split": split} for split in ("train", "test")},
+    )
+    splits = {name: split.pairs for name, split in official.items()}
+    return build_listing("cars", folder, official["train"].classes, splits, image_folders=(train, test))
+
+
+# Oxford-IIIT Pets: `trainval` is trained on; class names are torchvision's in the order of the class ids
+#
+#     images/<Breed>_<number>.jpg
+#     annotations/trainval.txt, annotations/test.txt      <name> <class id> <species> <breed id>
+#
+# Oddities of the official archive that do no harm: images/ holds a few .mat files, which are passed over, and GIFs and
+# PNGs called .jpg, which are read as GIFs and PNGs.
+
+
+def _is_pets(folder: Path) -> bool:
+    return has_files(folder, "images/") and any(has_files(folder, name) for name in _PETS_FILES[1:])
+
+
+def _read_pets(folder: Path) -> Listing:
+    require_files(folder, _PETS_TITLE, missing_files(folder, _PETS_FILES))
+    official = read_with_torchvision(
+        folder,
+        "OxfordIIITPet",
+        {f"oxford-iiit-pet/{name}": folder / name for name in ("images", "annotations")},
+        {split: {"split": split} for split in ("trainval", "test")},
+    )
+    trainval, test = official["trainval"], official["test"]
+    if problems := _find_breed_mismatches(trainval, test):
+        raise UsageError(f"{folder}: {'; '.join(problems)}; unpack the official annotations.tar.gz again")
+    splits = {"train": trainval.pairs, "test": test.pairs}
+    return build_listing("pets", folder, trainval.classes, splits, image_folders=(folder / "images",))
+
+
+def _find_breed_mismatches(trainval: OfficialSplit, test: OfficialSplit) -> list[str]:
+    """Return where class ids and breeds are not one to one.
+
+    torchvision numbers the names that it meets: with an id left out, all names after it would move.
+    """
+    problems = []
+    breeds: dict[int, set[str]] = {}
+    for path, label in trainval.pairs:
+        breeds.setdefault(label, set()).add(_breed(path))
+    if unused := [str(label + 1) for label in range(max(breeds, default=-1) + 1) if label not in breeds]:
+        problems.append(f"trainval.txt has no image of the class ids {shorten_list(unused)}")
+    if several := [f"{label + 1} ({', '.join(sorted(names))})" for label, names in breeds.items() if len(names) > 1]:
+        problems.append(f"trainval.txt has several breeds of the class ids {shorten_list(several)}")
+    unknown = {f"{_breed(p)} ({label + 1})": None for p, label in test.pairs if _breed(p) not in breeds.get(label, ())}
+    if unknown:
+        problems.append(
+            f"test.txt has breeds that trainval.txt does not have under these ids: {shorten_list([*unknown])}"
+        )
+    return problems
+
+
+def _breed(path: Path) -> str:
+    return path.stem.rsplit("_", 1)[0]
+
+
+# Oxford Flowers-102: torchvision refuses any but the official lists, by their checksums; class names are torchvision's,
+# in the order of the labels 1 ... 102, because the archive itself has none
+#
+#     jpg/image_00001.jpg ... jpg/image_08189.jpg
+#     setid.mat, imagelabels.mat
+
+
+def _is_flowers(folder: Path) -> bool:
+    return len(missing_files(folder, _FLOWERS_FILES)) < 2
+
+
+def _read_flowers(folder: Path) -> Listing:
+    missing = missing_files(folder, _FLOWERS_FILES)
+    require_files(folder, _FLOWERS_TITLE, missing, "put 102flowers.tgz's jpg/ and the two .mat files there")
+    official = read_with_torchvision(
+        folder,
+        "Flowers102",
+        {f"flowers-102/{name.rstrip('/')}": folder / name for name in _FLOWERS_FILES},
+        {split: {"split": split} for split in ("train", "val", "test")},
+    )
+    splits = {name: split.pairs for name, split in official.items()}
+    return build_listing("flowers", folder, official["train"].classes, splits, image_folders=(folder / "jpg",))
+
+
+# Describable Textures (DTD r1.0.1): every partition has 40 images of each texture in each of its three splits
+#
+#     images/<texture>/*.jpg
+#     labels/train<p>.txt, labels/val<p>.txt, labels/test<p>.txt      p = 1 ... 10
+
+
+def _is_dtd(folder: Path) -> bool:
+    return has_files(folder, "images/", *(f"labels/{split}1.txt" for split in _DTD_SPLITS))
+
+
+def _read_dtd(folder: Path, partition: int) -> Listing:
+    files = ("images/", *(f"labels/{split}{partition}.txt" for split in _DTD_SPLITS))
+    require_files(folder, _DTD_TITLE, missing_files(folder, files))
+    official = read_with_torchvision(
+        folder,
+        "DTD",
+        {f"dtd/dtd/{name}": folder / name for name in ("images", "labels")},
+        {split: {"split": split, "partition": partition} for split in _DTD_SPLITS},
+    )
+    # torchvision numbers the names that it meets, in each split anew
+    class_names = official["train"].classes
+    if other := [split for split in _DTD_SPLITS if official[split].classes != class_names]:
+        raise UsageError(
+            f"{folder}: other textures than in labels/train{partition}.txt are in "
+            f"{' and '.join(f'labels/{split}{partition}.txt' for split in other)}; "
+            "unpack the official archive again"
+        )
+    splits = {name: split.pairs for name, split in official.items()}
+    return build_listing("dtd", folder, class_names, splits, image_folders=(folder / "images",))
+
+
+# SUN397: torchvision reads the classes and knows no split; a partition has 50 training and 50 test images a class
+#
+#     SUN397/ClassName.txt, SUN397/<letter>/<scene>/sun_*.jpg
+#     Training_<pp>.txt, Testing_<pp>.txt     pp = 01 ... 10, of Partitions.zip, in SUN397/, Partitions/ or beside
+#
+# A partition uses a part of the archive by design, so images that it does not list are no warning.
+
+
+def _is_sun397(folder: Path) -> bool:
+    """Return whether the first letter's scenes lie beside the class names, or beside other letters' scenes alone.
+
+    An ImageFolder of letters has images in its folders, not folders that begin with the letter.
+    """
+    if not has_files(folder, "a/"):
+        return False
+    letters = [subfolder for subfolder in subfolders(folder) if subfolder.name != "Partitions"]
+    return has_files(folder, "ClassName.txt") or (len(letters) > 1 and all(map(_is_letter, letters)))
+
+
+def _is_letter(folder: Path) -> bool:
+    """Return whether a folder is called by a letter and holds nothing but folders that begin with that letter."""
+    visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    are_scenes = all(path.name.startswith(folder.name) and path.is_dir() for path in visible)
+    return len(folder.name) == 1 and bool(visible) and are_scenes
+
+
+def _read_sun397(folder: Path, partition: int) -> Listing:
+    files = {"train": f"Training_{partition:02}.txt", "test": f"Testing_{partition:02}.txt"}
+    places = (folder, folder / "Partitions", folder.parent, folder.parent / "Partitions")
+    lists = next((place for place in places if has_files(place, *files.values())), folder)
+    missing = [*missing_files(folder, ["ClassName.txt"]), *missing_files(lists, files.values())]
+    advice = "fetch Partitions.zip from https://vision.princeton.edu/projects/2010/SUN/ and unpack it there"
+    require_files(folder, _SUN397_TITLE, missing, advice)
+    class_names = read_with_torchvision(folder, "SUN397", {"SUN397": folder}, {"all": {}})["all"].classes
+    labels = {name: label for label, name in enumerate(class_names)}
+    splits: dict[str, list[LabeledPath]] = {}
+    problems = []
+    for split, name in files.items():
+        lines = read_text(lists / name, "unpack Partitions.zip again").splitlines()
+        # /<letter>/<scene>/<file>, where a scene may have an inner part: /a/apartment_building/outdoor/sun_x.jpg
+        paths = [Path(line.strip().lstrip("/")) for line in lines if line.strip()]
+        scenes = ["/".join(path.parts[1:-1]) for path in paths]
+        if unknown := sorted(set(scenes) - labels.keys()):
+            problems.append(f"{name} has scenes that ClassName.txt does not name: {shorten_list(unknown)}")
+        pairs = zip(paths, scenes, strict=True)
+        splits[split] = [(folder / path, labels[scene]) for path, scene in pairs if scene in labels]
+    return build_listing("sun397", folder, class_names, splits, problems=problems)
+
+
+CARS = Adapter(
+    "cars",
+    _CARS_TITLE,
+    _is_cars,
+    lambda folder, partition: _read_cars(folder),
+    ("stanford_cars", "StanfordCars", "stanford-cars", "cars"),
+)
+PETS = Adapter("pets", _PETS_TITLE, _is_pets, lambda folder, partition: _read_pets(folder), ("oxford-iiit-pet", "pets"))
+FLOWERS = Adapter(
+    "flowers",
+    _FLOWERS_TITLE,
+    _is_flowers,
+    lambda folder, partition: _read_flowers(folder),
+    ("flowers-102", "flowers102", "flowers"),
+)
+# torchvision's root holds dtd/, which holds the archive's own dtd/
+DTD = Adapter("dtd", _DTD_TITLE, _is_dtd, _read_dtd, ("dtd/dtd", "dtd"), partitions=10)
+SUN397 = Adapter("sun397", _SUN397_TITLE, _is_sun397, _read_sun397, ("SUN397",), partitions=10)
