@@ -69,7 +69,7 @@ class TestCub:
         # one of three training images of a class goes; the split then needs a validation folder's worth of others
         listing = checks.check_dataset(CUB.read(tmp_path, 1))
         assert [path.name for path in listing.skipped] == ["1.png"]
-        assert "has no pixel of the 16x12 picture" in listing.warnings[0]
+        assert "has no pixel of the 16x12 image" in listing.warnings[0]
 
     @pytest.mark.data
     def test_cub_mini_has_its_official_split(self, cub_mini: Path) -> None:
