@@ -15,7 +15,7 @@ from typing import Any, Literal
 from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.report.machines import changes, hardware, software
 from opal_deploy.bench.report.tables import Row, labels
-from opal_deploy.bench.report.words import number, shown, words
+from opal_deploy.bench.tables import format_number, format_value, humanize
 
 TOLERANCE = 0.03
 Verdict = Literal["regression", "improvement", "doubtful", "unchanged"]
@@ -48,11 +48,11 @@ class FigureChange:
 
     def line(self) -> str:
         """For a person: what, from where to where, by how much, and what would have been noise."""
-        unit = "" if self.unit in ("", "ratio") else f" {shown(self.unit)}"
+        unit = "" if self.unit in ("", "ratio") else f" {format_value(self.unit)}"
         by = "from 0" if self.relative is None else f"{self.relative:+.1%}"
-        doubts = f"; marked {', '.join(map(shown, self.marks))}" if self.marks else ""
-        values = f"{number(self.old, self.unit)} -> {number(self.new, self.unit)}{unit}"
-        return f"{self.label}: {words(self.figure)} {values} ({by}; noise up to {self.noise:.1%}{doubts})"
+        doubts = f"; marked {', '.join(map(format_value, self.marks))}" if self.marks else ""
+        values = f"{format_number(self.old, self.unit)} -> {format_number(self.new, self.unit)}{unit}"
+        return f"{self.label}: {humanize(self.figure)} {values} ({by}; noise up to {self.noise:.1%}{doubts})"
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,13 @@ def compare_measurements(
     for key, a in before.items():
         if (b := after.get(key)) is None:
             continue
-        lost += [f"{names[key]}: {words(figure)}" for figure in a.figures if figure not in b.figures]
-        gained += [f"{names[key]}: {words(figure)}" for figure in b.figures if figure not in a.figures]
+        lost += [f"{names[key]}: {humanize(figure)}" for figure in a.figures if figure not in b.figures]
+        gained += [f"{names[key]}: {humanize(figure)}" for figure in b.figures if figure not in a.figures]
         for figure in a.figures:
             if figure not in b.figures:
                 continue
             if reason := _incomparable(a.figures[figure], b.figures[figure]):
-                odd.append(f"{names[key]}: {words(figure)}: {reason}")
+                odd.append(f"{names[key]}: {humanize(figure)}: {reason}")
             elif b.figures[figure].better is not None:
                 marks = tuple(dict.fromkeys((*a.marks, *b.marks)))
                 found.append(_change(names[key], figure, a.figures[figure], b.figures[figure], marks, tolerance))
@@ -153,7 +153,7 @@ def _relative(old: float, new: float) -> float | None:
 
 def _incomparable(old: Figure, new: Figure) -> str:
     if old.unit != new.unit:
-        return f"was in {shown(old.unit)}, is in {shown(new.unit)}"
+        return f"was in {format_value(old.unit)}, is in {format_value(new.unit)}"
     if old.better != new.better:
         return f"better was {old.better or 'neither'}, is {new.better or 'neither'}"
     return ""

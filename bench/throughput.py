@@ -14,9 +14,9 @@ from typing import Any
 from opal_deploy.bench.batch_timing import BatchTiming, TimingOptions, build_failed_measurement, time_batch
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Scalar, read_measurements
-from opal_deploy.bench.roofline.ceiling import Ceiling, Share, share
-from opal_deploy.bench.roofline.measure import ceiling_from
-from opal_deploy.bench.roofline.work import Work, work_of_model
+from opal_deploy.bench.roofline.ceiling import Ceiling, Share, compute_share
+from opal_deploy.bench.roofline.measure import read_ceiling
+from opal_deploy.bench.roofline.work import Work, count_model_work
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.errors import StoppedEarly, UsageError
 
@@ -43,7 +43,7 @@ def read_ceilings(path: Path) -> list[MeasuredCeiling]:
         UsageError: it cannot be read, or holds none.
     """
     found = [
-        MeasuredCeiling(ceiling_from(line), line.target.device, line.case.get("threads"))
+        MeasuredCeiling(read_ceiling(line), line.target.device, line.case.get("threads"))
         for line in read_measurements([path])
         if line.kind == "ceiling" and line.target is not None
     ]
@@ -68,7 +68,7 @@ def measure_throughput(
         ceilings: measured on this machine; for other devices, those of known GPUs.
     """
     ceiling = next((c.ceiling for c in ceilings if c.fits(opened)), None)
-    work = work_of_model(opened.metadata)
+    work = count_model_work(opened.metadata)
     best: tuple[int, Figure] | None = None
     doubts: tuple[str, ...] = ()
     for batch in batches:
@@ -105,7 +105,7 @@ def _row(opened: LoadedTarget, found: BatchTiming, work: Work | None, ceiling: C
     details: dict[str, Any] = {}
     reached = None
     if work is not None:
-        reached = share(work, found.batch, target.precision, target.device, found.throughput.value, ceiling)
+        reached = compute_share(work, found.batch, target.precision, target.device, found.throughput.value, ceiling)
     if reached is not None:
         figures["share_of_ceiling"] = Figure(100 * reached.fraction, "%", "higher")
         details["ceiling"] = _ceiling_details(reached)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy.bench.overhead.operations import head_title
-from opal_deploy.bench.overhead.table import Row, Table
+from opal_deploy.bench.overhead.table import OverheadTable, Row
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def save(figure: Any, path: Path) -> None:
         raise UsageError(f"--chart {path}: cannot be written ({error.strerror or error}); choose another") from None
 
 
-def draw(table: Table, path: Path, titles: Mapping[str, str]) -> None:
+def draw(table: OverheadTable, path: Path, titles: Mapping[str, str]) -> None:
     """Bars for every backbone and number of classes, a mark in each for the linear head.
 
     Raises:
@@ -86,7 +86,7 @@ def draw(table: Table, path: Path, titles: Mapping[str, str]) -> None:
     save(figure, path)
 
 
-def _panel(axes: Axes, table: Table, what: str, backbones: list[str], datasets: list[str]) -> None:
+def _panel(axes: Axes, table: OverheadTable, what: str, backbones: list[str], datasets: list[str]) -> None:
     wide = min(0.3, 0.8 / len(datasets))
     for row in table.rows:
         place = datasets.index(row.dataset)
@@ -119,7 +119,7 @@ def _two_lines(title: str) -> str:
 
 
 def _share(row: Row, head: str, what: str) -> float:
-    return float(getattr(row, f"{head}_{what}"))
+    return row.percent(head, what)
 
 
 def _color(place: int) -> str:

@@ -22,22 +22,22 @@ from opal_deploy.errors import UsageError, require
 if TYPE_CHECKING:
     from torch import nn
 
-PURPOSE = "opal-deploy bench overhead"
-
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one module and one picture.
+    """Parameters, and operations for one image, of a module.
 
     Attributes:
         params: learned parameters.
         paper: operations in the paper's convention.
         macs: multiply-accumulates of convolutions and matrix products.
+        graph: operations of the exported graph; known of heads alone, 0 for a backbone.
     """
 
     params: int
     paper: int
     macs: int
+    graph: int = 0
 
     @property
     def flops(self) -> int:
@@ -46,13 +46,14 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Backbone:
-    """One that was counted.
+class CountedBackbone:
+    """A backbone with its counts.
 
     Attributes:
         name: torchvision's.
-        counts: see `Counts`.
-        num_features: D. grid: (H, W) of the feature map.
+        counts: its parameters and operations.
+        num_features: D.
+        grid: (H, W) of the feature map.
     """
 
     name: str
@@ -62,42 +63,46 @@ class Backbone:
 
 
 @cache
-def count_backbone(name: str, input_size: tuple[int, int]) -> Backbone:
+def count_backbone(name: str, input_size: tuple[int, int]) -> CountedBackbone:
     """Count torchvision's network, cut before its pooling; each once in a process.
 
+    Args:
+        name: torchvision's.
+        input_size: (H0, W0) in pixels.
+
     Raises:
-        UsageError: no such backbone, or a size that its stride does not divide.
+        UsageError: there is no such backbone, or its stride does not divide the size.
         MissingExtra: ptflops is not installed.
     """
     from opal_deploy.model import backbones
 
     network = backbones.build(name, device="meta").eval()
     grid = network.grid(input_size)
-    return Backbone(name, count(network, (3, *input_size), name), network.num_features, grid)
+    return CountedBackbone(name, count_module(network, (3, *input_size), name), network.num_features, grid)
 
 
-def count(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> Counts:
+def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> Counts:
     """Count a module in both conventions.
 
     Args:
         module: in evaluation mode, its parameters on `meta`; they are on the CPU afterwards, with no values.
         input_shape: of one input, without the batch.
-        name: for errors.
+        name: the module's name in errors.
+
+    Raises:
+        UsageError: ptflops cannot count this module.
+        MissingExtra: ptflops is not installed.
     """
     from opal_deploy.model.backbones import count_macs
 
     params = sum(p.numel() for p in module.parameters() if p.requires_grad)
     macs = count_macs(module, input_shape)
-    return Counts(params, count_as_paper(module, input_shape, name), macs)
+    return Counts(params, count_paper_operations(module, input_shape, name), macs)
 
 
-def count_as_paper(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> int:
-    """Operations of one input as ptflops counts them; arguments as of `count`.
-
-    Raises:
-        MissingExtra: ptflops is not installed. UsageError: it cannot count this module.
-    """
-    require("ptflops", "bench", PURPOSE)
+def count_paper_operations(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> int:
+    """Return the operations of one input as ptflops counts them; arguments and errors are those of `count_module`."""
+    require("ptflops", "bench", "opal-deploy bench overhead")
     import torch
     from ptflops import get_model_complexity_info
 
@@ -105,13 +110,13 @@ def count_as_paper(module: nn.Module, input_shape: tuple[int, ...], name: str = 
         # on meta a linear layer runs as a product in Python, which ptflops would count a second time; values do not
         # matter, so that memory is handed out and never filled
         module.to_empty(device="cpu")
-    said = io.StringIO()
+    output = io.StringIO()
     # it runs the module, and on a failure it prints the traceback and returns None
-    with torch.no_grad(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    with torch.no_grad(), contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         operations, _ = get_model_complexity_info(
             module, input_shape, as_strings=False, print_per_layer_stat=False, backend="pytorch"
         )
     if operations is None:
-        reason = said.getvalue().strip().splitlines()[-1:] or ["no reason given"]
+        reason = output.getvalue().strip().splitlines()[-1:] or ["no reason given"]
         raise UsageError(f"{name}: ptflops cannot count it ({reason[0]}); leave this backbone out")
     return int(operations)

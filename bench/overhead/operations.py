@@ -1,9 +1,9 @@
-"""The head as an explicit table of operations: what each costs, in the paper's convention and in the graph we export.
+"""The head as an explicit table of operations: what each costs, in the paper's convention and in the exported graph.
 
-Costs are formulas in D features, K = C*m prototypes, C classes and H*W cells, for one picture, and the counts are what
-the formulas evaluate to, so that what is printed is what was computed.
+Costs are formulas in D features, K = C*m prototypes, C classes and H*W cells, for one image, and every count is
+evaluated from its formula, so that what is printed is what was computed.
 
-`paper` lists the authors' modules as their tool (see `counter`) counts them. For OPAL that is the projection and its
+`paper` lists the authors' modules as their tool (see `counting`) counts them. For OPAL that is the projection and its
 bias, one for each element of the softmax, and two for each element of the max pooling, once as the module and once as
 the function that it calls: H*W*K*(D + 4). Norm, division and the comparison with C anchors of K values count nothing.
 For the linear head it is 2*H*W*D for the average pooling and D*C for the dense layer, whose bias does not change a
@@ -20,13 +20,62 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from opal_deploy.bench.overhead.counting import Counts
 from opal_deploy.model.config import HeadConfig
+
+# model/distances.py, operation by operation: what it does, and its formula in the graph
+_SUM_OUTSIDE = "all classes' sum, less the own, at least 0"
+_DISTANCES: dict[str, tuple[tuple[str, str], ...]] = {
+    "l2": (
+        ("block sums", "K"),
+        ("times the anchors' value: cosine", "C"),
+        ("root of 2 - 2 cos, at least 0", "4*C"),
+    ),
+    "l1": (
+        ("absolute values and block sums", "2*K"),
+        (f"outside the block: {_SUM_OUTSIDE}", "3*C"),
+        ("inside the block: difference, absolute value, sum", "3*K"),
+        ("both added", "C"),
+    ),
+    "l3": (
+        ("absolute values, third powers and block sums", "3*K"),
+        (f"outside the block: {_SUM_OUTSIDE}", "3*C"),
+        ("inside the block: difference, absolute value, third power, sum", "4*K"),
+        ("both added, at least 0, third root", "3*C"),
+    ),
+    "kl": (
+        ("z log z: sum, logarithm, product, sum", "4*K"),
+        ("block sums", "K"),
+        (f"outside the block: {_SUM_OUTSIDE}", "3*C"),
+        ("both times a logarithm, subtracted", "4*C"),
+    ),
+    "linf": (
+        ("absolute values and the largest of each block", "2*K"),
+        ("outside the block: the two largest of all, the one that is not the own", "3*C"),
+        ("inside the block: difference, absolute value, largest", "3*K"),
+        ("the larger of both", "C"),
+    ),
+    "tropical": (
+        ("largest and smallest of each block", "2*K"),
+        ("outside the block: largest and smallest of the others", "8*C"),
+        ("inside the block: differences", "2*C"),
+        ("largest less smallest", "3*C"),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the letters of a formula stand for: see DESIGN's table of words."""
+    """The sizes that a formula's letters stand for.
+
+    Attributes:
+        num_features: D.
+        num_classes: C.
+        prototypes_per_class: m.
+        grid: (H, W), cells of the feature map.
+    """
 
     num_features: int
     num_classes: int
@@ -48,13 +97,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operation:
-    """One row.
+    """One operation of a head.
 
     Attributes:
         name: for a person.
-        paper, graph: formulas, sums of products of letters and numbers; `0` where it is not there, or not counted.
-        macs: whether what it does are multiply-accumulates of a convolution or matrix product.
-        params: formula of what is learned.
+        paper: formula in the paper's convention: a sum of products of letters and numbers, or `0`.
+        graph: formula for the exported graph.
+        macs: whether it consists of multiply-accumulates of a convolution or matrix product.
+        params: formula of its learned parameters.
     """
 
     name: str
@@ -64,46 +114,41 @@ class Operation:
     params: str = "0"
 
 
-@dataclass(frozen=True)
-class HeadCounts:
-    """Totals of a head.
-
-    Attributes:
-        params: learned parameters. paper: operations in the paper's convention.
-        graph: operations of the exported graph. macs: of its projection and dense layer.
-    """
-
-    params: int
-    paper: int
-    graph: int
-    macs: int
-
-    @property
-    def flops(self) -> int:
-        """True floating-point operations of convolutions and matrix products: two for each multiply-accumulate."""
-        return 2 * self.macs
-
-
 def evaluate(formula: str, shape: Shape) -> int:
-    """A sum of products: `H*W*K`, `2*K + C`."""
+    """Return what a sum of products such as `H*W*K` or `2*K + C` comes to."""
     letters = shape.letters
     terms = (term.split("*") for term in formula.replace(" ", "").split("+"))
     return sum(math.prod(letters[factor] if factor in letters else int(factor) for factor in term) for term in terms)
 
 
-def totals(operations: Iterable[Operation], shape: Shape) -> HeadCounts:
-    """The sums of a table."""
+def sum_operations(operations: Iterable[Operation], shape: Shape) -> Counts:
+    """Return the totals of a table of operations for one shape."""
     rows = list(operations)
-    return HeadCounts(
+    return Counts(
         params=sum(evaluate(row.params, shape) for row in rows),
         paper=sum(evaluate(row.paper, shape) for row in rows),
-        graph=sum(evaluate(row.graph, shape) for row in rows),
         macs=sum(evaluate(row.graph, shape) for row in rows if row.macs),
+        graph=sum(evaluate(row.graph, shape) for row in rows),
     )
 
 
-def operations_of(head: HeadConfig) -> tuple[Operation, ...]:
-    """The table of any head: OPAL, its ablations, its distances, the linear baseline."""
+def evaluate_operations(operations: Iterable[Operation], shape: Shape) -> list[dict[str, Any]]:
+    """Return a table of operations as plain values: the formulas, and what they come to for one shape."""
+    return [
+        {
+            "operation": row.name,
+            "paper": row.paper,
+            "graph": row.graph,
+            "paper_count": evaluate(row.paper, shape),
+            "graph_count": evaluate(row.graph, shape),
+            "is_mac": row.macs,
+        }
+        for row in operations
+    ]
+
+
+def list_operations(head: HeadConfig) -> tuple[Operation, ...]:
+    """Return the operations of any head: OPAL, its ablations, its distances, the linear baseline."""
     width = "K" if head.projection else "D"
     rows: list[Operation] = []
     if head.projection:
@@ -120,7 +165,7 @@ def operations_of(head: HeadConfig) -> tuple[Operation, ...]:
     rows.append(Operation("embedding: norm", "0", f"{width} + 1"))
     rows.append(Operation("embedding: division by the norm", "0", width))
     if head.anchors:
-        rows += _DISTANCES[head.distance]
+        rows += [Operation(f"distance: {name}", "0", graph) for name, graph in _DISTANCES[head.distance]]
         rows.append(Operation("logits: minus the distance", "0", "C"))
     else:
         dense = f"{width}*C"
@@ -130,61 +175,16 @@ def operations_of(head: HeadConfig) -> tuple[Operation, ...]:
 
 
 def is_linear(head: HeadConfig) -> bool:
-    """The linear baseline: m and the distance are nothing to it."""
+    """Return whether a head is the linear baseline, for which m and the distance mean nothing."""
     parts = (head.projection, head.cws, head.pooling, head.anchors)
     return parts == (False, False, "avg", False)
 
 
 def head_title(head: HeadConfig) -> str:
-    """`OPAL`, `linear`, or what differs from OPAL."""
+    """Return `OPAL`, `linear`, or how an ablation differs from OPAL."""
     if is_linear(head):
         return "linear"
     parts = {"projection": head.projection, "CWS": head.cws, "GMP": head.pooling == "max", "anchors": head.anchors}
     off = ", ".join(name for name, is_on in parts.items() if not is_on)
     distance = f", {head.distance}" if head.anchors and head.distance != "l2" else ""
     return f"OPAL{distance}{f' without {off}' if off else ''}"
-
-
-def _row(name: str, graph: str) -> Operation:
-    return Operation(f"distance: {name}", "0", graph)
-
-
-# model/distances.py, operation by operation
-_SUM_OUTSIDE = "all classes' sum, less the own, at least 0"
-_DISTANCES: dict[str, tuple[Operation, ...]] = {
-    "l2": (
-        _row("block sums", "K"),
-        _row("times the anchors' value: cosine", "C"),
-        _row("root of 2 - 2 cos, at least 0", "4*C"),
-    ),
-    "l1": (
-        _row("absolute values and block sums", "2*K"),
-        _row(f"outside the block: {_SUM_OUTSIDE}", "3*C"),
-        _row("inside the block: difference, absolute value, sum", "3*K"),
-        _row("both added", "C"),
-    ),
-    "l3": (
-        _row("absolute values, third powers and block sums", "3*K"),
-        _row(f"outside the block: {_SUM_OUTSIDE}", "3*C"),
-        _row("inside the block: difference, absolute value, third power, sum", "4*K"),
-        _row("both added, at least 0, third root", "3*C"),
-    ),
-    "kl": (
-        _row("z log z: sum, logarithm, product, sum", "4*K"),
-        _row("block sums", "K"),
-        _row(f"outside the block: {_SUM_OUTSIDE}", "3*C"),
-        _row("both times a logarithm, subtracted", "4*C"),
-    ),
-    "linf": (
-        _row("absolute values and the largest of each block", "2*K"),
-        _row("outside the block: the two largest of all, the one that is not the own", "3*C"),
-        _row("inside the block: difference, absolute value, largest", "3*K"),
-        _row("the larger of both", "C"),
-    ),
-    "tropical": (
-        _row("largest and smallest of each block", "2*K"),
-        _row("outside the block: largest and smallest of the others", "8*C"),
-        _row("inside the block: differences", "2*C"),
-        _row("largest less smallest", "3*C"),
-    ),
-}

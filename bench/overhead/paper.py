@@ -1,20 +1,27 @@
-"""The paper's table of computational overhead, from the one file that has its figures."""
+"""The paper's table of computational overhead, from the one file that has its figures, and the comparison with it."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from opal_deploy.errors import UsageError
+from opal_deploy.bench.overhead.table import OverheadTable, summarise
+from opal_deploy.bench.tables import format_fixed
+from opal_deploy.errors import UsageError, VerificationError
+
+_HEAD_FIGURES = ("linear_params", "linear_gflops", "opal_params", "opal_gflops")
+_UNITS = {"k": 1_000, "M": 1_000_000}
+_GIGA = 10**9
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One column: its title in the paper, and C."""
+    """One column of the paper's table: its title, and C."""
 
     title: str
     classes: int
@@ -22,10 +29,12 @@ class Dataset:
 
 @dataclass(frozen=True)
 class PaperBackbone:
-    """One row of the paper's table, figures as printed.
+    """One row of the paper's table, with figures as printed.
 
     Attributes:
-        title: the paper's. params, gflops: of the backbone.
+        title: the paper's.
+        params: of the backbone.
+        gflops: of the backbone.
         heads: by `linear_params`, `linear_gflops`, `opal_params`, `opal_gflops`, and then by data set.
     """
 
@@ -40,10 +49,13 @@ class PaperTable:
     """All that the file holds.
 
     Attributes:
-        title: of the table. input_size: (H0, W0). prototypes_per_class: m.
-        datasets, backbones: by the names used here and by torchvision's.
-        percentages: of the text, by name.
-        disputed: why a cell is taken to be the paper's mistake, by cell.
+        title: the table's.
+        input_size: (H0, W0).
+        prototypes_per_class: m.
+        datasets: by the names used here.
+        backbones: by torchvision's names.
+        percentages: the figures of the paper's text, by name.
+        disputed: why a cell is taken to be the paper's mistake, by the cell's name.
     """
 
     title: str
@@ -55,25 +67,51 @@ class PaperTable:
     disputed: Mapping[str, str]
 
     def cells(self) -> dict[str, str]:
-        """Every figure as printed, by cell: `resnet50.params`, `resnet50.opal_gflops.cub`, `percentages.NAME`."""
-        found: dict[str, str] = {}
+        """Return every printed figure by cell: `resnet50.params`, `resnet50.opal_gflops.cub`, `percentages.NAME`."""
+        cells: dict[str, str] = {}
         for name, backbone in self.backbones.items():
-            found[f"{name}.params"] = backbone.params
-            found[f"{name}.gflops"] = backbone.gflops
+            cells[f"{name}.params"] = backbone.params
+            cells[f"{name}.gflops"] = backbone.gflops
             for figure, by_dataset in backbone.heads.items():
-                found.update({f"{name}.{figure}.{dataset}": text for dataset, text in by_dataset.items()})
-        found.update({f"percentages.{name}": text for name, text in self.percentages.items()})
-        return found
+                cells.update({f"{name}.{figure}.{dataset}": text for dataset, text in by_dataset.items()})
+        cells.update({f"percentages.{name}": text for name, text in self.percentages.items()})
+        return cells
+
+    def titles(self) -> dict[str, str]:
+        """Return the paper's titles of backbones and data sets, by the names used here."""
+        backbones = {name: backbone.title for name, backbone in self.backbones.items()}
+        return backbones | {name: dataset.title for name, dataset in self.datasets.items()}
 
 
-HEAD_FIGURES = ("linear_params", "linear_gflops", "opal_params", "opal_gflops")
+@dataclass(frozen=True)
+class Cell:
+    """One figure of the paper, compared.
+
+    Attributes:
+        name: as `PaperTable.cells` has it.
+        printed: by the paper.
+        counted: here, at the digits printed.
+        agrees: whether both are the same, or whether a bound holds.
+        disputed: why the paper is taken to be wrong; empty for all others.
+    """
+
+    name: str
+    printed: str
+    counted: str
+    agrees: bool
+    disputed: str = ""
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the figure agrees, or is known not to."""
+        return self.agrees != bool(self.disputed)
 
 
-def load(path: Path | None = None) -> PaperTable:
-    """The paper's table; `path` reads another file of the same form.
+def load_paper(path: Path | None = None) -> PaperTable:
+    """Read the paper's table; `path` reads another file of the same form.
 
     Raises:
-        UsageError: it cannot be read, or is not of that form.
+        UsageError: the file cannot be read, or is not of that form.
     """
     source: Traversable = files(__package__).joinpath("paper.toml") if path is None else path
     try:
@@ -86,7 +124,7 @@ def load(path: Path | None = None) -> PaperTable:
             datasets={name: Dataset(**entry) for name, entry in raw["datasets"].items()},
             backbones={
                 name: PaperBackbone(
-                    entry["title"], entry["params"], entry["gflops"], {key: entry[key] for key in HEAD_FIGURES}
+                    entry["title"], entry["params"], entry["gflops"], {key: entry[key] for key in _HEAD_FIGURES}
                 )
                 for name, entry in raw["backbones"].items()
             },
@@ -98,3 +136,71 @@ def load(path: Path | None = None) -> PaperTable:
     if unknown := sorted(table.disputed.keys() - table.cells().keys()):
         raise UsageError(f"{source}: disputed cells that the table does not have: {', '.join(unknown)}; remove them")
     return table
+
+
+def compare_with_paper(table: OverheadTable, paper: PaperTable) -> list[Cell]:
+    """Compare every figure of the paper's table and text with `table`, at the digits that the paper prints.
+
+    Args:
+        table: of the paper's backbones, data sets, head and size.
+        paper: the paper's figures.
+    """
+    values = _count_cells(table)
+    cells = []
+    for name, printed in paper.cells().items():
+        is_bound = name.endswith("_below")
+        counted = format_like(values[name], f"{printed}0" if is_bound else printed)
+        agrees = values[name] < Decimal(printed) if is_bound else counted == printed
+        cells.append(Cell(name, printed, counted, agrees, paper.disputed.get(name, "")))
+    return cells
+
+
+def format_like(value: Decimal, printed: str) -> str:
+    """Return a value with the unit and the digits of a printed figure: 409800 like `401.6k` is `409.8k`."""
+    unit = printed[-1] if printed[-1] in _UNITS else ""
+    digits = len(printed.removesuffix(unit).partition(".")[2])
+    return format_fixed(value, _UNITS.get(unit, 1), digits) + unit
+
+
+def format_comparison(cells: Sequence[Cell]) -> list[str]:
+    """Return lines for a person: how many figures agree, each disputed one with our count, each other difference."""
+    lines = [f"{sum(cell.agrees for cell in cells)} of {len(cells)} figures of the paper agree at the digits it prints"]
+    for cell in cells:
+        if cell.disputed and not cell.agrees:
+            lines.append(
+                f"known discrepancy of the paper: {cell.name}: printed {cell.printed}, counted {cell.counted} "
+                f"({cell.disputed})"
+            )
+    for cell in cells:
+        if cell.disputed and cell.agrees:
+            lines.append(f"NO LONGER A DISCREPANCY: {cell.name}: printed and counted {cell.printed}")
+        elif not cell.is_expected:
+            lines.append(f"DIFFERS: {cell.name}: printed {cell.printed}, counted {cell.counted}")
+    return lines
+
+
+def require_agreement(cells: Sequence[Cell]) -> None:
+    """Raise VerificationError unless every figure agrees or is known not to."""
+    if wrong := [cell.name for cell in cells if not cell.is_expected]:
+        raise VerificationError(
+            f"{len(wrong)} of {len(cells)} figures are not what the paper's file expects: {', '.join(wrong)}; "
+            "torchvision's networks, ptflops or the file changed"
+        )
+
+
+def _count_cells(table: OverheadTable) -> Mapping[str, Decimal]:
+    values: dict[str, Decimal] = {}
+    for row in table.rows:
+        name, backbone = row.backbone.name, row.backbone.counts
+        values[f"{name}.params"] = Decimal(backbone.params)
+        values[f"{name}.gflops"] = Decimal(backbone.paper) / _GIGA
+        for head, counts in row.heads.items():
+            values[f"{name}.{head}_params.{row.dataset}"] = Decimal(counts.params)
+            values[f"{name}.{head}_gflops.{row.dataset}"] = Decimal(counts.paper) / _GIGA
+    for name, percentages in summarise(table.rows).items():
+        figure = f"percentages.{name.replace('_paper', '_gflops')}"
+        values[f"{figure}_min"] = Decimal(percentages.smallest)
+        values[f"{figure}_max"] = Decimal(percentages.largest)
+        values[f"{figure}_below"] = Decimal(percentages.largest)
+        values[f"{figure}_mean"] = Decimal(percentages.mean)
+    return values

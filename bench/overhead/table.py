@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from opal_deploy.bench.overhead.counting import Backbone, count_backbone
-from opal_deploy.bench.overhead.operations import HeadCounts, Operation, Shape, operations_of, totals
+from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.measurement import Figure, Measurement, Target
+from opal_deploy.bench.overhead.counting import CountedBackbone, Counts, count_backbone
+from opal_deploy.bench.overhead.operations import (
+    Operation,
+    Shape,
+    evaluate_operations,
+    head_title,
+    list_operations,
+    sum_operations,
+)
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+
+CONVENTIONS = {
+    "paper": "what the paper prints as FLOPs: multiply-accumulates counted as one, with biases, activations, "
+    "normalisation and pooling, as ptflops counts PyTorch modules",
+    "MACs": "multiply-accumulates of convolutions and matrix products alone",
+    "true FLOPs": "two for each multiply-accumulate of a convolution or matrix product",
+    "graph": "one for each multiply-accumulate and for each element that any other operation of the exported graph "
+    "takes in or gives out",
+}
+HEADS = ("linear", "opal")
+# attributes of `Counts` that a head has in % of its backbone
+SHARES = ("params", "paper", "flops")
 
 
 @dataclass(frozen=True)
@@ -16,68 +37,47 @@ class Row:
     """One backbone with one number of classes.
 
     Attributes:
-        backbone: counted.
+        backbone: with its counts.
         dataset: a name for the classes: `cub`, or `1000 classes`.
-        shape: of the head.
-        linear, opal: counts of the two heads; `opal` is whatever head the table was made for.
+        shape: of the heads.
+        linear: counts of the linear head.
+        opal: counts of the head that the table was made for.
     """
 
-    backbone: Backbone
+    backbone: CountedBackbone
     dataset: str
     shape: Shape
-    linear: HeadCounts
-    opal: HeadCounts
+    linear: Counts
+    opal: Counts
 
     @property
-    def linear_params(self) -> float:
-        """Parameters of the linear head, in % of the backbone's."""
-        return 100 * self.linear.params / self.backbone.counts.params
+    def heads(self) -> dict[str, Counts]:
+        """The counts of both heads, by `linear` and `opal`."""
+        return {"linear": self.linear, "opal": self.opal}
 
-    @property
-    def linear_paper(self) -> float:
-        """Operations of the linear head in the paper's convention, in % of the backbone's."""
-        return 100 * self.linear.paper / self.backbone.counts.paper
-
-    @property
-    def linear_flops(self) -> float:
-        """True FLOPs of the linear head, in % of the backbone's."""
-        return 100 * self.linear.flops / self.backbone.counts.flops
-
-    @property
-    def opal_params(self) -> float:
-        """Parameters of the OPAL head, in % of the backbone's."""
-        return 100 * self.opal.params / self.backbone.counts.params
-
-    @property
-    def opal_paper(self) -> float:
-        """Operations of the OPAL head in the paper's convention, in % of the backbone's."""
-        return 100 * self.opal.paper / self.backbone.counts.paper
-
-    @property
-    def opal_flops(self) -> float:
-        """True FLOPs of the OPAL head, in % of the backbone's."""
-        return 100 * self.opal.flops / self.backbone.counts.flops
+    def percent(self, head: str, count: str) -> float:
+        """Return what a head adds to its backbone, in %; `head` is one of HEADS, `count` one of SHARES."""
+        return float(100 * getattr(self.heads[head], count) / getattr(self.backbone.counts, count))
 
 
 @dataclass(frozen=True)
-class Table:
+class OverheadTable:
     """All rows of one head.
 
     Attributes:
-        head: of the column `opal`. input_size: (H0, W0).
+        head: the head that is compared with the linear one.
+        input_size: (H0, W0).
         rows: backbone by backbone, at least one.
-        linear_operations, opal_operations: the tables of both heads' operations.
     """
 
     head: HeadConfig
     input_size: tuple[int, int]
     rows: tuple[Row, ...]
-    linear_operations: tuple[Operation, ...] = field(default_factory=lambda: operations_of(LINEAR_BASELINE))
 
     @property
-    def opal_operations(self) -> tuple[Operation, ...]:
-        """Of `head`."""
-        return operations_of(self.head)
+    def operations(self) -> dict[str, tuple[Operation, ...]]:
+        """The operations of both heads, by `linear` and `opal`."""
+        return {"linear": list_operations(LINEAR_BASELINE), "opal": list_operations(self.head)}
 
 
 @dataclass(frozen=True)
@@ -95,36 +95,86 @@ def make_table(
     head: HeadConfig,
     input_size: tuple[int, int],
     *,
-    counted: Callable[[Backbone], None] = lambda backbone: None,
-) -> Table:
+    on_backbone: Callable[[CountedBackbone], None] = lambda backbone: None,
+) -> OverheadTable:
     """Count every backbone and evaluate every head.
 
     Args:
         backbones: torchvision's names.
         classes: names and numbers of classes, C each.
-        head: of the column `opal`.
-        input_size: (H0, W0).
-        counted: is told of each backbone as it is counted.
+        head: the head to compare with the linear one.
+        input_size: (H0, W0) in pixels.
+        on_backbone: called with each backbone as it is counted.
 
     Raises:
-        UsageError: no such backbone, or a size that its stride does not divide.
+        UsageError: there is no such backbone, or its stride does not divide the size.
         MissingExtra: ptflops is not installed.
     """
-    linear_operations, opal_operations = operations_of(LINEAR_BASELINE), operations_of(head)
+    operations = [list_operations(each) for each in (LINEAR_BASELINE, head)]
     columns = list(classes)
     rows: list[Row] = []
     for name in dict.fromkeys(backbones):
         backbone = count_backbone(name, input_size)
-        counted(backbone)
+        on_backbone(backbone)
         for dataset, number in columns:
             shape = Shape(backbone.num_features, number, head.prototypes_per_class, backbone.grid)
-            linear, opal = totals(linear_operations, shape), totals(opal_operations, shape)
+            linear, opal = (sum_operations(each, shape) for each in operations)
             rows.append(Row(backbone, dataset, shape, linear, opal))
-    return Table(head, input_size, tuple(rows), linear_operations)
+    return OverheadTable(head, input_size, tuple(rows))
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Percentages]:
-    """The percentages of the paper's text, by `linear_params`, `linear_paper`, `linear_flops` and so for `opal`."""
-    names = ("linear_params", "linear_paper", "linear_flops", "opal_params", "opal_paper", "opal_flops")
-    values = {name: [float(getattr(row, name)) for row in rows] for name in names}
-    return {name: Percentages(min(found), max(found), statistics.fmean(found)) for name, found in values.items()}
+    """Return the percentages of the paper's text, by `linear_params`, `linear_paper`, ..., `opal_flops`."""
+    summary = {}
+    for head in HEADS:
+        for count in SHARES:
+            values = [row.percent(head, count) for row in rows]
+            summary[f"{head}_{count}"] = Percentages(min(values), max(values), statistics.fmean(values))
+    return summary
+
+
+def build_measurements(table: OverheadTable) -> Iterator[Measurement]:
+    """Yield one measurement per backbone and number of classes: counted, so nothing is timed and nothing is better."""
+    origin = provenance()
+    for row in table.rows:
+        yield Measurement(
+            kind="overhead",
+            target=Target(
+                name=f"{row.backbone.name} + {head_title(table.head)}",
+                backbone=row.backbone.name,
+                head=head_title(table.head),
+                input_size=table.input_size,
+                num_classes=row.shape.num_classes,
+                prototypes_per_class=row.shape.prototypes_per_class,
+            ),
+            case={"dataset": row.dataset},
+            figures=_build_figures(row),
+            settings={"conventions": CONVENTIONS},
+            details={
+                "letters": row.shape.letters,
+                **{
+                    f"{head}_operations": evaluate_operations(operations, row.shape)
+                    for head, operations in table.operations.items()
+                },
+            },
+            **origin,
+        )
+
+
+def _build_figures(row: Row) -> dict[str, Figure]:
+    figures = _count_figures("backbone", row.backbone.counts)
+    for head, counts in row.heads.items():
+        figures |= _count_figures(head, counts)
+        figures[f"{head}_graph_operations"] = Figure(counts.graph, "operations")
+        for count, name in zip(SHARES, ("params", "macs_paper", "flops"), strict=True):
+            figures[f"{head}_{name}_percent"] = Figure(row.percent(head, count), "%")
+    return figures
+
+
+def _count_figures(name: str, counts: Counts) -> dict[str, Figure]:
+    return {
+        f"{name}_params": Figure(counts.params, "parameters"),
+        f"{name}_macs_paper": Figure(counts.paper, "operations"),
+        f"{name}_macs": Figure(counts.macs, "MACs"),
+        f"{name}_flops": Figure(counts.flops, "FLOPs"),
+    }

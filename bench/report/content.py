@@ -9,7 +9,7 @@ from opal_deploy.bench.measurement import Kind, Measurement
 from opal_deploy.bench.report.machines import hardware, identity, software, title
 from opal_deploy.bench.report.provenance import Account, Sampled, accounts, sampled
 from opal_deploy.bench.report.tables import Row, Table, tables_of
-from opal_deploy.bench.report.words import shown
+from opal_deploy.bench.tables import format_value
 
 # in the order of the page: (kind, its heading, what a reader must know to read it)
 SECTIONS: tuple[tuple[Kind, str, str], ...] = (
@@ -125,7 +125,7 @@ class Report:
     def period(self) -> str:
         """First and last day of the measurements."""
         days = sorted(
-            {shown(row.measurement.when[:10]) for s in self.sections for row in s.rows if row.measurement.when}
+            {format_value(row.measurement.when[:10]) for s in self.sections for row in s.rows if row.measurement.when}
         )
         if not days:
             return ""
@@ -159,7 +159,7 @@ def report_of(measurements: Iterable[Measurement], title: str = "Benchmarks") ->
                 len(of_kind) - len(last),
             )
         )
-    return Report(shown(title), tuple(machines.values()), tuple(sections))
+    return Report(format_value(title), tuple(machines.values()), tuple(sections))
 
 
 def _machines(measurements: Sequence[Measurement]) -> dict[str, Machine]:

@@ -219,18 +219,18 @@ def _property(match: re.Match[str]) -> str:
 
 def name_rows(axes: Axes, names: Sequence[str], narrow: bool) -> None:
     """Name the rows 0, 1, ... of a plot whose rows run downwards: beside them, or above them where there is no room."""
-    from opal_deploy.bench.report.words import shortened
+    from opal_deploy.bench.tables import shorten
 
     axes.set_ylim(len(names) - 0.5, -0.75 if narrow else -0.5)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     if not narrow:
-        axes.set_yticks(range(len(names)), [shortened(name, 44) for name in names])
+        axes.set_yticks(range(len(names)), [shorten(name, 44) for name in names])
         return
     axes.set_yticks([])
     for place, name in enumerate(names):
         axes.text(
-            0.0, place - 0.3, shortened(name, 46), transform=axes.get_yaxis_transform(), va="bottom", fontsize=11.5,
+            0.0, place - 0.3, shorten(name, 46), transform=axes.get_yaxis_transform(), va="bottom", fontsize=11.5,
             clip_on=False,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from opal_deploy.bench.report.words import facts, shown
+from opal_deploy.bench.tables import flatten_facts, format_value
 
 # of `Measurement.machine`: what an update changes; everything else is the machine itself
 SOFTWARE = ("versions", "python", "system", "driver", "cuda", "governor")
@@ -19,22 +19,22 @@ def identity(machine: Mapping[str, Any]) -> str:
 
 def hardware(machine: Mapping[str, Any]) -> dict[str, str]:
     """The machine itself, by name of the fact."""
-    return dict(facts({key: value for key, value in machine.items() if key not in SOFTWARE}))
+    return dict(flatten_facts({key: value for key, value in machine.items() if key not in SOFTWARE}))
 
 
 def software(machine: Mapping[str, Any]) -> dict[str, str]:
     """Versions and settings, by name of the fact."""
-    return dict(facts({key: machine[key] for key in SOFTWARE if key in machine}))
+    return dict(flatten_facts({key: machine[key] for key in SOFTWARE if key in machine}))
 
 
 def title(machine: Mapping[str, Any]) -> str:
     """One line for a person: the GPUs if there are any, and the processor."""
     gpus = machine["gpus"] if isinstance(machine.get("gpus"), list) else []
-    named = [shown(gpu.get("name", "GPU")) for gpu in gpus if isinstance(gpu, Mapping)]
+    named = [format_value(gpu.get("name", "GPU")) for gpu in gpus if isinstance(gpu, Mapping)]
     parts = [f"{named.count(name)} x {name}" if named.count(name) > 1 else name for name in dict.fromkeys(named)]
     if machine.get("processor"):
         cores = machine.get("usable_cores") or machine.get("cores")
-        parts.append(shown(machine["processor"]) + (f", {shown(cores)} cores" if cores else ""))
+        parts.append(format_value(machine["processor"]) + (f", {format_value(cores)} cores" if cores else ""))
     return "; ".join(parts) or "a machine that was not recorded"
 
 

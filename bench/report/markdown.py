@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from opal_deploy.bench.report.content import Report, Section
 from opal_deploy.bench.report.tables import Cell, Column, Table
-from opal_deploy.bench.report.words import shown
+from opal_deploy.bench.tables import format_value
 
 # what begins markup anywhere in a line; `&`, `<` and `>` become entities, and line ends are visible already
 _MARKUP = re.compile(r"([\\`*_\[\]|~$@])")
@@ -29,12 +29,12 @@ def to_markdown(report: Report) -> str:
 
 def escaped(text: str) -> str:
     """Text in which Markdown and HTML find nothing to act on."""
-    return _MARKUP.sub(r"\\\1", html.escape(shown(text), quote=False))
+    return _MARKUP.sub(r"\\\1", html.escape(format_value(text), quote=False))
 
 
 def code(text: str) -> str:
     """Text as code, whatever backticks are in it."""
-    text = shown(text)
+    text = format_value(text)
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
     room = " " if text.startswith("`") or text.endswith("`") else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.report.tables import Row
-from opal_deploy.bench.report.words import facts, ranges, shown
+from opal_deploy.bench.tables import flatten_facts, format_ranges, format_value
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,13 @@ def accounts(rows: Sequence[Row], several_machines: bool) -> list[Account]:
         others = [*_shared_settings(members), *_artifacts(members)]
         if several_machines:
             others.append(("machine", machine))
-        if moments := sorted(shown(m.when) for m in members if m.when):
+        if moments := sorted(format_value(m.when) for m in members if m.when):
             others.append(("measured", moments[0] if moments[0] == moments[-1] else f"{moments[0]} to {moments[-1]}"))
-        out.append(Account(ranges(row.number for row in group), shown(command), shown(timed), tuple(others)))
+        out.append(
+            Account(
+                format_ranges(row.number for row in group), format_value(command), format_value(timed), tuple(others)
+            )
+        )
     return out
 
 
@@ -55,17 +59,17 @@ def sampled(rows: Sequence[Row]) -> list[Sampled]:
     out = []
     for row in rows:
         m = row.measurement
-        if found := [*facts(m.conditions), *facts(m.settings), *facts(m.details)]:
+        if found := [*flatten_facts(m.conditions), *flatten_facts(m.settings), *flatten_facts(m.details)]:
             out.append(Sampled(row.number, tuple(found)))
     return out
 
 
 def _shared_settings(measurements: Sequence[Measurement]) -> list[tuple[str, str]]:
     """What is equal for all; what differs stands with each row."""
-    first, *rest = [facts(m.settings) for m in measurements]
+    first, *rest = [flatten_facts(m.settings) for m in measurements]
     return [pair for pair in first if all(pair in other for other in rest)]
 
 
 def _artifacts(measurements: Sequence[Measurement]) -> list[tuple[str, str]]:
     hashes = {(m.target.name, m.target.sha256) for m in measurements if m.target and m.target.sha256}
-    return [(f"sha256 of {shown(name)}", shown(digest)) for name, digest in sorted(hashes, key=str)]
+    return [(f"sha256 of {format_value(name)}", format_value(digest)) for name, digest in sorted(hashes, key=str)]

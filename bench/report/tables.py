@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from opal_deploy.bench.measurement import Better, Figure, Measurement, Target
-from opal_deploy.bench.report.words import exact, number, percent, shown, words
+from opal_deploy.bench.tables import format_exact, format_number, format_percent, format_value, humanize
 
 # with more figures than this, and fewer measurements than that, each figure is a row and each measurement a column
 _MANY_FIGURES, _FEW_MEASUREMENTS = 10, 8
@@ -96,7 +96,7 @@ def _table(
     common: tuple[tuple[str, str], ...] = (),
     marked: bool = False,
 ) -> Table:
-    title = words(part)
+    title = humanize(part)
     if len(names) > _MANY_FIGURES and len(rows) <= _FEW_MEASUREMENTS:
         return _figures_down(title, rows, columns, names, common, marked)
     heads = [Column("#", numeric=True), *(Column(f.title, numeric=f.numeric) for f in columns)]
@@ -135,7 +135,7 @@ def fields_of(rows: Sequence[Row], several_machines: bool = False) -> list[_Fiel
     """Everything of subject and case that rows can differ in, in the order a person would read it."""
 
     def of(get: Callable[[Target], object]) -> tuple[str, ...]:
-        return tuple(shown(get(s) or None) if (s := row.measurement.target) else "–" for row in rows)
+        return tuple(format_value(get(s) or None) if (s := row.measurement.target) else "–" for row in rows)
 
     def size(subject: Target) -> str | None:
         return None if subject.input_size is None else "x".join(map(str, subject.input_size))
@@ -157,7 +157,7 @@ def fields_of(rows: Sequence[Row], several_machines: bool = False) -> list[_Fiel
     for name in dict.fromkeys(key for row in rows for key in row.measurement.case):
         values = [row.measurement.case.get(name) for row in rows]
         numeric = all(value is None or isinstance(value, int | float) for value in values)
-        out.append(_Field(words(name), tuple(map(shown, values)), numeric))
+        out.append(_Field(humanize(name), tuple(map(format_value, values)), numeric))
     if several_machines:
         out.append(_Field("machine", tuple(row.machine for row in rows)))
     return out
@@ -182,7 +182,7 @@ def labels(rows: Sequence[Row], without: Sequence[str] = (), *, named: bool = Fa
     Args:
         named: the subject's name is always part of it, though all may share it.
     """
-    hidden = {words(name) for name in without}
+    hidden = {humanize(name) for name in without}
     fields = [f for f in fields_of(rows, len({row.machine for row in rows}) > 1) if f.title not in hidden]
     kept: list[_Field] = [f for f in fields if f.title == "name"]
     told = len(set(zip(*(f.texts for f in kept), strict=True)))
@@ -206,28 +206,28 @@ def _figure_column(rows: Sequence[Row], name: str, part: str) -> Column:
     figures = [row.measurement.figures[name] for row in rows if name in row.measurement.figures]
     units = {figure.unit for figure in figures}
     directions = {figure.better for figure in figures}
-    unit = shown(units.pop()) if len(units) == 1 else ""
+    unit = format_value(units.pop()) if len(units) == 1 else ""
     better = directions.pop() if len(directions) == 1 else None
-    title = words(name.removeprefix(f"{part}.") if part else name, unit)
+    title = humanize(name.removeprefix(f"{part}.") if part else name, unit)
     return Column(title, "" if unit in ("ratio", "") else unit, better, numeric=True)
 
 
 def _figure_cell(figure: Figure | None, unit: str) -> Cell:
     if figure is None:
         return Cell("–")
-    text = number(figure.value, figure.unit)
+    text = format_number(figure.value, figure.unit)
     if figure.unit not in (unit, "ratio", ""):
-        text = f"{text} {shown(figure.unit)}"
-    return Cell(text, precision_note(figure), f"{exact(figure.value)} {shown(figure.unit)}".strip())
+        text = f"{text} {format_value(figure.unit)}"
+    return Cell(text, precision_note(figure), f"{format_exact(figure.value)} {format_value(figure.unit)}".strip())
 
 
 def precision_note(figure: Figure) -> str:
     """The 95 % interval, else the spread of the repeats; empty where there is neither."""
     if figure.interval is not None:
-        low, high = (number(end, figure.unit) for end in figure.interval)
+        low, high = (format_number(end, figure.unit) for end in figure.interval)
         return f"[{low}, {high}]"
-    return "" if figure.spread is None else f"spread {percent(figure.spread)}"
+    return "" if figure.spread is None else f"spread {format_percent(figure.spread)}"
 
 
 def _marks(measurement: Measurement) -> Cell:
-    return Cell("; ".join(map(shown, measurement.marks)), alert=bool(measurement.marks))
+    return Cell("; ".join(map(format_value, measurement.marks)), alert=bool(measurement.marks))

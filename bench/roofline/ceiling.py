@@ -1,4 +1,4 @@
-"""What a device could do at most, from its data sheet or measured, and what share of that a measurement reached."""
+"""The most that a device can do, from its data sheet or measured, and the share of it that a measurement reached."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Bound = Literal["compute", "memory"]
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Of one device.
+    """The most that one device can do.
 
     Attributes:
-        name: of the device.
-        flops: FLOPs a second by precision, dense; int8 in integer operations. A precision that is not there is one
-            that the device lacks, or that nobody measured.
-        bytes_per_second: of its memory.
+        name: the device's.
+        flops: FLOPs a second by precision, dense; int8 in integer operations. A precision is missing where the device
+            lacks it or nobody measured it.
+        bytes_per_second: bandwidth of its memory.
         source: the document, or what was timed.
-        measured: timed on the device itself, not read from its data sheet.
+        measured: whether it was timed on the device itself, not read from its data sheet.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Ceiling:
     measured: bool = False
 
     def attainable(self, intensity: float, precision: str) -> float:
-        """FLOPs a second at so many FLOPs per byte: the roofline.
+        """Return the FLOPs a second that are possible at an intensity in FLOPs per byte: the roofline.
 
         Raises:
             UsageError: the device has no figure for the precision.
@@ -43,31 +43,31 @@ class Ceiling:
         return min(self.peak(precision), intensity * self.bytes_per_second)
 
     def peak(self, precision: str) -> float:
-        """FLOPs a second of arithmetic alone. Raises UsageError as `attainable` does."""
+        """Return the FLOPs a second of arithmetic alone; UsageError if the device has no figure for the precision."""
         if precision not in self.flops:
             raise UsageError(f"{self.name} has no figure for {precision}; it has {', '.join(self.flops)}")
         return self.flops[precision]
 
     def ridge(self, precision: str) -> float:
-        """FLOPs per byte from which arithmetic is the bound. Raises UsageError as `attainable` does."""
+        """Return the FLOPs per byte from which arithmetic is the bound; errors are those of `peak`."""
         return self.peak(precision) / self.bytes_per_second
 
     def images_per_second(self, work: Work, batch: int, precision: str) -> float:
-        """Of a network at a batch. Raises UsageError as `attainable` does."""
+        """Return the most images a second of a network at a batch; errors are those of `peak`."""
         return batch * self.attainable(work.intensity(batch, precision), precision) / work.flops(batch)
 
     def bound(self, work: Work, batch: int, precision: str) -> Bound:
-        """What limits it. Raises UsageError as `attainable` does."""
+        """Return which of the two limits a network at a batch; errors are those of `peak`."""
         return "compute" if work.intensity(batch, precision) >= self.ridge(precision) else "memory"
 
 
 @dataclass(frozen=True)
 class Share:
-    """What part of its ceiling a measurement reached.
+    """The part of its ceiling that a measurement reached.
 
     Attributes:
         ceiling: images a second.
-        fraction: measured over ceiling; over 1 if the ceiling does not hold, as when layers are fused or cached.
+        fraction: measured over ceiling; over 1 where the ceiling does not hold, as when layers are fused or cached.
         bound: what limits the ceiling.
         source: the ceiling's.
     """
@@ -78,7 +78,7 @@ class Share:
     source: str
 
 
-def share(
+def compute_share(
     work: Work,
     batch: int,
     precision: str,
@@ -86,52 +86,53 @@ def share(
     images_per_second: float,
     measured: Ceiling | None = None,
 ) -> Share | None:
-    """Of a throughput; None where no ceiling is known for this device and precision.
+    """Return the share of its ceiling that a throughput reached; None where no ceiling is known for it.
 
     Args:
         work: of the network that was timed.
-        batch, precision: that it was timed with.
-        device_name: as NVML or CUDA names it, `cuda:0 ` before it or not.
-        images_per_second: that it reached.
-        measured: is used instead of a data sheet, where it has the precision.
+        batch: images a forward pass.
+        precision: of the network.
+        device_name: as NVML or CUDA names it, with or without `cuda:0 ` before it.
+        images_per_second: the throughput.
+        measured: a ceiling to use instead of the data sheet, where it has the precision.
     """
-    sheet = device_named(device_name)
+    sheet = find_by_driver_name(device_name)
     for ceiling in (measured, sheet):
         if ceiling is not None and precision in ceiling.flops and precision in BYTES_PER_ELEMENT:
-            most = ceiling.images_per_second(work, batch, precision)
-            return Share(most, images_per_second / most, ceiling.bound(work, batch, precision), ceiling.source)
+            limit = ceiling.images_per_second(work, batch, precision)
+            return Share(limit, images_per_second / limit, ceiling.bound(work, batch, precision), ceiling.source)
     return None
 
 
-def device_named(name: str) -> Ceiling | None:
-    """A known GPU by the name that NVML and CUDA give it, whole; None for any other.
+def find_by_driver_name(name: str) -> Ceiling | None:
+    """Return the GPU that NVML and CUDA give this whole name; None for one that is not known.
 
     Part of a name is not enough: an L40 is not an L4, and a MIG instance is not its GPU.
     """
-    wanted = _plain(name)
-    for device in _table():
-        if wanted in {_plain(known) for known in device.names}:
+    normalized = _normalize(name)
+    for device in _read_devices():
+        if normalized in {_normalize(known) for known in device.names}:
             return device.ceiling
     return None
 
 
 def find_device(text: str) -> Ceiling:
-    """What `--gpu` means: a short name such as `a100-80gb`, or a device's own.
+    """Return the GPU that `--gpu` names: by a short name such as `a100-80gb-sxm`, or by its driver's name.
 
     Raises:
-        UsageError: not one of those known; it lists them.
+        UsageError: the name is not known; the message lists those that are.
     """
-    for device in _table():
+    for device in _read_devices():
         if text.casefold() == device.key:
             return device.ceiling
-    if found := device_named(text):
-        return found
+    if ceiling := find_by_driver_name(text):
+        return ceiling
     raise UsageError(f"--gpu {text!r}: no figures for it; known are {', '.join(known_devices())}")
 
 
 def known_devices() -> list[str]:
-    """Short names, in the table's order."""
-    return [device.key for device in _table()]
+    """Return the short names of all GPUs, in the file's order."""
+    return [device.key for device in _read_devices()]
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Device:
 
 
 @cache
-def _table() -> tuple[_Device, ...]:
+def _read_devices() -> tuple[_Device, ...]:
     raw = tomllib.loads(files(__package__).joinpath("devices.toml").read_text(encoding="utf-8"))
     devices = []
     for key, entry in raw["devices"].items():
@@ -152,6 +153,6 @@ def _table() -> tuple[_Device, ...]:
     return tuple(devices)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     words = name.casefold().replace("-", " ").split()
     return " ".join(word for word in words if word not in ("nvidia", "tesla") and not word.startswith("cuda:"))

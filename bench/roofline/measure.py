@@ -1,4 +1,4 @@
-"""A device's own ceiling: a large copy and a large product of matrices, timed."""
+"""The ceiling of a device as measured: a large copy and a large product of matrices, timed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfl
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to measure.
+class CeilingOptions:
+    """How a ceiling is measured.
 
     Attributes:
-        device: `cpu`, `cuda` or `cuda:N`. precisions: of the products.
+        device: `cpu`, `cuda` or `cuda:N`.
+        precisions: of the products.
         threads: of the CPU; None leaves torch's choice.
-        repeats: counted, after `warm_up` that are not.
-        copy_bytes, matrix_size: None takes those of the device; for tests.
+        repeats: how many runs count.
+        warm_up: how many runs go before and do not count.
+        copy_bytes: size of the copy; None for COPY_BYTES of the device.
+        matrix_size: rows and columns of the factors; None for MATRIX_SIZE of the device.
     """
 
     device: str = "cpu"
@@ -42,30 +45,30 @@ class Plan:
     matrix_size: int | None = None
 
 
-def measure(plan: Plan) -> Measurement:
-    """Time both, and say what was timed. The figures' values are the best repeats: a ceiling is what can be reached.
+def measure_ceiling(options: CeilingOptions) -> Measurement:
+    """Time a copy and a product per precision; a figure's value is its best repeat, since a ceiling can be reached.
 
     Raises:
-        UsageError: no such device, or a precision that cannot be timed as a product in torch.
+        UsageError: there is no such device, or torch has no product of a precision.
     """
     import torch
 
-    if unknown := [precision for precision in plan.precisions if precision not in _DTYPES]:
+    if unknown := [precision for precision in options.precisions if precision not in _DTYPES]:
         raise UsageError(f"--precision {unknown[0]}: a measured ceiling knows {', '.join(_DTYPES)}")
     from opal_deploy.runtime.torch_session import torch_device
 
-    device = torch_device(plan.device)
+    device = torch_device(options.device)
     kind = device.type
-    size, copied = plan.matrix_size or MATRIX_SIZE[kind], plan.copy_bytes or COPY_BYTES[kind]
+    size, copied = options.matrix_size or MATRIX_SIZE[kind], options.copy_bytes or COPY_BYTES[kind]
     before, backend = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     try:
-        if plan.threads is not None:
-            torch.set_num_threads(plan.threads)
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
         threads = torch.get_num_threads()
-        figures = {"copy": _best(_copy_rates(device, copied, plan), "GB/s")}
-        for precision in plan.precisions:
+        figures = {"copy": _best(_copy_rates(device, copied, options), "GB/s")}
+        for precision in options.precisions:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, plan), "TFLOP/s")
+            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, options), "TFLOP/s")
     finally:
         torch.set_num_threads(before)
         torch.backends.cuda.matmul.allow_tf32 = backend
@@ -77,7 +80,7 @@ def measure(plan: Plan) -> Measurement:
         case={"threads": threads if kind == "cpu" else None},
         figures=figures,
         settings={
-            "repeats": plan.repeats, "warm_up": plan.warm_up, "copy_bytes": copied, "matrix_size": size,
+            "repeats": options.repeats, "warm_up": options.warm_up, "copy_bytes": copied, "matrix_size": size,
             "value": "best of the repeats",
         },
         timed=(
@@ -90,18 +93,18 @@ def measure(plan: Plan) -> Measurement:
 
 
 def default_precisions(device: str) -> tuple[str, ...]:
-    """What is measured where nothing was asked for: on a GPU all that networks run in, on a CPU fp32 alone.
+    """Return the precisions to measure by default: on a GPU all that networks run in, on a CPU fp32 alone.
 
     Many CPUs have no instructions for half precision, and take minutes for one product.
     """
     return tuple(_DTYPES) if device.startswith("cuda") else ("fp32",)
 
 
-def ceiling_from(measurement: Measurement) -> Ceiling:
-    """The roofline of a measurement of kind `ceiling`.
+def read_ceiling(measurement: Measurement) -> Ceiling:
+    """Return the ceiling that a measurement of kind `ceiling` holds.
 
     Raises:
-        UsageError: it is of another kind, or holds no copy.
+        UsageError: the measurement is of another kind, or holds no copy.
     """
     copy = measurement.figures.get("copy")
     if measurement.kind != "ceiling" or copy is None:
@@ -121,16 +124,16 @@ def ceiling_from(measurement: Measurement) -> Ceiling:
     return Ceiling(f"{name}{threads_text}", flops, copy.value * 1e9, f"measured: copy and product{when}", measured=True)
 
 
-def _copy_rates(device: torch.device, copied: int, plan: Plan) -> list[float]:
+def _copy_rates(device: torch.device, copied: int, options: CeilingOptions) -> list[float]:
     import torch
 
     source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4
-    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, plan)]
+    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, options)]
 
 
-def _product_rates(device: torch.device, size: int, precision: str, plan: Plan) -> list[float]:
+def _product_rates(device: torch.device, size: int, precision: str, options: CeilingOptions) -> list[float]:
     import torch
 
     dtype = getattr(torch, _DTYPES[precision])
@@ -138,11 +141,11 @@ def _product_rates(device: torch.device, size: int, precision: str, plan: Plan) 
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)
     operations = 2 * size**3
-    times = _times(lambda: torch.mm(left, right, out=result), device, plan)
+    times = _times(lambda: torch.mm(left, right, out=result), device, options)
     return [operations / seconds / 1e12 for seconds in times]
 
 
-def _times(run: Callable[[], Any], device: torch.device, plan: Plan) -> list[float]:
+def _times(run: Callable[[], Any], device: torch.device, options: CeilingOptions) -> list[float]:
     import torch
 
     def wait() -> None:
@@ -150,12 +153,12 @@ def _times(run: Callable[[], Any], device: torch.device, plan: Plan) -> list[flo
             torch.cuda.synchronize(device)
 
     seconds = []
-    for repeat in range(plan.warm_up + plan.repeats):
+    for repeat in range(options.warm_up + options.repeats):
         wait()
         start = time.perf_counter()
         run()
         wait()
-        if repeat >= plan.warm_up:
+        if repeat >= options.warm_up:
             seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -1,4 +1,4 @@
-"""Rooflines of networks: work, arithmetic intensity, and what known GPUs or a measured device could do with it."""
+"""Rooflines of networks: work, arithmetic intensity, and the most that known GPUs or a measured device could do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.roofline.ceiling import Ceiling
-from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, work_of_backbone, work_of_head
+from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Work, count_backbone_work, count_head_work
 from opal_deploy.model.config import HeadConfig
+
+_HEADER = ("backbone", "part", "GMACs", "weights M", "MB moved", "FLOPs/byte")
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,11 @@ class Point:
     """One network, or the head alone, at one batch and precision.
 
     Attributes:
-        backbone: torchvision's name. part: `backbone`, `head`, `network` (both).
-        work: see `Work`. batch, precision: that it is run with.
+        backbone: torchvision's name.
+        part: `backbone`, `head` or `network` (both).
+        work: the part's layers.
+        batch: images a forward pass.
+        precision: of the whole network.
     """
 
     backbone: str
@@ -29,13 +34,13 @@ class Point:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
+        """Arithmetic intensity in FLOPs per byte."""
         return self.work.intensity(self.batch, self.precision)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked: of each backbone, with which head, at which size, batch and precision."""
+    """The head, classes, input size (H0, W0), batch and precision that every backbone is counted with."""
 
     head: HeadConfig
     num_classes: int
@@ -44,21 +49,21 @@ class Case:
     precision: str
 
 
-def points_of(backbone: str, case: Case) -> tuple[Point, Point, Point]:
-    """Backbone, head and both.
+def count_points(backbone: str, case: Case) -> tuple[Point, Point, Point]:
+    """Count backbone, head and network.
 
     Raises:
-        UsageError: no such backbone, or a size that its stride does not divide.
+        UsageError: there is no such backbone, or its stride does not divide the size.
     """
-    body = work_of_backbone(backbone, case.input_size)
-    head = work_of_head(backbone, case.num_classes, case.head, case.input_size)
+    body = count_backbone_work(backbone, case.input_size)
+    head = count_head_work(backbone, case.num_classes, case.head, case.input_size)
     parts = (("backbone", body), ("head", head), ("network", body + head))
-    found = [Point(backbone, part, work, case.batch, case.precision) for part, work in parts]
-    return found[0], found[1], found[2]
+    points = [Point(backbone, part, work, case.batch, case.precision) for part, work in parts]
+    return points[0], points[1], points[2]
 
 
-def measurements(points: Sequence[Point], case: Case, ceilings: Sequence[Ceiling]) -> Iterator[Measurement]:
-    """One line per point; ceilings that lack the precision are left out of it."""
+def build_measurements(points: Sequence[Point], case: Case, ceilings: Sequence[Ceiling]) -> Iterator[Measurement]:
+    """Yield one measurement per point; ceilings that lack the precision are left out."""
     origin = provenance()
     for point in points:
         work, batch, precision = point.work, point.batch, point.precision
@@ -119,11 +124,8 @@ def measurements(points: Sequence[Point], case: Case, ceilings: Sequence[Ceiling
         )
 
 
-HEADER = ("backbone", "part", "GMACs", "weights M", "MB moved", "FLOPs/byte")
-
-
-def body(points: Sequence[Point], ceilings: Sequence[Ceiling]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows as text: work per picture, bytes per batch, and images a second at each ceiling."""
+def format_rows(points: Sequence[Point], ceilings: Sequence[Ceiling]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows as text: work per image, bytes per batch, and images a second at each ceiling."""
     rows = []
     for point in points:
         work, batch, precision = point.work, point.batch, point.precision
@@ -142,11 +144,11 @@ def body(points: Sequence[Point], ceilings: Sequence[Ceiling]) -> tuple[list[str
             bound = ceiling.bound(work, batch, precision)
             row.append(f"{ceiling.images_per_second(work, batch, precision):,.0f} {bound[0]}")
         rows.append(row)
-    return [*HEADER, *(ceiling.name for ceiling in ceilings)], rows
+    return [*_HEADER, *(ceiling.name for ceiling in ceilings)], rows
 
 
-def sources(ceilings: Sequence[Ceiling], precision: str) -> list[str]:
-    """A line for each: its figures and where they are from."""
+def format_sources(ceilings: Sequence[Ceiling], precision: str) -> list[str]:
+    """Return a line for each ceiling: its figures, and where they are from."""
     lines = []
     for ceiling in ceilings:
         peak = f"{ceiling.peak(precision) / 1e12:.4g}" if precision in ceiling.flops else "no"

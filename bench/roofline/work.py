@@ -1,8 +1,8 @@
-"""How much work a network is: multiply-accumulates and bytes of every convolution and matrix product.
+"""The work of a network: multiply-accumulates and bytes of every convolution and matrix product.
 
-Counted on tensors without memory while the real modules run, so nothing is assumed about an architecture. Each layer
-reads its inputs and weights once and writes its outputs once; normalisation, activations and pooling between layers
-are taken to be fused into them. What a device really moves is more, so a ceiling from these bytes is an upper bound.
+Work is counted on tensors without memory while the real modules run, so that nothing is assumed about an architecture.
+Each layer reads its inputs and weights once and writes its outputs once; normalisation, activations and pooling between
+layers are taken to be fused into them. A device really moves more, so a ceiling from these bytes is an upper bound.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ BYTES_PER_ELEMENT = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 
 @dataclass(frozen=True)
 class Layer:
-    """One convolution or matrix product, for one picture.
+    """One convolution or matrix product, for one image.
 
     Attributes:
-        name: of the module that ran it, with its place in the network.
-        operation: `conv`, `linear` or `matmul`; in the last neither factor is a weight.
+        name: path of the module that ran it.
+        operation: `conv`, `linear` or `matmul`; of a `matmul` neither factor is a weight.
         macs: multiply-accumulates.
-        inputs, outputs: elements read and written; they grow with the batch.
-        weights: elements of weight and bias; read once a batch.
+        inputs: elements read; they grow with the batch.
+        outputs: elements written; they grow with the batch.
+        weights: elements of weight and bias, read once a batch.
     """
 
     name: str
@@ -43,11 +44,11 @@ class Layer:
     weights: int
 
     def bytes_moved(self, batch: int, precision: str) -> int:
-        """Inputs, outputs and weights, each once."""
+        """Return the bytes of inputs, outputs and weights, each once."""
         return (batch * (self.inputs + self.outputs) + self.weights) * bytes_per_element(precision)
 
     def intensity(self, batch: int, precision: str) -> float:
-        """FLOPs per byte, a multiply-accumulate being two."""
+        """Return the FLOPs per byte; a multiply-accumulate is two FLOPs."""
         return 2 * batch * self.macs / self.bytes_moved(batch, precision)
 
 
@@ -57,7 +58,7 @@ class Work:
 
     Attributes:
         name: for a person: `resnet50`, `resnet50 + opal`.
-        layers: see `Layer`.
+        layers: convolutions and matrix products.
     """
 
     name: str
@@ -65,12 +66,12 @@ class Work:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one picture."""
+        """Multiply-accumulates of one image."""
         return sum(layer.macs for layer in self.layers)
 
     @property
     def activations(self) -> int:
-        """Elements of inputs and outputs of one picture."""
+        """Elements of inputs and outputs of one image."""
         return sum(layer.inputs + layer.outputs for layer in self.layers)
 
     @property
@@ -79,19 +80,19 @@ class Work:
         return sum(layer.weights for layer in self.layers)
 
     def flops(self, batch: int = 1) -> int:
-        """Two per multiply-accumulate."""
+        """Return the FLOPs of a batch, two for each multiply-accumulate."""
         return 2 * batch * self.macs
 
     def bytes_moved(self, batch: int, precision: str) -> int:
-        """Of all layers; the whole network in one precision.
+        """Return the bytes of all layers, the whole network being in one precision.
 
         Raises:
-            UsageError: no such precision.
+            UsageError: there is no such precision.
         """
         return sum(layer.bytes_moved(batch, precision) for layer in self.layers)
 
     def intensity(self, batch: int, precision: str) -> float:
-        """Arithmetic intensity: FLOPs per byte."""
+        """Return the arithmetic intensity in FLOPs per byte."""
         return self.flops(batch) / self.bytes_moved(batch, precision)
 
     def __add__(self, other: Work) -> Work:
@@ -99,14 +100,14 @@ class Work:
 
 
 def bytes_per_element(precision: str) -> int:
-    """Raises UsageError for a precision that is not in BYTES_PER_ELEMENT."""
+    """Return the size of one element; UsageError for a precision that is not in BYTES_PER_ELEMENT."""
     if precision not in BYTES_PER_ELEMENT:
         raise UsageError(f"precision {precision!r}: expected one of {', '.join(BYTES_PER_ELEMENT)}")
     return BYTES_PER_ELEMENT[precision]
 
 
-def work_of_model(metadata: Metadata) -> Work | None:
-    """Of an exported artifact, backbone and head; None without torch, or where torchvision lacks its backbone."""
+def count_model_work(metadata: Metadata) -> Work | None:
+    """Count backbone and head of an exported artifact; None without torch, or where torchvision lacks its backbone."""
     from opal_deploy.model.config import HeadConfig
 
     try:
@@ -114,32 +115,32 @@ def work_of_model(metadata: Metadata) -> Work | None:
             require(package, "train", "counting work")
         # what the artifact records is what its head was built with
         head = HeadConfig(**{**metadata.head, "prototypes_per_class": metadata.prototypes_per_class})
-        backbone = work_of_backbone(metadata.backbone, metadata.input_size)
-        return backbone + work_of_head(metadata.backbone, metadata.num_classes, head, metadata.input_size)
+        backbone = count_backbone_work(metadata.backbone, metadata.input_size)
+        return backbone + count_head_work(metadata.backbone, metadata.num_classes, head, metadata.input_size)
     except (UsageError, TypeError):
         return None
 
 
 @cache
-def work_of_backbone(name: str, input_size: tuple[int, int]) -> Work:
-    """Of torchvision's network, cut before its pooling.
+def count_backbone_work(name: str, input_size: tuple[int, int]) -> Work:
+    """Count torchvision's network, cut before its pooling.
 
     Raises:
-        UsageError: no such backbone, or a size that its stride does not divide.
+        UsageError: there is no such backbone, or its stride does not divide the size.
     """
     from opal_deploy.model import backbones
 
     network = backbones.build(name, device="meta").eval()
     network.grid(input_size)
-    return work_of_module(network, (3, *input_size), name)
+    return count_module_work(network, (3, *input_size), name)
 
 
 @cache
-def work_of_head(backbone: str, num_classes: int, head: HeadConfig, input_size: tuple[int, int]) -> Work:
-    """Of a head on the features of a backbone; its softmax, pooling and distance are neither MACs nor bytes here.
+def count_head_work(backbone: str, num_classes: int, head: HeadConfig, input_size: tuple[int, int]) -> Work:
+    """Count a head on the features of a backbone; its softmax, pooling and distance are neither MACs nor bytes here.
 
     Raises:
-        UsageError: as `work_of_backbone`.
+        UsageError: there is no such backbone, or its stride does not divide the size.
     """
     import torch
 
@@ -152,38 +153,38 @@ def work_of_head(backbone: str, num_classes: int, head: HeadConfig, input_size: 
     with torch.device("meta"):
         module = OpalHead(network.num_features, num_classes, head).eval()
     name = "linear" if is_linear(head) else "opal" if head.anchors else "ablated head"
-    return work_of_module(module, (network.num_features, *grid), name)
+    return count_module_work(module, (network.num_features, *grid), name)
 
 
-def work_of_module(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Work:
+def count_module_work(module: nn.Module, input_shape: tuple[int, ...], name: str) -> Work:
     """Run a module on one input on its parameters' device (`meta` costs no memory), and record every layer.
 
     Args:
         module: in evaluation mode.
-        input_shape: without the batch.
-        name: of the result.
+        input_shape: of one input, without the batch.
+        name: the result's.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    recorders = _recorders()
+    recorders = _build_recorders()
     layers: list[Layer] = []
-    places: list[str] = []
+    paths: list[str] = []
 
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             if record := recorders.get(func):
-                layers.append(record(places[-1] if places else name, args, result))
+                layers.append(record(paths[-1] if paths else name, args, result))
             return result
 
-    def enter(place: str) -> Callable[..., None]:
-        return lambda *_: places.append(place)
+    def enter(path: str) -> Callable[..., None]:
+        return lambda *_: paths.append(path)
 
     handles = []
-    for place, child in module.named_modules():
-        handles.append(child.register_forward_pre_hook(enter(place or name)))
-        handles.append(child.register_forward_hook(lambda *_: places.pop() and None))
+    for path, child in module.named_modules():
+        handles.append(child.register_forward_pre_hook(enter(path or name)))
+        handles.append(child.register_forward_hook(lambda *_: paths.pop() and None))
     parameter = next(module.parameters(), torch.empty(0, device="meta"))
     try:
         with torch.no_grad(), Recorder():  # type: ignore[no-untyped-call]
@@ -194,31 +195,31 @@ def work_of_module(module: nn.Module, input_shape: tuple[int, ...], name: str) -
     return Work(name, tuple(layers))
 
 
-def _recorders() -> dict[Any, Callable[[str, Any, Any], Layer]]:
-    """By the operation that arrives at the dispatcher; linear layers arrive as (add)mm of a transposed weight."""
+def _build_recorders() -> dict[Any, Callable[[str, Any, Any], Layer]]:
+    """Return what records each operation of the dispatcher; linear layers arrive as (add)mm of a transposed weight."""
     import torch
 
     aten = torch.ops.aten
     return {
         aten.convolution.default: _convolution,
-        aten.addmm.default: lambda place, args, result: _product(place, args[1], args[2], args[0], result),
-        aten.mm.default: lambda place, args, result: _product(place, args[0], args[1], None, result),
-        aten.bmm.default: lambda place, args, result: Layer(
-            place, "matmul", result.numel() * args[0].shape[2], args[0].numel() + args[1].numel(), result.numel(), 0
+        aten.addmm.default: lambda path, args, result: _product(path, args[1], args[2], args[0], result),
+        aten.mm.default: lambda path, args, result: _product(path, args[0], args[1], None, result),
+        aten.bmm.default: lambda path, args, result: Layer(
+            path, "matmul", result.numel() * args[0].shape[2], args[0].numel() + args[1].numel(), result.numel(), 0
         ),
     }
 
 
-def _convolution(place: str, args: Any, result: Tensor) -> Layer:
+def _convolution(path: str, args: Any, result: Tensor) -> Layer:
     images, weight, bias, transposed = args[0], args[1], args[2], args[6]
     # a weight is [out, in / groups, ...], or transposed [in, out / groups, ...]: each element of the one side takes
     # all of it but the first axis
     per_element = weight.numel() // weight.shape[0]
     macs = (images if transposed else result).numel() * per_element
     weights = weight.numel() + (0 if bias is None else bias.numel())
-    return Layer(place, "conv", macs, images.numel(), result.numel(), weights)
+    return Layer(path, "conv", macs, images.numel(), result.numel(), weights)
 
 
-def _product(place: str, rows: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Layer:
+def _product(path: str, rows: Tensor, weight: Tensor, bias: Tensor | None, result: Tensor) -> Layer:
     weights = weight.numel() + (0 if bias is None else bias.numel())
-    return Layer(place, "linear", rows.numel() * weight.shape[1], rows.numel(), result.numel(), weights)
+    return Layer(path, "linear", rows.numel() * weight.shape[1], rows.numel(), result.numel(), weights)

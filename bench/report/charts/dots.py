@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opal_deploy.bench.report.drawing import CARD, INK, Key, Plot, color, marker, name_rows, plot, rows_height
-from opal_deploy.bench.report.words import number
+from opal_deploy.bench.tables import format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -44,14 +44,14 @@ def dots(
         if logarithmic:
             axes.set_xscale("log")
             ticks = round_numbers(min(every), max(every), 5 if narrow else 12)
-            axes.set_xticks(ticks, [number(tick) for tick in ticks])
+            axes.set_xticks(ticks, [format_number(tick) for tick in ticks])
             axes.set_xticks([], minor=True)
         else:
             axes.set_xlim(min(0.0, min(every) * 1.05), max(every) * 1.05 or 1.0)
         axes.set_xlabel(f"{axis} (logarithmic)" if logarithmic else axis)
 
     told = "; ".join(
-        f"{name}: {', '.join(f'{kind} {number(value)}' for kind, value in each.items())}"
+        f"{name}: {', '.join(f'{kind} {format_number(value)}' for kind, value in each.items())}"
         for name, each in zip(names, values, strict=True)
     )
     keys = [Key(kind, index) for index, kind in enumerate(series)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from opal_deploy.bench.report.charts.series import MOST_SERIES
 from opal_deploy.bench.report.drawing import Key, Plot, color, dash, plot
 from opal_deploy.bench.report.tables import Row, labels
-from opal_deploy.bench.report.words import is_number, number, words
+from opal_deploy.bench.tables import format_number, humanize, is_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -19,7 +19,7 @@ def memory_over_time(rows: Sequence[Row]) -> list[Plot]:
     curves = []
     for row, label in zip(rows, labels(rows), strict=True):
         for variant, seconds, megabytes in _curves(row.measurement.details):
-            name = ", ".join(part for part in (label, words(variant)) if part)
+            name = ", ".join(part for part in (label, humanize(variant)) if part)
             curves.append((name, seconds, megabytes))
     groups = [curves[start : start + MOST_SERIES] for start in range(0, len(curves), MOST_SERIES)]
     return [_plot(group, f", part {place}" if len(groups) > 1 else "") for place, group in enumerate(groups, 1)]
@@ -47,6 +47,8 @@ def _plot(curves: Sequence[tuple[str, list[float], list[float]]], part: str) -> 
         axes.set_xlabel("seconds")
         axes.set_ylabel("resident memory, MB")
 
-    told = "; ".join(f"{name}: {number(mb[0])} MB at first, {number(mb[-1])} at last" for name, _, mb in curves)
+    told = "; ".join(
+        f"{name}: {format_number(mb[0])} MB at first, {format_number(mb[-1])} at last" for name, _, mb in curves
+    )
     keys = [Key(name, place, "line") for place, (name, _, _) in enumerate(curves)]
     return plot(f"Memory over time{part}", f"{told}.", paint, lambda narrow: 260.0 if narrow else 300.0, keys)

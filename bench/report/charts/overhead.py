@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.bench.measurement import Measurement
 from opal_deploy.bench.report.drawing import CARD, Key, Plot, color, label_end, marker, name_rows, plot, rows_height
 from opal_deploy.bench.report.tables import Row
-from opal_deploy.bench.report.words import number, shown
+from opal_deploy.bench.tables import format_number, format_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -43,7 +43,7 @@ def _shares(measurement: Measurement) -> list[tuple[str, str, float]]:
 
 def _backbone(measurement: Measurement) -> str:
     subject = measurement.target
-    return shown((subject.backbone or subject.name) if subject else "")
+    return format_value((subject.backbone or subject.name) if subject else "")
 
 
 def _plot(quantity: str, heads: dict[str, dict[str, list[float]]]) -> Plot:
@@ -63,7 +63,7 @@ def _plot(quantity: str, heads: dict[str, dict[str, list[float]]]) -> Plot:
                     values, [middle] * len(values), s=34, marker=marker(index), color=color(index), edgecolors=CARD,
                     linewidths=0.7, zorder=3,
                 )  # fmt: skip
-                label_end(axes, max(values), middle, f"{number(float(f'{max(values):.3g}'))} %")
+                label_end(axes, max(values), middle, f"{format_number(float(f'{max(values):.3g}'))} %")
         name_rows(axes, names, narrow)
         most = max(value for shares in heads.values() for values in shares.values() for value in values)
         axes.set_xlim(0, most * (1.25 if narrow else 1.12) or 1.0)
@@ -73,7 +73,7 @@ def _plot(quantity: str, heads: dict[str, dict[str, list[float]]]) -> Plot:
         f"{name}: {', '.join(f'{head} {_range(shares[name])}' for head, shares in heads.items() if name in shares)}"
         for name in names
     )
-    title = _TITLES.get(quantity, shown(quantity.replace("_", " ")))
+    title = _TITLES.get(quantity, format_value(quantity.replace("_", " ")))
     return plot(
         title,
         f"In % of the backbone. {told}.",
@@ -85,5 +85,5 @@ def _plot(quantity: str, heads: dict[str, dict[str, list[float]]]) -> Plot:
 
 
 def _range(values: list[float]) -> str:
-    low, high = number(min(values)), number(max(values))
+    low, high = format_number(min(values)), format_number(max(values))
     return f"{low} %" if low == high else f"{low} to {high} %"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.bench.report.charts.series import figure_in
 from opal_deploy.bench.report.drawing import INK, Plot, color, name_rows, plot, rows_height
 from opal_deploy.bench.report.tables import Row, labels, precision_note
-from opal_deploy.bench.report.words import number, shortened
+from opal_deploy.bench.tables import format_number, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -21,7 +21,7 @@ def ratios(rows: Sequence[Row]) -> list[Plot]:
         return []
     names = labels([row for row, _ in found])
     figures = [figure for _, (_, figure) in found]
-    texts = [f"{number(f.value)} {precision_note(f) if f.interval else ''}".strip() for f in figures]
+    texts = [f"{format_number(f.value)} {precision_note(f) if f.interval else ''}".strip() for f in figures]
 
     def paint(canvas: Canvas, narrow: bool) -> None:
         axes = canvas.subplots()
@@ -33,7 +33,7 @@ def ratios(rows: Sequence[Row]) -> list[Plot]:
             axes.plot(figure.value, place, marker="D", color=color(0), markersize=7.5)
             if not narrow:
                 axes.text(1.02, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=11)
-        told = [f"{shortened(name, 24)}  {text}" for name, text in zip(names, texts, strict=True)]
+        told = [f"{shorten(name, 24)}  {text}" for name, text in zip(names, texts, strict=True)]
         name_rows(axes, told if narrow else names, narrow)
         ends = [end for f in figures for end in (*(f.interval or ()), f.value, 1.0)]
         room = (max(ends) - min(ends)) or 0.1

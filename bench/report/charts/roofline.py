@@ -10,7 +10,7 @@ from opal_deploy.bench.report.charts.dots import round_numbers
 from opal_deploy.bench.report.charts.series import batch_of, figure_in, titled
 from opal_deploy.bench.report.drawing import CARD, GRID, Key, Plot, color, dash, marker, plot
 from opal_deploy.bench.report.tables import Row
-from opal_deploy.bench.report.words import is_number, number, shown
+from opal_deploy.bench.tables import format_number, format_value, is_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,9 +44,9 @@ def _points(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     out: dict[str, dict[str, float]] = {}
     for row in rows:
         found, subject = figure_in(row.measurement, _UNIT), row.measurement.target
-        part = shown(row.measurement.case.get("part") or "network")
+        part = format_value(row.measurement.case.get("part") or "network")
         if found is not None and found[1].value > 0:
-            name = shown((subject.backbone or subject.name) if subject else "")
+            name = format_value((subject.backbone or subject.name) if subject else "")
             out.setdefault(part, {})[name] = found[1].value
     return {part: names for part, names in out.items() if part != "network"} or out
 
@@ -57,7 +57,7 @@ def _roofs(rows: Sequence[Row]) -> dict[Roof, str]:
     for row in rows:
         for each in _ceilings(row.measurement):
             roof = float(each["flops"]), float(each["bytes_per_second"])
-            names.setdefault(roof, {})[shown(each.get("name", "device"))] = None
+            names.setdefault(roof, {})[format_value(each.get("name", "device"))] = None
     return {roof: ", ".join(found) for roof, found in names.items()}
 
 
@@ -92,16 +92,18 @@ def _plot(points: dict[str, dict[str, float]], roofs: dict[Roof, str], facet: st
         axes.set_xlim(low, high)
         axes.set_ylim(floor / 1.5, top * 1.6)
         ticks = round_numbers(low, high, 5 if narrow else 10)
-        axes.set_xticks(ticks, [number(tick) for tick in ticks])
+        axes.set_xticks(ticks, [format_number(tick) for tick in ticks])
         ticks = round_numbers(floor, top, 6)
-        axes.set_yticks(ticks, [number(tick / 1e12) for tick in ticks])
+        axes.set_yticks(ticks, [format_number(tick / 1e12) for tick in ticks])
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_ticks([], minor=True)
         axes.set_xlabel("arithmetic intensity, FLOPs per byte")
         axes.set_ylabel("at most, TFLOP/s")
 
-    told = "; ".join(f"{part} {name} {number(x)}" for part, found in points.items() for name, x in found.items())
-    tops = "; ".join(f"{name} {number(f / 1e12)} TFLOP/s, {number(s / 1e9)} GB/s" for (f, s), name in roofs.items())
+    told = "; ".join(f"{part} {name} {format_number(x)}" for part, found in points.items() for name, x in found.items())
+    tops = "; ".join(
+        f"{name} {format_number(f / 1e12)} TFLOP/s, {format_number(s / 1e9)} GB/s" for (f, s), name in roofs.items()
+    )
     return plot(
         titled("Roofline", facet),
         f"FLOPs per byte: {told}. Roofs: {tops}.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from opal_deploy.bench.report.charts.series import MOST_SERIES
 from opal_deploy.bench.report.drawing import CARD, INK, Key, Plot, color, marker, plot
 from opal_deploy.bench.report.tables import Row, labels
-from opal_deploy.bench.report.words import is_number, number
+from opal_deploy.bench.tables import format_number, is_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -58,10 +58,10 @@ def _plot(found: Sequence[tuple[str, Row, list[Trial]]], part: str) -> Plot:
         axes.set_ylabel("p99, ms")
 
     told = "; ".join(
-        f"{label}: {', '.join(f'{number(rate)}/s {number(ms)} ms' for rate, ms, _ in trials)}"
+        f"{label}: {', '.join(f'{format_number(rate)}/s {format_number(ms)} ms' for rate, ms, _ in trials)}"
         for label, _, trials in found
     )
-    limited = f"The limit: {', '.join(map(number, limits))} ms. " if limits else ""
+    limited = f"The limit: {', '.join(map(format_number, limits))} ms. " if limits else ""
     return plot(
         f"Latency against the rate of arrivals{part}",
         f"{limited}{told}.",

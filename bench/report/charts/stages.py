@@ -9,7 +9,7 @@ from opal_deploy.bench.report.charts.dots import MOST_ROWS, dots
 from opal_deploy.bench.report.charts.series import titled
 from opal_deploy.bench.report.drawing import CARD, Key, Plot, color, faded, label_end, name_rows, plot, rows_height
 from opal_deploy.bench.report.tables import Row, labels
-from opal_deploy.bench.report.words import number, words
+from opal_deploy.bench.tables import format_number, humanize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -36,13 +36,13 @@ def stages(rows: Sequence[Row]) -> list[Plot]:
     bars: list[tuple[str, dict[str, float]]] = []
     for row, label in zip(rows, labels(rows), strict=True):
         for variant, parts in _parts(row).items():
-            bars.append((", ".join(text for text in (label, words(variant)) if text), parts))
+            bars.append((", ".join(text for text in (label, humanize(variant)) if text), parts))
     groups = [bars[start : start + MOST_ROWS] for start in range(0, len(bars), MOST_ROWS)]
     return [_plot(group, f"part {place}" if len(groups) > 1 else "") for place, group in enumerate(groups, 1)]
 
 
 def _rates(row: Row) -> dict[str, float]:
-    return {words(name): f.value for name, f in row.measurement.figures.items() if f.unit == "images/s"}
+    return {humanize(name): f.value for name, f in row.measurement.figures.items() if f.unit == "images/s"}
 
 
 def _parts(row: Row) -> dict[str, dict[str, float]]:
@@ -69,13 +69,14 @@ def _plot(bars: Sequence[tuple[str, dict[str, float]]], part: str) -> Plot:
             )  # fmt: skip
             starts = [start + width for start, width in zip(starts, widths, strict=True)]
         for place, total in enumerate(totals):
-            label_end(axes, total, place, number(total))
+            label_end(axes, total, place, format_number(total))
         name_rows(axes, [label for label, _ in bars], narrow)
         axes.set_xlim(0, (max(totals) or 1.0) * (1.18 if narrow else 1.08))
         axes.set_xlabel("milliseconds an image, all threads")
 
     told = "; ".join(
-        f"{label}: {', '.join(f'{name} {number(value)}' for name, value in parts.items())} ms" for label, parts in bars
+        f"{label}: {', '.join(f'{name} {format_number(value)}' for name, value in parts.items())} ms"
+        for label, parts in bars
     )
-    keys = [Key(words(name), series, "bar") for series, name in enumerate(names)]
+    keys = [Key(humanize(name), series, "bar") for series, name in enumerate(names)]
     return plot(titled("Time by stage", part), f"{told}.", paint, rows_height(len(bars)), keys)

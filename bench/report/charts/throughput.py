@@ -9,7 +9,7 @@ from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.report.charts.series import batch_of, by_label, facets, figure_in, titled
 from opal_deploy.bench.report.drawing import Key, Plot, color, label_end, marker, name_rows, plot, rows_height
 from opal_deploy.bench.report.tables import Row, labels
-from opal_deploy.bench.report.words import number
+from opal_deploy.bench.tables import format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -56,7 +56,7 @@ def _lines(series: Sequence[tuple[str, list[Row]]], facet: str) -> Plot:
         axes.set_ylabel(UNIT)
 
     best = max(((_rate(row).value, label, batch_of(row.measurement)) for label, g in series for row in g), default=None)
-    told = f" The highest: {number(best[0])} {UNIT}, {best[1]}, batch {best[2]}." if best else ""
+    told = f" The highest: {format_number(best[0])} {UNIT}, {best[1]}, batch {best[2]}." if best else ""
     return plot(
         titled("Throughput against batch", facet),
         f"Lines over batches {batches[0]} to {batches[-1]} for {', '.join(label for label, _ in series)}.{told}",
@@ -74,14 +74,16 @@ def _bars(rows: Sequence[Row], facet: str) -> Plot:
         axes = canvas.subplots()
         axes.barh(range(len(rows)), [f.value for f in figures], height=0.36 if narrow else 0.55, color=color(0))
         for place, figure in enumerate(figures):
-            label_end(axes, figure.value, place, number(figure.value))
+            label_end(axes, figure.value, place, format_number(figure.value))
         name_rows(axes, names, narrow)
         axes.set_xlim(0, max(f.value for f in figures) * (1.2 if narrow else 1.1) or 1)
         axes.set_xlabel(UNIT)
 
     return plot(
         titled("Throughput", facet),
-        "Bars: " + "; ".join(f"{name} {number(f.value)} {UNIT}" for name, f in zip(names, figures, strict=True)) + ".",
+        "Bars: "
+        + "; ".join(f"{name} {format_number(f.value)} {UNIT}" for name, f in zip(names, figures, strict=True))
+        + ".",
         paint,
         rows_height(len(rows)),
     )

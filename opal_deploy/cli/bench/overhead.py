@@ -13,9 +13,9 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.overhead.counting import Backbone
+    from opal_deploy.bench.overhead.counting import CountedBackbone
     from opal_deploy.bench.overhead.paper import PaperTable
-    from opal_deploy.model.config import HeadConfig
+    from opal_deploy.model.config import Distance, HeadConfig
 
 _PARTS = ("projection", "cws", "gmp", "anchors")
 
@@ -57,70 +57,66 @@ def overhead(
     from opal_deploy.bench.overhead import formatting
     from opal_deploy.bench.overhead import paper as papers
     from opal_deploy.bench.overhead.chart import check_chart, draw
-    from opal_deploy.bench.overhead.check import check as compare
-    from opal_deploy.bench.overhead.check import report, require_agreement
-    from opal_deploy.bench.overhead.measurements import measurements
-    from opal_deploy.bench.overhead.table import make_table
+    from opal_deploy.bench.overhead.table import build_measurements, make_table
 
     if as_json and output != "text":
         raise UsageError(f"--json with --format {output}: both write to stdout; give one of them")
     check_chart(chart)
-    paper = papers.load()
-    head, input_size = _head(prototypes, without or [], distance), parse_size(size)
+    paper = papers.load_paper()
+    head, input_size = _build_head(prototypes, without or [], distance), parse_size(size)
     if check:
-        _require_papers(paper, backbone or [], classes or [], head, input_size)
+        _require_defaults(paper, backbone or [], classes or [], head, input_size)
     columns = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
     if classes:
-        columns = [(formatting.classes_name(number), number) for number in dict.fromkeys(classes)]
-    titles = {name: entry.title for name, entry in paper.backbones.items()}
-    titles |= {name: dataset.title for name, dataset in paper.datasets.items()}
-
-    def counted(found: Backbone) -> None:
-        print_message(
-            f"{found.name}: {formatting.count(found.counts.params)} parameters, {found.counts.paper / 1e9:.2f} GFLOPs "
-            f"as the paper counts, {found.counts.flops / 1e9:.2f} true GFLOPs"
-        )
-
-    table = make_table(backbone or list(paper.backbones), columns, head, input_size, counted=counted)
-    for measurement in measurements(table) if out is not None or as_json else ():
+        columns = [(formatting.format_classes(number), number) for number in dict.fromkeys(classes)]
+    table = make_table(backbone or list(paper.backbones), columns, head, input_size, on_backbone=_print_backbone)
+    for measurement in build_measurements(table) if out is not None or as_json else ():
         write_measurement(measurement, out, as_json=as_json)
-    cells = compare(table, paper) if check else None
+    cells = papers.compare_with_paper(table, paper) if check else None
     if output == "json":
         print_json(formatting.to_json(table, cells))
     elif output == "csv":
         print(formatting.to_csv(table), end="", flush=True)
     elif not as_json:
-        to_page = formatting.to_text if output == "text" else formatting.to_markdown
-        print(to_page(table, titles), end="", flush=True)
+        print(formatting.to_text(table, paper.titles(), markdown=output == "markdown"), end="", flush=True)
     if chart is not None:
-        draw(table, chart, titles)
+        draw(table, chart, paper.titles())
         print_message(f"{chart}: written")
     if cells is not None:
-        for line in report(cells):
+        for line in papers.format_comparison(cells):
             print_message(line)
-        require_agreement(cells)
+        papers.require_agreement(cells)
 
 
-def _head(prototypes: int, without: list[str], distance: str) -> HeadConfig:
-    from opal_deploy.model.config import Distance, HeadConfig
+def _print_backbone(backbone: CountedBackbone) -> None:
+    from opal_deploy.bench.overhead.formatting import format_count
+
+    counts = backbone.counts
+    print_message(
+        f"{backbone.name}: {format_count(counts.params)} parameters, {counts.paper / 1e9:.2f} GFLOPs as the paper "
+        f"counts, {counts.flops / 1e9:.2f} true GFLOPs"
+    )
+
+
+def _build_head(prototypes: int, without: list[str], distance: Distance) -> HeadConfig:
+    from opal_deploy.model.config import HeadConfig
 
     if unknown := [part for part in without if part not in _PARTS]:
         raise UsageError(f"--without {unknown[0]!r}: expected one of {', '.join(_PARTS)}")
-    chosen: Distance = distance  # type: ignore[assignment]  # typer has checked it
     return HeadConfig(
         projection="projection" not in without,
         cws="cws" not in without,
         pooling="avg" if "gmp" in without else "max",
         anchors="anchors" not in without,
         prototypes_per_class=prototypes,
-        distance=chosen,
+        distance=distance,
     )
 
 
-def _require_papers(
+def _require_defaults(
     paper: PaperTable, backbones: list[str], classes: list[int], head: HeadConfig, input_size: tuple[int, int]
 ) -> None:
-    """`--check` needs all that the paper counted, and nothing else."""
+    """Raise UsageError unless the call counts all that the paper counted, and nothing else."""
     from opal_deploy.model.config import HeadConfig
 
     same_head = head == HeadConfig(prototypes_per_class=paper.prototypes_per_class)

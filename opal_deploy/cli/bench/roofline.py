@@ -25,7 +25,7 @@ def roofline(
     classes: Annotated[int, typer.Option(min=2, help="C.")] = 200,
     prototypes: Annotated[int, typer.Option(min=1, help="m, prototypes per class.")] = 5,
     size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
-    batch: Annotated[int, typer.Option(min=1, help="Pictures a forward pass.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Images a forward pass.")] = 64,
     precision: Annotated[
         Literal["fp32", "tf32", "fp16", "bf16", "int8"] | None,
         typer.Option(help="Of the whole network; default: fp16, for a measured CPU fp32.", show_default=False),
@@ -51,14 +51,14 @@ def roofline(
     out: Out = None,
     as_json: JsonLines = False,
 ) -> None:
-    """What each network asks of a device, and the most images a second that a device could do: its roofline."""
+    """The work of each network, and the most images a second that a device could do of it: its roofline."""
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench roofline")
-    from opal_deploy.bench.overhead import paper
     from opal_deploy.bench.overhead.chart import check_chart
-    from opal_deploy.bench.overhead.layout import aligned, markdown
-    from opal_deploy.bench.roofline import table
+    from opal_deploy.bench.overhead.paper import load_paper
     from opal_deploy.bench.roofline.chart import draw
+    from opal_deploy.bench.roofline.table import Case, build_measurements, count_points, format_rows, format_sources
+    from opal_deploy.bench.tables import format_table
     from opal_deploy.model.config import HeadConfig
 
     check_chart(chart)
@@ -66,71 +66,73 @@ def roofline(
         raise UsageError(
             "--measure-ceiling --precision int8: torch has no such product; measure fp32, tf32, fp16, bf16"
         )
-    ceilings = _ceilings(gpu, ceiling, measured_too=measure_ceiling)
+    ceilings = _find_ceilings(gpu, ceiling, measured_too=measure_ceiling)
     if measure_ceiling:
-        ceilings.insert(0, _measure(device, threads, precision, out, as_json=as_json))
+        ceilings.insert(0, _measure_ceiling(device, threads, precision, out, as_json=as_json))
     if precision is None:
         # processors without half precision's instructions are measured in fp32 alone
         precision = "fp16" if any("fp16" in known.flops for known in ceilings) else "fp32"
-    case = table.Case(HeadConfig(prototypes_per_class=prototypes), classes, parse_size(size), batch, precision)
+    case = Case(HeadConfig(prototypes_per_class=prototypes), classes, parse_size(size), batch, precision)
     if not any(precision in known.flops for known in ceilings):
         raise UsageError(
             f"--precision {precision}: none of {', '.join(known.name for known in ceilings)} has a figure for it; "
             "choose another --precision or --gpu"
         )
     points: list[Point] = []
-    for name in dict.fromkeys(backbone or paper.load().backbones):
-        of_one = table.points_of(name, case)
-        whole = of_one[-1].work
+    for name in dict.fromkeys(backbone or load_paper().backbones):
+        points += count_points(name, case)
+        network = points[-1]
         print_message(
-            f"{name}: {len(whole.layers)} layers, {whole.macs / 1e9:.3f} GMACs, {of_one[-1].intensity:.1f} FLOPs/byte"
+            f"{name}: {len(network.work.layers)} layers, {network.work.macs / 1e9:.3f} GMACs, "
+            f"{network.intensity:.1f} FLOPs/byte"
         )
-        points += of_one
-    for measurement in table.measurements(points, case, ceilings) if out is not None or as_json else ():
+    for measurement in build_measurements(points, case, ceilings) if out is not None or as_json else ():
         write_measurement(measurement, out, as_json=as_json)
     if not as_json:
-        to_page = aligned if output == "text" else markdown
-        header, rows = table.body(points, ceilings)
-        print(to_page(header, rows, left=2), flush=True)
+        header, rows = format_rows(points, ceilings)
+        print(format_table(header, rows, left=2, markdown=output == "markdown"), flush=True)
         print(
-            f"per picture of {case.input_size[0]}x{case.input_size[1]}, C = {classes}, m = {prototypes}; MB moved by a "
+            f"per image of {case.input_size[0]}x{case.input_size[1]}, C = {classes}, m = {prototypes}; MB moved by a "
             f"batch of {batch} in {precision}: inputs, outputs and weights of every convolution and matrix product once"
         )
         print("ceilings in images/s; c: arithmetic is the bound, m: memory is")
-        for line in table.sources(ceilings, precision):
+        for line in format_sources(ceilings, precision):
             print(f"- {line}", flush=True)
     if chart is not None:
         draw(points, ceilings, chart)
         print_message(f"{chart}: written")
 
 
-def _ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) -> list[Ceiling]:
+def _find_ceilings(gpus: list[str] | None, path: Path | None, *, measured_too: bool) -> list[Ceiling]:
     from opal_deploy.bench.measurement import read_measurements
     from opal_deploy.bench.roofline.ceiling import find_device, known_devices
-    from opal_deploy.bench.roofline.measure import ceiling_from
+    from opal_deploy.bench.roofline.measure import read_ceiling
 
-    found = []
+    ceilings = []
     if path is not None:
-        found = [
-            ceiling_from(measurement) for measurement in read_measurements([path]) if measurement.kind == "ceiling"
+        ceilings = [
+            read_ceiling(measurement) for measurement in read_measurements([path]) if measurement.kind == "ceiling"
         ]
-        if not found:
+        if not ceilings:
             raise UsageError(f"--ceiling {path}: no measured ceiling in it; make one: --measure-ceiling --out {path}")
-    # what somebody measured is what they ask about; data sheets come with it on request
-    if gpus or not (found or measured_too):
-        found += [find_device(text) for text in dict.fromkeys(gpus or known_devices())]
-    return found
+    # data sheets come with a measured ceiling on request only
+    if gpus or not (ceilings or measured_too):
+        ceilings += [find_device(text) for text in dict.fromkeys(gpus or known_devices())]
+    return ceilings
 
 
-def _measure(device: str, threads: int | None, precision: str | None, out: Path | None, *, as_json: bool) -> Ceiling:
-    from opal_deploy.bench.roofline.measure import Plan, ceiling_from, default_precisions, measure
+def _measure_ceiling(
+    device: str, threads: int | None, precision: str | None, out: Path | None, *, as_json: bool
+) -> Ceiling:
+    from opal_deploy.bench.roofline.measure import CeilingOptions, default_precisions, measure_ceiling, read_ceiling
 
-    found = measure(Plan(device, default_precisions(device) if precision is None else (precision,), threads))
-    write_measurement(found, out, as_json=as_json)
-    for name, figure in found.figures.items():
+    precisions = default_precisions(device) if precision is None else (precision,)
+    measurement = measure_ceiling(CeilingOptions(device, precisions, threads))
+    write_measurement(measurement, out, as_json=as_json)
+    for name, figure in measurement.figures.items():
         spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
         print_message(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")
-    print_message(f"timed: {found.timed}")
-    for mark in found.marks:
+    print_message(f"timed: {measurement.timed}")
+    for mark in measurement.marks:
         print_message(f"MARKED {mark}")
-    return ceiling_from(found)
+    return read_ceiling(measurement)

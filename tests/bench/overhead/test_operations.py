@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opal_deploy.bench.overhead.counting import count_as_paper
-from opal_deploy.bench.overhead.operations import Shape, evaluate, head_title, operations_of, totals
+from opal_deploy.bench.overhead.counting import count_paper_operations
+from opal_deploy.bench.overhead.operations import Shape, evaluate, head_title, list_operations, sum_operations
 from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import count_macs
 from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig
@@ -53,14 +53,14 @@ class TestThePapersConvention:
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
     def test_opal_is_hw_k_times_d_plus_4(self, shape: Shape) -> None:
         cells, prototypes = shape.grid[0] * shape.grid[1], shape.num_classes * shape.prototypes_per_class
-        found = totals(operations_of(HeadConfig()), shape)
+        found = sum_operations(list_operations(HeadConfig()), shape)
         assert found.paper == cells * prototypes * (shape.num_features + 4)
         assert found.params == prototypes * (shape.num_features + 1)
 
     @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
     def test_linear_is_d_c_plus_2_hw_d(self, shape: Shape) -> None:
         cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
-        found = totals(operations_of(LINEAR_BASELINE), shape)
+        found = sum_operations(list_operations(LINEAR_BASELINE), shape)
         assert found.paper == features * classes + 2 * cells * features
         assert found.params == (features + 1) * classes
 
@@ -69,46 +69,46 @@ class TestThePapersConvention:
     def test_is_what_ptflops_counts_for_modules_like_the_authors(self, softmax: nn.Module, head: HeadConfig) -> None:
         pooling = nn.AdaptiveMaxPool2d(1) if head.pooling == "max" else nn.AdaptiveAvgPool2d(1)
         module = Authors(SMALL, pooling, softmax).eval()
-        counted = count_as_paper(module, (SMALL.num_features, *SMALL.grid))
-        assert counted == totals(operations_of(head), SMALL).paper
+        counted = count_paper_operations(module, (SMALL.num_features, *SMALL.grid))
+        assert counted == sum_operations(list_operations(head), SMALL).paper
 
     def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head(self) -> None:
-        expected = totals(operations_of(LINEAR_BASELINE), SMALL).paper
+        expected = sum_operations(list_operations(LINEAR_BASELINE), SMALL).paper
         for bias, extra in ((False, 0), (True, SMALL.num_classes)):
             dense = nn.Linear(SMALL.num_features, SMALL.num_classes, bias=bias)
             module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), dense).eval()
-            assert count_as_paper(module, (SMALL.num_features, *SMALL.grid)) == expected + extra
+            assert count_paper_operations(module, (SMALL.num_features, *SMALL.grid)) == expected + extra
 
     def test_a_head_without_projection_costs_by_features_instead_of_prototypes(self) -> None:
         head = HeadConfig(projection=False, anchors=False)
         cells, features = 4 * 5, SMALL.num_features
         # softmax, pooling twice, dense layer
-        assert totals(operations_of(head), SMALL).paper == 3 * cells * features + features * SMALL.num_classes
+        assert sum_operations(list_operations(head), SMALL).paper == 3 * cells * features + features * SMALL.num_classes
 
     def test_a_finer_grid_multiplies_the_opal_head(self) -> None:
         coarse, fine = Shape(768, 37, 5, (7, 7)), Shape(768, 37, 5, (14, 14))
-        rows = operations_of(HeadConfig())
-        assert totals(rows, fine).paper == 4 * totals(rows, coarse).paper
+        rows = list_operations(HeadConfig())
+        assert sum_operations(rows, fine).paper == 4 * sum_operations(rows, coarse).paper
 
 
 class TestTheGraphWeExport:
     @pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
     def test_counts_every_operation_that_runs(self, head: HeadConfig) -> None:
-        assert totals(operations_of(head), SMALL).graph == _operations_run(head)
+        assert sum_operations(list_operations(head), SMALL).graph == _operations_run(head)
 
     @pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
     def test_macs_and_parameters_are_the_real_modules(self, head: HeadConfig) -> None:
         with torch.device("meta"):
             module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
-        found = totals(operations_of(head), SMALL)
+        found = sum_operations(list_operations(head), SMALL)
         assert found.params == sum(p.numel() for p in module.parameters())
         assert found.macs == count_macs(module, (SMALL.num_features, *SMALL.grid))
         assert found.flops == 2 * found.macs
 
     @pytest.mark.parametrize("shape", [SHAPES["the paper's"], SHAPES["C = 1000, m = 3, 160x192, ResNet-18"]])
     def test_answers_with_fewer_operations_than_the_authors_where_evidence_is_left_out(self, shape: Shape) -> None:
-        rows = [row for row in operations_of(HeadConfig()) if not row.name.startswith("evidence")]
-        found = totals(rows, shape)
+        rows = [row for row in list_operations(HeadConfig()) if not row.name.startswith("evidence")]
+        found = sum_operations(rows, shape)
         assert found.graph < found.paper
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opal_deploy.bench.roofline.ceiling import Ceiling, device_named, find_device, known_devices, share
+from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share, find_by_driver_name, find_device, known_devices
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Layer, Work
 from opal_deploy.errors import UsageError
 
@@ -34,7 +34,7 @@ class TestDevices:
         ],
     )
     def test_are_known_by_the_names_that_drivers_give_them(self, name: str, title: str) -> None:
-        found = device_named(name)
+        found = find_by_driver_name(name)
         assert found is not None
         assert found.name == title
 
@@ -42,7 +42,7 @@ class TestDevices:
         "name", ["NVIDIA L40", "NVIDIA L40S", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100", "cpu", ""]
     )
     def test_others_are_not_taken_for_them(self, name: str) -> None:
-        assert device_named(name) is None
+        assert find_by_driver_name(name) is None
 
     def test_each_has_figures_that_can_be_and_a_source(self) -> None:
         assert len(known_devices()) == 11
@@ -89,27 +89,27 @@ class TestTheRoof:
 
 class TestShares:
     def test_is_measured_over_ceiling(self) -> None:
-        found = share(WORK, 8, "fp16", "cpu", 0.25, SLOW_ARITHMETIC)
+        found = compute_share(WORK, 8, "fp16", "cpu", 0.25, SLOW_ARITHMETIC)
         assert found is not None
         assert (found.ceiling, found.fraction, found.bound) == (pytest.approx(0.5), pytest.approx(0.5), "compute")
         assert found.source == "made up"
 
     def test_of_a_known_gpu_comes_from_its_data_sheet(self) -> None:
-        found = share(WORK, 8, "fp16", "cuda:0 NVIDIA L4", 1e6)
+        found = compute_share(WORK, 8, "fp16", "cuda:0 NVIDIA L4", 1e6)
         assert found is not None
         assert found.ceiling == pytest.approx(8 / (840 / 300e9))
         assert "L4" in found.source
 
     def test_what_was_measured_goes_before_a_data_sheet(self) -> None:
-        found = share(WORK, 8, "fp16", "NVIDIA L4", 1.0, SLOW_MEMORY)
+        found = compute_share(WORK, 8, "fp16", "NVIDIA L4", 1.0, SLOW_MEMORY)
         assert found is not None
         assert found.source == "made up"
 
     def test_a_measured_one_without_the_precision_leaves_it_to_the_data_sheet(self) -> None:
-        found = share(WORK, 8, "int8", "NVIDIA L4", 1.0, SLOW_MEMORY)
+        found = compute_share(WORK, 8, "int8", "NVIDIA L4", 1.0, SLOW_MEMORY)
         assert found is not None
         assert "L4" in found.source
 
     @pytest.mark.parametrize(("precision", "device"), [("fp32", "cpu"), ("bf16", "Tesla T4"), ("fp8", "NVIDIA H200")])
     def test_is_none_where_no_ceiling_is_known(self, precision: str, device: str) -> None:
-        assert share(WORK, 8, precision, device, 1.0) is None
+        assert compute_share(WORK, 8, precision, device, 1.0) is None

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement, read_measurements
 from opal_deploy.bench.roofline import measure
 from opal_deploy.bench.roofline.ceiling import find_device
-from opal_deploy.bench.roofline.work import work_of_backbone, work_of_head
+from opal_deploy.bench.roofline.work import count_backbone_work, count_head_work
 from opal_deploy.cli import app
 from opal_deploy.model.config import HeadConfig
 
@@ -37,8 +37,8 @@ class TestItsOutputs:
         )  # fmt: skip
         assert done.exit_code == 0, done.output
         found = {m.case["part"]: m for m in read_measurements([lines])}
-        body = work_of_backbone("resnet18", (160, 192))
-        head = work_of_head("resnet18", 10, HeadConfig(prototypes_per_class=3), (160, 192))
+        body = count_backbone_work("resnet18", (160, 192))
+        head = count_head_work("resnet18", 10, HeadConfig(prototypes_per_class=3), (160, 192))
         for part, work in (("backbone", body), ("head", head), ("network", body + head)):
             figures = found[part].figures
             assert figures["macs"].value == work.macs

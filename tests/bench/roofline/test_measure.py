@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opal_deploy.bench.measurement import Measurement
-from opal_deploy.bench.roofline.measure import Plan, ceiling_from, measure
+from opal_deploy.bench.roofline.measure import CeilingOptions, measure_ceiling, read_ceiling
 from opal_deploy.errors import UsageError
 
 SMALL = {"copy_bytes": 2**16, "matrix_size": 32, "repeats": 4, "warm_up": 2}
@@ -14,7 +14,7 @@ SMALL = {"copy_bytes": 2**16, "matrix_size": 32, "repeats": 4, "warm_up": 2}
 
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
-    return measure(Plan(threads=1, precisions=("fp32", "bf16"), **SMALL))  # type: ignore[arg-type]
+    return measure_ceiling(CeilingOptions(threads=1, precisions=("fp32", "bf16"), **SMALL))  # type: ignore[arg-type]
 
 
 class TestTheMeasurement:
@@ -34,10 +34,10 @@ class TestTheMeasurement:
     def test_survives_its_line(self, measured: Measurement) -> None:
         read = Measurement.from_line(measured.to_line())
         assert read.figures == measured.figures
-        assert ceiling_from(read) == ceiling_from(measured)
+        assert read_ceiling(read) == read_ceiling(measured)
 
     def test_becomes_a_ceiling_in_base_units(self, measured: Measurement) -> None:
-        ceiling = ceiling_from(measured)
+        ceiling = read_ceiling(measured)
         assert ceiling.measured
         assert ceiling.name == "cpu, 1 thread"
         assert ceiling.bytes_per_second == pytest.approx(measured.figures["copy"].value * 1e9)
@@ -51,7 +51,7 @@ class TestTheMeasurement:
 class TestTorchAfterwards:
     def test_is_as_it_was(self) -> None:
         before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
-        measure(Plan(threads=1, precisions=("tf32",), **SMALL))  # type: ignore[arg-type]
+        measure_ceiling(CeilingOptions(threads=1, precisions=("tf32",), **SMALL))  # type: ignore[arg-type]
         assert (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32) == before
 
 
@@ -59,12 +59,12 @@ class TestRefusals:
     @pytest.mark.parametrize("device", ["tpu", "cuda:99", "meta"])
     def test_no_such_device(self, device: str) -> None:
         with pytest.raises(UsageError, match=f"device '?{device}"):
-            measure(Plan(device=device))
+            measure_ceiling(CeilingOptions(device=device))
 
     def test_no_such_precision(self) -> None:
         with pytest.raises(UsageError, match="--precision int8: a measured ceiling knows fp32, tf32, fp16, bf16"):
-            measure(Plan(precisions=("int8",)))
+            measure_ceiling(CeilingOptions(precisions=("int8",)))
 
     def test_another_measurement_is_no_ceiling(self) -> None:
         with pytest.raises(UsageError, match="kind latency is no ceiling; measure one"):
-            ceiling_from(Measurement("latency", None, {}, {}))
+            read_ceiling(Measurement("latency", None, {}, {}))

@@ -13,10 +13,10 @@ from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.bench.roofline.work import (
     BYTES_PER_ELEMENT,
     Layer,
-    work_of_backbone,
-    work_of_head,
-    work_of_model,
-    work_of_module,
+    count_backbone_work,
+    count_head_work,
+    count_model_work,
+    count_module_work,
 )
 from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import backbone_macs
@@ -24,7 +24,7 @@ from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 
 
 def _only(module: nn.Module, shape: tuple[int, ...]) -> Layer:
-    (layer,) = work_of_module(module.eval().to("meta"), shape, "one layer").layers
+    (layer,) = count_module_work(module.eval().to("meta"), shape, "one layer").layers
     return layer
 
 
@@ -57,12 +57,12 @@ class TestLayers:
 
     def test_is_named_for_the_module_that_ran_it(self) -> None:
         module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Sequential(nn.Conv2d(4, 2, 1))).to("meta")
-        assert [layer.name for layer in work_of_module(module, (3, 4, 4), "x").layers] == ["0", "2.0"]
+        assert [layer.name for layer in count_module_work(module, (3, 4, 4), "x").layers] == ["0", "2.0"]
 
     def test_leaves_no_hooks_behind(self) -> None:
         module = nn.Conv2d(3, 4, 1).to("meta")
         for _ in range(2):
-            assert len(work_of_module(module, (3, 4, 4), "x").layers) == 1
+            assert len(count_module_work(module, (3, 4, 4), "x").layers) == 1
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
 
@@ -87,19 +87,22 @@ class TestBytes:
 class TestNetworks:
     def test_a_backbone_has_the_macs_of_the_other_counter(self) -> None:
         for name in ("resnet18", "convnext_tiny"):
-            assert work_of_backbone(name, (224, 224)).macs == backbone_macs(name, (224, 224))
+            assert count_backbone_work(name, (224, 224)).macs == backbone_macs(name, (224, 224))
 
     def test_the_head_is_its_projection(self) -> None:
-        work = work_of_head("resnet18", 1000, HeadConfig(prototypes_per_class=3), (160, 192))
+        work = count_head_work("resnet18", 1000, HeadConfig(prototypes_per_class=3), (160, 192))
         (projection,) = work.layers
         assert projection == Layer("projection", projection.operation, 30 * 512 * 3000, 30 * 512, 30 * 3000, 3000 * 513)
 
     def test_the_linear_head_is_its_dense_layer(self) -> None:
-        (dense,) = work_of_head("resnet18", 10, LINEAR_BASELINE, (224, 224)).layers
+        (dense,) = count_head_work("resnet18", 10, LINEAR_BASELINE, (224, 224)).layers
         assert dense == Layer("classifier", "linear", 5120, 512, 10, 5130)
 
     def test_both_together_are_their_sum(self) -> None:
-        body, head = work_of_backbone("resnet18", (224, 224)), work_of_head("resnet18", 9, HeadConfig(), (224, 224))
+        body, head = (
+            count_backbone_work("resnet18", (224, 224)),
+            count_head_work("resnet18", 9, HeadConfig(), (224, 224)),
+        )
         both = body + head
         assert both.name == "resnet18 + opal"
         assert both.macs == body.macs + head.macs
@@ -109,30 +112,30 @@ class TestNetworks:
 
     def test_a_size_that_does_not_tile_is_refused(self) -> None:
         with pytest.raises(UsageError, match="multiples of its stride"):
-            work_of_backbone("resnet18", (100, 100))
+            count_backbone_work("resnet18", (100, 100))
 
 
 class TestArtifacts:
     def test_is_that_of_what_the_metadata_names(self, exact_model: Path) -> None:
         metadata = read_metadata(exact_model)
-        work = work_of_model(metadata)
+        work = count_model_work(metadata)
         assert work is not None
-        body = work_of_backbone(metadata.backbone, metadata.input_size)
+        body = count_backbone_work(metadata.backbone, metadata.input_size)
         assert work.macs - body.macs == body.layers[-1].outputs * metadata.num_prototypes
         assert work.name == "shufflenet_v2_x0_5 + opal"
 
     def test_the_linear_baseline_has_a_dense_layer(self, exact_model: Path) -> None:
-        work = work_of_model(replace(read_metadata(exact_model), head=LINEAR_BASELINE.to_dict()))
+        work = count_model_work(replace(read_metadata(exact_model), head=LINEAR_BASELINE.to_dict()))
         assert work is not None
         assert work.name == "shufflenet_v2_x0_5 + linear"
         assert work.layers[-1].outputs == 4
 
     def test_of_a_backbone_that_is_not_there_is_none(self, exact_model: Path) -> None:
-        assert work_of_model(replace(read_metadata(exact_model), backbone="resnet17")) is None
+        assert count_model_work(replace(read_metadata(exact_model), backbone="resnet17")) is None
 
     def test_is_none_without_torch(self, exact_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import sys
 
         monkeypatch.setitem(sys.modules, "torchvision", None)
-        assert work_of_model(read_metadata(exact_model)) is None
+        assert count_model_work(read_metadata(exact_model)) is None
         assert torch.is_grad_enabled()

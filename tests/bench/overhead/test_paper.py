@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.bench.overhead import paper as papers
-from opal_deploy.bench.overhead.check import Cell, at_digits, check, report, require_agreement
-from opal_deploy.bench.overhead.paper import PaperTable
-from opal_deploy.bench.overhead.table import Table, make_table, summarise
+from opal_deploy.bench.overhead.paper import (
+    Cell,
+    PaperTable,
+    compare_with_paper,
+    format_comparison,
+    format_like,
+    require_agreement,
+)
+from opal_deploy.bench.overhead.table import OverheadTable, make_table, summarise
 from opal_deploy.errors import UsageError, VerificationError
 from opal_deploy.model.config import HeadConfig
 
@@ -20,7 +26,7 @@ THREE = ("resnet50", "efficientnet_v2_s", "convnext_tiny")
 SOURCE = Path(papers.__file__).with_name("paper.toml")
 
 
-def _make(paper: PaperTable) -> Table:
+def _make(paper: PaperTable) -> OverheadTable:
     classes = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
     return make_table(
         list(paper.backbones), classes, HeadConfig(prototypes_per_class=paper.prototypes_per_class), paper.input_size
@@ -35,8 +41,8 @@ def _reduced(paper: PaperTable) -> PaperTable:
 
 
 @pytest.fixture(scope="module")
-def table() -> Table:
-    return _make(_reduced(papers.load()))
+def table() -> OverheadTable:
+    return _make(_reduced(papers.load_paper()))
 
 
 def _altered(folder: Path, old: str, new: str) -> PaperTable:
@@ -45,18 +51,18 @@ def _altered(folder: Path, old: str, new: str) -> PaperTable:
     assert old in text
     copy = folder / "paper.toml"
     copy.write_text(text.replace(old, new, 1), encoding="utf-8")
-    return _reduced(papers.load(copy))
+    return _reduced(papers.load_paper(copy))
 
 
 class TestAgainstThePaper:
-    def test_every_cell_agrees_but_the_one_known(self, table: Table) -> None:
-        cells = check(table, _reduced(papers.load()))
+    def test_every_cell_agrees_but_the_one_known(self, table: OverheadTable) -> None:
+        cells = compare_with_paper(table, _reduced(papers.load_paper()))
         assert len(cells) == 3 * (2 + 5 * 4)
         assert [cell.name for cell in cells if not cell.agrees] == ["efficientnet_v2_s.gflops"]
         require_agreement(cells)
 
-    def test_the_known_one_is_told_with_our_count(self, table: Table) -> None:
-        lines = report(check(table, _reduced(papers.load())))
+    def test_the_known_one_is_told_with_our_count(self, table: OverheadTable) -> None:
+        lines = format_comparison(compare_with_paper(table, _reduced(papers.load_paper())))
         assert lines[0].startswith("65 of 66 figures")
         assert lines[1:] == [
             "known discrepancy of the paper: efficientnet_v2_s.gflops: printed 8.90, counted 2.89 (no counter gives it "
@@ -65,9 +71,9 @@ class TestAgainstThePaper:
 
     @pytest.mark.slow
     def test_all_nine_with_the_percentages_of_the_text(self) -> None:
-        paper = papers.load()
+        paper = papers.load_paper()
         table = _make(paper)
-        cells = check(table, paper)
+        cells = compare_with_paper(table, paper)
         require_agreement(cells)
         assert len(cells) == 9 * 22 + 9
         assert {cell.name: (cell.printed, cell.counted) for cell in cells if cell.disputed} == {
@@ -92,34 +98,36 @@ class TestDifferences:
             ('pets = "75.8k"', 'pets = "75.80k"', "resnet50.linear_params.pets"),
         ],
     )
-    def test_an_altered_figure_fails(self, table: Table, tmp_path: Path, old: str, new: str, cell: str) -> None:
-        cells = check(table, _altered(tmp_path, old, new))
+    def test_an_altered_figure_fails(self, table: OverheadTable, tmp_path: Path, old: str, new: str, cell: str) -> None:
+        cells = compare_with_paper(table, _altered(tmp_path, old, new))
         assert [found.name for found in cells if not found.is_expected] == [cell]
         with pytest.raises(VerificationError, match=f"1 of 66 figures .*: {cell};") as caught:
             require_agreement(cells)
         assert caught.value.exit_code == 4
-        assert any(line.startswith(f"DIFFERS: {cell}: printed") for line in report(cells))
+        assert any(line.startswith(f"DIFFERS: {cell}: printed") for line in format_comparison(cells))
 
-    def test_a_disputed_figure_that_agrees_fails_too(self, table: Table, tmp_path: Path) -> None:
-        cells = check(table, _altered(tmp_path, 'gflops = "8.90"', 'gflops = "2.89"'))
-        assert any(line.startswith("NO LONGER A DISCREPANCY: efficientnet_v2_s.gflops") for line in report(cells))
+    def test_a_disputed_figure_that_agrees_fails_too(self, table: OverheadTable, tmp_path: Path) -> None:
+        cells = compare_with_paper(table, _altered(tmp_path, 'gflops = "8.90"', 'gflops = "2.89"'))
+        assert any(
+            line.startswith("NO LONGER A DISCREPANCY: efficientnet_v2_s.gflops") for line in format_comparison(cells)
+        )
         with pytest.raises(VerificationError, match=r"efficientnet_v2_s\.gflops"):
             require_agreement(cells)
 
-    def test_a_bound_holds_below_it_only(self, table: Table) -> None:
+    def test_a_bound_holds_below_it_only(self, table: OverheadTable) -> None:
         largest = summarise(table.rows)["linear_paper"].largest
-        paper = _reduced(papers.load())
+        paper = _reduced(papers.load_paper())
         for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
-            cells = check(table, replace(paper, percentages={"linear_gflops_below": bound}))
+            cells = compare_with_paper(table, replace(paper, percentages={"linear_gflops_below": bound}))
             assert [cell.agrees for cell in cells if cell.name.startswith("percentages")] == [agrees]
 
     def test_the_command_fails_with_the_comparison(
-        self, table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, table: OverheadTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from opal_deploy.cli.bench.overhead import overhead
 
         altered = _altered(tmp_path, 'params = "23.5M"', 'params = "23.6M"')
-        monkeypatch.setattr(papers, "load", lambda: altered)
+        monkeypatch.setattr(papers, "load_paper", lambda: altered)
         with pytest.raises(VerificationError, match=r"resnet50\.params"):
             overhead(check=True, output="csv")
         assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err
@@ -139,7 +147,7 @@ class TestDigits:
         ],
     )
     def test_are_those_printed(self, value: str, printed: str, expected: str) -> None:
-        assert at_digits(Decimal(value), printed) == expected
+        assert format_like(Decimal(value), printed) == expected
 
     def test_a_cell_is_expected_to_agree_or_to_be_disputed(self) -> None:
         assert Cell("a", "1", "1", True).is_expected
@@ -154,7 +162,7 @@ class TestTheFile:
         path = tmp_path / "other.toml"
         path.write_text(text)
         with pytest.raises(UsageError, match=r"other\.toml: not the paper's table"):
-            papers.load(path)
+            papers.load_paper(path)
 
     def test_a_dispute_about_no_cell_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"does not have: resnet5000\.gflops"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.bench.overhead.counting import count, count_as_paper, count_backbone
+from opal_deploy.bench.overhead.counting import count_backbone, count_module, count_paper_operations
 from opal_deploy.errors import UsageError
 from opal_deploy.model import backbones
 from opal_deploy.model.backbones import backbone_macs, count_macs
@@ -21,7 +21,7 @@ def _meta(*modules: nn.Module) -> nn.Module:
 
 class TestSmallModules:
     def test_a_convolution_is_its_macs_and_the_paper_adds_its_bias(self) -> None:
-        found = count(_meta(nn.Conv2d(3, 8, 3, padding=1)), (3, 10, 12))
+        found = count_module(_meta(nn.Conv2d(3, 8, 3, padding=1)), (3, 10, 12))
         assert found.macs == 10 * 12 * 8 * 3 * 9
         assert found.paper == found.macs + 10 * 12 * 8
         assert found.params == 8 * 3 * 9 + 8
@@ -32,33 +32,33 @@ class TestSmallModules:
 
     def test_a_linear_layer_is_counted_once(self) -> None:
         """On `meta` it runs as a product in Python, which ptflops counts again if it may."""
-        found = count(_meta(nn.Linear(16, 4)), (7, 16))
+        found = count_module(_meta(nn.Linear(16, 4)), (7, 16))
         assert found.macs == 7 * 16 * 4
         assert found.paper == 7 * (16 * 4 + 4)
 
     def test_the_paper_counts_an_activation_twice_and_a_normalisation_with_weights_twice(self) -> None:
-        plain = count(_meta(nn.Conv2d(3, 8, 1, bias=False)), (3, 4, 4))
-        more = count(_meta(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()), (3, 4, 4))
+        plain = count_module(_meta(nn.Conv2d(3, 8, 1, bias=False)), (3, 4, 4))
+        more = count_module(_meta(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()), (3, 4, 4))
         assert more.macs == plain.macs
         assert more.paper - plain.paper == 2 * 8 * 16 + 2 * 8 * 16
 
     def test_frozen_parameters_are_not_learned(self) -> None:
         module = _meta(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1))
         module[0].requires_grad_(False)  # type: ignore[index]
-        assert count(module, (3, 4, 4)).params == 8 * 2 + 2
+        assert count_module(module, (3, 4, 4)).params == 8 * 2 + 2
 
     def test_says_nothing_and_leaves_torch_as_it_was(self) -> None:
         relu, add = torch.nn.functional.relu, torch.Tensor.add
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            count_as_paper(_meta(nn.Conv2d(3, 8, 1), nn.ReLU()), (3, 4, 4))
+            count_paper_operations(_meta(nn.Conv2d(3, 8, 1), nn.ReLU()), (3, 4, 4))
         assert said.getvalue() == ""
         assert torch.nn.functional.relu is relu
         assert torch.Tensor.add is add
 
     def test_a_module_that_cannot_run_is_named(self) -> None:
         with pytest.raises(UsageError, match="wrong one: ptflops cannot count it"):
-            count_as_paper(_meta(nn.Conv2d(5, 8, 1)), (3, 4, 4), "wrong one")
+            count_paper_operations(_meta(nn.Conv2d(5, 8, 1)), (3, 4, 4), "wrong one")
 
 
 class TestBackbones:
@@ -95,7 +95,7 @@ class TestBackbones:
                 result: Tensor = self.extra(self.body(images))
                 return result
 
-        plain, longer = count_backbone("resnet18", (224, 224)).counts, count(Longer().eval(), (3, 224, 224))
+        plain, longer = count_backbone("resnet18", (224, 224)).counts, count_module(Longer().eval(), (3, 224, 224))
         added = 512 * 512
         assert longer.params - plain.params == added
         assert longer.macs - plain.macs == longer.paper - plain.paper == 49 * added

@@ -1,0 +1,182 @@
+"""Numbers, names and tables as text: one way for the report, `bench overhead`, `bench roofline` and `bench diff`."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_EVEN, Decimal
+from typing import Any, TypeGuard
+
+from opal_deploy.visualization.text import escape_unprintable
+
+Rows = Sequence[Sequence[str]]
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+# units of counts, which get a prefix from 10,000 on
+_COUNTED_UNITS = ("mac", "flop", "param", "byte", "op/s", "ops", "operation", "element")
+_ABBREVIATIONS = {
+    "gb": "GB", "mb": "MB", "mhz": "MHz", "macs": "MACs", "flops": "FLOPs", "cpu": "CPU", "gpu": "GPU", "gpus": "GPU",
+    "cuda": "CUDA", "rss": "RSS",
+}  # fmt: skip
+_MAX_FACTS = 60
+# what begins markup anywhere in a line of Markdown; `&`, `<` and `>` become entities
+_MARKUP = re.compile(r"([\\`*_\[\]|~$@])")
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is an int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def format_number(value: float, unit: str = "") -> str:
+    """Return four significant digits, with a prefix for large counts: `4.134 G`, `42,121`, `0.9913`, `1.2e-05`."""
+    if abs(value) >= 1e4 and any(word in unit.lower() for word in _COUNTED_UNITS):
+        size, prefix = next((size, prefix) for size, prefix in _PREFIXES if abs(value) >= size * 0.99995)
+        return f"{_round(value / size)} {prefix}"
+    return _round(value)
+
+
+def format_exact(value: float) -> str:
+    """Return every digit that the line of JSON has."""
+    value = float(value)
+    return f"{int(value):,}" if value.is_integer() and abs(value) < 1e15 else repr(value)
+
+
+def format_percent(share: float) -> str:
+    """Return a share in per cent, with a decimal below 10 %: `0.4 %`, `12 %`."""
+    return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
+
+
+def format_fixed(value: int | Decimal, divisor: int, digits: int) -> str:
+    """Return an exact quotient with `digits` decimals; halves go to the even digit, as the paper has it: 104.6k."""
+    return str((Decimal(value) / divisor).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_EVEN))
+
+
+def format_value(value: Any) -> str:
+    """Return any value as one line, with characters that do not print made visible."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and abs(value) < 1e15:
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return format_number(value)
+    return escape_unprintable(" ".join(str(value).split()) if isinstance(value, str) else str(value))
+
+
+def humanize(name: str, unit: str = "") -> str:
+    """Return a field's name in words, without its unit: `peak_memory` -> `peak memory`, `p50_ms` -> `p50`."""
+    suffix = "_percent" if unit == "%" else f"_{unit}"
+    text = format_value(name.removesuffix(suffix).replace("_", " ").replace(".", ", "))
+    return " ".join(_ABBREVIATIONS.get(word, word) for word in text.split(" "))
+
+
+def shorten(text: str, limit: int) -> str:
+    """Cut the middle out of a text of more than `limit` characters: names differ at both ends."""
+    if len(text) <= limit:
+        return text
+    tail = (limit - 1) // 3
+    return f"{text[: limit - 1 - tail]}…{text[-tail:]}"
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as ranges: `1–4, 7`."""
+    runs: list[list[int]] = []
+    for value in sorted(numbers):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], value]
+        else:
+            runs.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs)
+
+
+def flatten_facts(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Return a tree of values as (name, text) pairs, at most 60.
+
+    What is empty is left out, long lists are only counted, and a summary with `min` and `max` becomes one text.
+    """
+    facts: list[tuple[str, str]] = []
+    for key, value in values.items():
+        name = f"{prefix}{humanize(str(key))}"
+        if value is None or value in ("", [], {}, ()):
+            continue
+        if isinstance(value, Mapping) and {"min", "max"} <= set(value) and all(map(is_number, value.values())):
+            median = f", median {format_value(value['median'])}" if "median" in value else ""
+            low, high = format_value(value["min"]), format_value(value["max"])
+            facts.append((name, low if low == high else f"{low} to {high}{median}"))
+        elif isinstance(value, Mapping):
+            facts += flatten_facts(value, f"{name}: ")
+        elif isinstance(value, list | tuple) and len(value) <= 8 and all(isinstance(item, Mapping) for item in value):
+            for number, item in enumerate(value, 1):
+                facts += flatten_facts(item, f"{name}: " if len(value) == 1 else f"{name} {number}: ")
+        elif isinstance(value, list | tuple):
+            short = len(value) <= 12 and not any(isinstance(item, list | tuple | Mapping) for item in value)
+            facts.append((name, ", ".join(map(format_value, value)) if short else f"{len(value)} values"))
+        else:
+            facts.append((name, format_value(value)))
+    return facts[:_MAX_FACTS]
+
+
+def format_table(header: Sequence[str], rows: Rows, *, left: int = 1, markdown: bool = False) -> str:
+    """Return a table of our own texts, ending in a newline.
+
+    Args:
+        header: the columns' titles.
+        rows: the cells.
+        left: how many columns are aligned to the left; the others hold numbers.
+        markdown: a table of GitHub's Markdown, else one aligned with spaces.
+    """
+    if markdown:
+        escaped = [[cell.replace("|", "\\|").replace("*", "\\*") for cell in row] for row in (header, *rows)]
+        return markdown_table(escaped[0], escaped[1:], [column >= left for column in range(len(header))])
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, ["-" * width for width in widths], *rows)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(header: Sequence[str], rows: Rows, numeric: Sequence[bool]) -> str:
+    """Return a table of GitHub's Markdown from cells that are Markdown already."""
+    rule = ["---:" if is_numeric else "---" for is_numeric in numeric]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, rule, *rows))
+
+
+def csv_table(header: Sequence[str], rows: Rows) -> str:
+    """Return CSV with a header line."""
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows([header, *rows])
+    return stream.getvalue()
+
+
+def escape_markdown(text: str) -> str:
+    """Return any text as one line in which neither Markdown nor HTML finds markup."""
+    return _MARKUP.sub(r"\\\1", html.escape(format_value(text), quote=False))
+
+
+def code_span(text: str) -> str:
+    """Return any text as Markdown's code, whatever backticks it has."""
+    text = format_value(text)
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text}{padding}{fence}"
+
+
+def _round(value: float) -> str:
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 999.95:
+        return f"{value:,.0f}"
+    if size < 1e-3:
+        return f"{value:.2g}"
+    text = f"{value:.4g}"
+    return text if "e" not in text else f"{value:.4f}"
