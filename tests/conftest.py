@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 # before anything imports PyTorch: the networks of most tests are tiny, and a second thread is waited for
 # longer than it helps; processes run side by side instead
@@ -76,28 +79,55 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
 
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
 _MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 
 
 @pytest.fixture(scope="session")
-def opal() -> Opal:
-    """Runs `opal-deploy`; `blocked` names packages that it cannot import."""
+def opal_process() -> Opal:
+    """Run `opal-deploy` in a process of its own; `blocked` names packages that it cannot import."""
 
     def run(
         *arguments: str | Path, cwd: Path | None = None, blocked: tuple[str, ...] = (), **options: object
     ) -> subprocess.CompletedProcess[str]:
         hide = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); " if blocked else ""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
         return subprocess.run(
             [sys.executable, "-c", hide + _MAIN, *map(str, arguments)],
             cwd=cwd,
-            env=environment,
+            env={**os.environ, **_ENVIRONMENT},
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
             timeout=120,
             **options,  # type: ignore[call-overload]
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def opal(opal_process: Opal) -> Opal:
+    """Run `opal-deploy` in this process, with the exit codes of the console script.
+
+    Options of `opal_process`, such as `blocked`, give it a process of its own.
+    """
+
+    def run(*arguments: str | Path, cwd: Path | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+        from opal_deploy.cli import app
+
+        if options:
+            return opal_process(*arguments, cwd=cwd, **options)
+        limit, argv = Image.MAX_IMAGE_PIXELS, sys.argv
+        sys.argv = ["opal-deploy", *map(str, arguments)]
+        try:
+            # warnings as in a process of its own, where they are no errors
+            with warnings.catch_warnings(), contextlib.chdir(cwd or Path.cwd()):
+                warnings.resetwarnings()
+                warnings.simplefilter("ignore")
+                result = CliRunner(env=_ENVIRONMENT).invoke(app, sys.argv[1:], prog_name="opal-deploy")
+        finally:
+            Image.MAX_IMAGE_PIXELS, sys.argv = limit, argv
+        return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
 
     return run
 

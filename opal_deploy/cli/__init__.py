@@ -1,4 +1,4 @@
-"""The command line: `main` dispatches, each verb is a module, errors become one line and an exit code."""
+"""The command line: one module a command, which parses, calls and prints; errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import sys
 import traceback
 import warnings
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from opal_deploy._version import __version__
 from opal_deploy.cli.atlas import atlas
@@ -32,8 +34,45 @@ from opal_deploy.errors import OpalError
 INTERRUPTED = 130
 BUG = 1
 
+
+class ErrorHandlingGroup(TyperGroup):
+    """The root command: every failure becomes one line on stderr and a documented exit code."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+        """Parse `args` (default: `sys.argv[1:]`), run the command, and exit.
+
+        `--debug` is accepted anywhere in `args` and shows the traceback of an error.
+
+        Raises:
+            SystemExit: always; with 0, or the exit code of the error.
+        """
+        given = list(sys.argv[1:] if args is None else args)
+        debug = "--debug" in given
+        try:
+            return super().main([argument for argument in given if argument != "--debug"], *rest, **extra)
+        except SystemExit as stop:
+            # typer turns KeyboardInterrupt into this exit code
+            if stop.code == INTERRUPTED:
+                print_message("opal-deploy: interrupted")
+            raise
+        except OpalError as error:
+            if debug:
+                traceback.print_exc()
+            print_message(f"opal-deploy{_rank()}: {one_line(str(error))}")
+            raise SystemExit(error.exit_code) from None
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            print_message(
+                f"opal-deploy: this is a bug of ours: {type(error).__name__}: {one_line(str(error))}; "
+                "please report it with the output of the same command with --debug"
+            )
+            raise SystemExit(BUG) from None
+
+
 app = typer.Typer(
     name="opal-deploy",
+    cls=ErrorHandlingGroup,
     help="Put OPAL image classifiers, which explain themselves, into production.",
     epilog="Exit codes: 0 done; 2 the call or an input is wrong; 3 done, some images failed; 4 verification failed; "
     "5 stopped early; 130 interrupted; 1 our bug.",
@@ -42,15 +81,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (
+for command in (
     train, evaluate, reproduce, export, infer, explain, atlas, convert, diff, verify, inspect, schema, doctor, demo
 ):  # fmt: skip
-    app.command()(verb)
+    app.command()(command)
 app.add_typer(bench)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"opal-deploy {__version__}")
         raise typer.Exit
 
@@ -58,7 +97,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -66,34 +105,12 @@ def _options(
 
 
 def main() -> None:
-    """The console script: runs the app, and exits with DESIGN's codes."""
-    # before the verb is parsed, so that it works wherever it stands
-    debug = "--debug" in sys.argv
-    sys.argv = [sys.argv[0], *(argument for argument in sys.argv[1:] if argument != "--debug")]
-    # Pillow warns of odd metadata, which is no user's business: what matters becomes an error record
+    """Run the console script `opal-deploy`."""
+    # Pillow warns of odd metadata; a warning that matters becomes an error record
     warnings.filterwarnings("ignore", module=r"PIL\b")
-    try:
-        app()
-    except SystemExit as stop:
-        # typer has turned the interrupt into this
-        if stop.code == INTERRUPTED:
-            print_message("opal-deploy: interrupted")
-        raise
-    except OpalError as error:
-        if debug:
-            traceback.print_exc()
-        print_message(f"opal-deploy{_process()}: {one_line(str(error))}")
-        raise SystemExit(error.exit_code) from None
-    except Exception as error:
-        if debug:
-            traceback.print_exc()
-        print_message(
-            f"opal-deploy: this is a bug of ours: {type(error).__name__}: {one_line(str(error))}; "
-            "please report it with the output of the same command with --debug"
-        )
-        raise SystemExit(BUG) from None
+    app()
 
 
-def _process() -> str:
-    """Which of the processes that torchrun started, where it started several."""
+def _rank() -> str:
+    """Return " (process RANK)" if torchrun started several processes, else an empty string."""
     return f" (process {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
