@@ -1,4 +1,4 @@
-"""The report of `opal-deploy diff` as one page: the worst changes, both drawings side by side; no script at all."""
+"""The report of `opal-deploy diff` as an HTML page without scripts: the worst changes, both overlays side by side."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from html import escape
 
 from PIL import Image
 
-from opal_deploy.auditing.model_diff import KINDS, Change, Changes
+from opal_deploy.auditing.model_diff import KINDS, DiffReport, ImageChange
 from opal_deploy.inference.explanation import line_of
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.text import escape_unprintable
 
-# of a drawing on the page, pixels
-_SIDE = 560
+# of an overlay on the page, pixels
+_MAX_SIDE = 560
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
@@ -30,54 +30,56 @@ figure { margin: .5rem 0; } img { max-width: 100%; height: auto; }
 """
 
 
-def page(changes: Changes, names: tuple[str, str], picture: Callable[[Record], Image.Image | None]) -> str:
-    """The document.
+def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable[[Record], Image.Image | None]) -> str:
+    """Return the HTML document.
 
     Args:
-        changes: what to show.
-        names: of the two sides.
-        picture: the photograph of a record, or None where it is not at hand.
+        report: the changes to show.
+        names: of the two models or results.
+        load_image: returns the oriented image of a record, or None where the file is not at hand.
     """
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    counts = "".join(f"<tr><th scope='row'>{kind}</th><td>{changes.kinds[kind]}</td></tr>" for kind in KINDS)
+    counts = "".join(f"<tr><th scope='row'>{kind}</th><td>{report.kinds[kind]}</td></tr>" for kind in KINDS)
     rest = (
-        f"{changes.only_before} images only before, {changes.only_after} only after; "
-        f"{changes.moved} of {changes.slots} slots moved; {changes.file_changed} image files changed"
+        f"{report.only_before} images only before, {report.only_after} only after; "
+        f"{report.moved} of {report.slots} slots moved; {report.file_changed} image files changed"
     )
-    sections = "".join(_section(*worst, picture) for worst in changes.worst)
-    none = "" if changes.worst else "<p>Nothing changed.</p>"
+    sections = "".join(_render_section(*worst, load_image) for worst in report.worst)
+    none = "" if report.worst else "<p>Nothing changed.</p>"
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>What changed</title><style>{_STYLE}</style></head><body><main><h1>What changed</h1>"
-        f"<p>Before: {_safe(names[0])}<br>After: {_safe(names[1])}</p>"
-        f"<p>{changes.changed} of {changes.paired} images changed. {rest}.</p>"
+        f"<p>Before: {_escape(names[0])}<br>After: {_escape(names[1])}</p>"
+        f"<p>{report.changed} of {report.paired} images changed. {rest}.</p>"
         f"<table><caption>Images by the worst that happened</caption>{counts}</table>{none}{sections}"
         "</main></body></html>\n"
     )
 
 
-def _section(change: Change, old: Record, new: Record, picture: Callable[[Record], Image.Image | None]) -> str:
-    figures = "".join(_figure(title, record, picture) for title, record in (("Before", old), ("After", new)))
+def _render_section(
+    change: ImageChange, old: Record, new: Record, load_image: Callable[[Record], Image.Image | None]
+) -> str:
+    figures = "".join(_render_figure(title, record, load_image) for title, record in (("Before", old), ("After", new)))
     return (
-        f"<section><h2>{_safe(change.image)}</h2><p>{change.kind}: {_safe(str(change))}</p>"
+        f"<section><h2>{_escape(change.image)}</h2><p>{change.kind}: {_escape(str(change))}</p>"
         f"<div class='pair'>{figures}</div></section>"
     )
 
 
-def _figure(title: str, record: Record, picture: Callable[[Record], Image.Image | None]) -> str:
-    text = _safe(f"{title}: {line_of({**record, 'image': None}).removeprefix('image: ')}")
-    photograph = picture(record) if "prediction" in record else None
-    shown = "<p>(no picture: the file is not at hand, or is another by now)</p>" if "prediction" in record else ""
-    if photograph is not None:
-        overlay = draw_overlay(photograph, record)
-        overlay.thumbnail((_SIDE, _SIDE), Image.Resampling.BILINEAR)
+def _render_figure(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> str:
+    text = _escape(f"{title}: {line_of({**record, 'image': None}).removeprefix('image: ')}")
+    image = load_image(record) if "prediction" in record else None
+    shown = "<p>(no image: the file is not at hand, or is another by now)</p>" if "prediction" in record else ""
+    if image is not None:
+        overlay = draw_overlay(image, record)
+        overlay.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
         data = base64.b64encode(encode_jpeg(overlay)).decode()
         shown = f'<img alt="{text}" src="data:image/jpeg;base64,{data}">'
     return f"<figure><figcaption>{text}</figcaption>{shown}</figure>"
 
 
-def _safe(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(escape_unprintable(text), quote=True)

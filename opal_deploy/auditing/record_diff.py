@@ -1,10 +1,10 @@
-"""Does a recorded explanation equal what was computed again? Field by field, and how near is near enough.
+"""Comparison of a recorded explanation with one computed again, field by field.
 
-Discrete things (names, classes, slots, digests, sizes, codes) must be equal, numbers within a tolerance: the same file
-on the same runtime gives the same bits, another machine's kernels sum in another order. Ties, which rounding decides:
+Discrete fields (names, classes, slots, digests, sizes, codes) must be equal, numbers equal within a tolerance: the same
+file on the same runtime gives the same bits, kernels of another machine sum in another order. Rounding decides ties:
 
-    a cell     may be another one if its value is within `tie` of the largest, relative to it. That takes the attention
-               maps: without them, in a model exported without `attention`, every other cell is a difference.
+    a cell     may be another one if its value is within `tie` of the largest, relative to it. Deciding that takes the
+               attention maps: for a model exported without `attention`, every other cell is a difference.
     the class  may be another one if both margins are within twice the cosine's tolerance; the slots, which are then
                those of another class, are not compared.
 """
@@ -20,20 +20,23 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.verification import GATES, Gate
 
-# not computed: what a person was given or gave (`image` is how the picture was found, `name` a slot's)
-GIVEN = frozenset({"image", "overlay", "sheet", "truth", "name"})
-_BOX = 1e-6
+# fields that no model computes: how the image was found, files written beside the record, what people said
+NOT_COMPUTED = frozenset({"image", "overlay", "sheet", "truth", "name"})
+# relative
+_BOX_TOLERANCE = 1e-6
 
-# whether the recorded [row, col] of a channel is as good as the computed one
-Tied = Callable[[int, Sequence[int]], bool]
+# returns whether the recorded [row, col] of a channel is as good as the computed one
+IsTied = Callable[[int, Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far numbers may be apart.
+    """The largest accepted differences of numbers.
 
     Attributes:
-        cosine: cosines, margins and contributions, absolute. logit: relative to max(1, |logit|). score: absolute.
+        cosine: of cosines, margins and contributions, absolute.
+        logit: relative to max(1, |logit|).
+        score: absolute.
         tie: relative lead of a cell under which another one counts as equal.
     """
 
@@ -43,20 +46,21 @@ class Tolerance:
     tie: float
 
     @staticmethod
-    def of(metadata: Metadata) -> Tolerance:
-        """What another machine may make of the same file: for fp32 the gate of `verify M`; else what rounding explains.
+    def for_model(metadata: Metadata) -> Tolerance:
+        """Return what another machine may make of the same file.
 
-        A lower precision's gate compares it with fp32, and would let far too much pass here.
+        For fp32 that is the gate of `verify MODEL`. The gate of a lower precision compares it with fp32 and would let
+        far too much pass; there it is what rounding explains.
         """
         if metadata.precision != "fp32":
-            return _LOWER[metadata.precision]
+            return _LOW_PRECISION[metadata.precision]
         recorded = metadata.verification.get("gate")
         gate = (Gate(**recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
         return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie)
 
 
 # ten units in the last place of the body's format, at values near 1; int8 kernels differ in how they saturate
-_LOWER = {
+_LOW_PRECISION = {
     "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2),
     "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2),
     "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2),
@@ -65,94 +69,94 @@ _LOWER = {
 
 @dataclass(frozen=True)
 class Difference:
-    """One field that is not what was computed. `field` is a path such as `evidence[2].box`."""
+    """One field whose recorded value is not the computed one; `field` is a path such as `evidence[2].box`."""
 
     field: str
     recorded: Any
     computed: Any
 
     def __str__(self) -> str:
-        """One line for a person."""
-        return f"{self.field} is recorded as {_shown(self.recorded)}, computed as {_shown(self.computed)}"
+        """Return one line for a person."""
+        return f"{self.field} is recorded as {_format_value(self.recorded)}, computed as {_format_value(self.computed)}"
 
 
 def diff_records(
-    recorded: Record, computed: Record, tolerance: Tolerance, tied: Tied = lambda channel, cell: False
+    recorded: Record, computed: Record, tolerance: Tolerance, is_tied: IsTied = lambda channel, cell: False
 ) -> list[Difference]:
-    """Where a record is not what was computed for its image; empty if it is.
+    """Return the fields of a record that differ from what was computed for its image.
 
     Args:
         recorded: the record in question; anything that JSON can hold may be in it.
-        computed: what the model answers, with all its classes in `top`.
+        computed: the model's record, with all its classes in `top`.
         tolerance: for numbers.
-        tied: whether another cell is as good.
+        is_tied: whether another cell is as good.
     """
-    return list(_differences(dict(recorded), dict(computed), tolerance, tied))
+    return list(_compare_records(dict(recorded), dict(computed), tolerance, is_tied))
 
 
-def _differences(
-    recorded: dict[str, Any], computed: dict[str, Any], tolerance: Tolerance, tied: Tied
+def _compare_records(
+    recorded: dict[str, Any], computed: dict[str, Any], tolerance: Tolerance, is_tied: IsTied
 ) -> Iterator[Difference]:
-    keys = [key for key in dict.fromkeys([*computed, *recorded]) if key not in GIVEN]
-    margins = [_number(recorded.get("margin")), _number(computed.get("margin"))]
+    keys = [key for key in dict.fromkeys([*computed, *recorded]) if key not in NOT_COMPUTED]
+    margins = [_finite_number(recorded.get("margin")), _finite_number(computed.get("margin"))]
     close_call = all(m is not None and abs(m) <= 2 * tolerance.cosine for m in margins)
-    other_class = _class(recorded) != _class(computed)
+    other_class = _class_id(recorded) != _class_id(computed)
     for key in keys:
         old, new = recorded.get(key, _Absent()), computed.get(key, _Absent())
         if isinstance(old, _Absent) or isinstance(new, _Absent):
             yield Difference(key, old, new)
         elif key == "prediction" and close_call and other_class:
-            yield from _answer_among("prediction", old, computed.get("top"), tolerance)
+            yield from _compare_answer_of_class("prediction", old, computed.get("top"), tolerance)
         elif key == "prediction":
-            yield from _answer("prediction", old, new, tolerance)
+            yield from _compare_answer("prediction", old, new, tolerance)
         elif key == "top":
-            yield from _top(old, new, recorded, tolerance)
+            yield from _compare_top(old, new, recorded, tolerance)
         elif key == "evidence":
             if not (close_call and other_class):
-                yield from _evidence(old, new, tolerance, tied)
+                yield from _compare_evidence(old, new, tolerance, is_tied)
         elif key == "error":
-            yield from _object(key, old, new, {})
+            yield from _compare_object(key, old, new, {})
         elif key == "margin":
-            yield from _near(key, old, new, 2 * tolerance.cosine)
+            yield from _compare_number(key, old, new, 2 * tolerance.cosine)
         elif old != new or type(old) is not type(new):
             yield Difference(key, old, new)
 
 
-def _class(record: dict[str, Any]) -> Any:
+def _class_id(record: dict[str, Any]) -> Any:
     answer = record.get("prediction")
     return answer.get("class_id") if isinstance(answer, dict) else None
 
 
-def _answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
-    yield from _object(
+def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+    yield from _compare_object(
         field,
         old,
         new,
         {
-            "logit": lambda f, a, b: _near(f, a, b, tolerance.logit * max(1.0, abs(b))),
-            "cosine": lambda f, a, b: _near(f, a, b, tolerance.cosine),
+            "logit": lambda f, a, b: _compare_number(f, a, b, tolerance.logit * max(1.0, abs(b))),
+            "cosine": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
         },
     )
 
 
-def _answer_among(field: str, old: Any, every: Any, tolerance: Tolerance) -> Iterator[Difference]:
-    """An answer against that for the same class, whatever its rank."""
-    same = [answer for answer in every or [] if isinstance(old, dict) and answer["class_id"] == old.get("class_id")]
+def _compare_answer_of_class(field: str, old: Any, answers: Any, tolerance: Tolerance) -> Iterator[Difference]:
+    """Compare an answer with the computed one of the same class, whatever its rank."""
+    same = [answer for answer in answers or [] if isinstance(old, dict) and answer["class_id"] == old.get("class_id")]
     if same:
-        yield from _answer(field, old, same[0], tolerance)
+        yield from _compare_answer(field, old, same[0], tolerance)
     else:
         yield Difference(f"{field}.class_id", old.get("class_id") if isinstance(old, dict) else old, "no such class")
 
 
-def _top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
     if not isinstance(old, list) or not 0 < len(old) <= len(new):
         yield Difference("top", old, new)
         return
     seen = set()
     for rank, answer in enumerate(old):
-        found = list(_answer_among(f"top[{rank}]", answer, new, tolerance))
-        yield from found
-        if found:
+        differences = list(_compare_answer_of_class(f"top[{rank}]", answer, new, tolerance))
+        yield from differences
+        if differences:
             continue
         # of equal logits any may come first
         lead = abs(answer["logit"] - new[rank]["logit"])
@@ -163,7 +167,7 @@ def _top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Toleranc
         yield Difference("top[0]", old[0], recorded.get("prediction"))
 
 
-def _evidence(old: Any, new: list[Any], tolerance: Tolerance, tied: Tied) -> Iterator[Difference]:
+def _compare_evidence(old: Any, new: list[Any], tolerance: Tolerance, is_tied: IsTied) -> Iterator[Difference]:
     if not isinstance(old, list) or len(old) != len(new):
         yield Difference("evidence", old, new)
         return
@@ -171,17 +175,17 @@ def _evidence(old: Any, new: list[Any], tolerance: Tolerance, tied: Tied) -> Ite
         field = f"evidence[{index}]"
         cell: Any = one.get("cell") if isinstance(one, dict) else None
         expected = other
-        if cell != other["cell"] and _is_cell(cell) and tied(other["channel"], cell):
+        if cell != other["cell"] and _is_cell(cell) and is_tied(other["channel"], cell):
             # the box belongs to the cell: as far from the computed one as the cells are apart
-            expected = {**other, "cell": cell, "box": _box_of(cell, other)}
-        yield from _object(
+            expected = {**other, "cell": cell, "box": _shift_box(cell, other)}
+        yield from _compare_object(
             field,
             one,
             expected,
             {
-                "score": lambda f, a, b: _near(f, a, b, tolerance.score),
-                "contribution": lambda f, a, b: _near(f, a, b, tolerance.cosine),
-                "box": _box,
+                "score": lambda f, a, b: _compare_number(f, a, b, tolerance.score),
+                "contribution": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
+                "box": _compare_box,
             },
         )
 
@@ -190,21 +194,23 @@ def _is_cell(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(v) is int and v >= 0 for v in value)
 
 
-def _box_of(cell: list[int], slot: Mapping[str, Any]) -> list[float]:
+def _shift_box(cell: list[int], slot: Mapping[str, Any]) -> list[float]:
     (row, col), (x0, y0, x1, y1) = slot["cell"], slot["box"]
     across, down = (cell[1] - col) * (x1 - x0), (cell[0] - row) * (y1 - y0)
     return [x0 + across, y0 + down, x1 + across, y1 + down]
 
 
-_Compare = Callable[[str, Any, Any], Iterator[Difference]]
+_Comparison = Callable[[str, Any, Any], Iterator[Difference]]
 
 
-def _object(field: str, old: Any, new: Mapping[str, Any], special: Mapping[str, _Compare]) -> Iterator[Difference]:
+def _compare_object(
+    field: str, old: Any, new: Mapping[str, Any], special: Mapping[str, _Comparison]
+) -> Iterator[Difference]:
     if not isinstance(old, dict):
         yield Difference(field, old, new)
         return
     for key in dict.fromkeys([*new, *old]):
-        if key in GIVEN:
+        if key in NOT_COMPUTED:
             continue
         a, b = old.get(key, _Absent()), new.get(key, _Absent())
         where = f"{field}.{key}"
@@ -216,23 +222,23 @@ def _object(field: str, old: Any, new: Mapping[str, Any], special: Mapping[str, 
             yield Difference(where, a, b)
 
 
-def _near(field: str, old: Any, new: Any, allowed: float) -> Iterator[Difference]:
-    a, b = _number(old), _number(new)
-    nothing = old is None and new is None
-    if not nothing and (a is None or b is None or abs(a - b) > allowed):
+def _compare_number(field: str, old: Any, new: Any, allowed: float) -> Iterator[Difference]:
+    a, b = _finite_number(old), _finite_number(new)
+    both_missing = old is None and new is None
+    if not both_missing and (a is None or b is None or abs(a - b) > allowed):
         yield Difference(field, old, new)
 
 
-def _box(field: str, old: Any, new: Any) -> Iterator[Difference]:
-    numbers = [_number(value) for value in old] if isinstance(old, list) else []
+def _compare_box(field: str, old: Any, new: Any) -> Iterator[Difference]:
+    numbers = [_finite_number(value) for value in old] if isinstance(old, list) else []
     if len(numbers) != 4 or any(
-        a is None or abs(a - b) > _BOX * max(1.0, abs(b)) for a, b in zip(numbers, new, strict=True)
+        a is None or abs(a - b) > _BOX_TOLERANCE * max(1.0, abs(b)) for a, b in zip(numbers, new, strict=True)
     ):
         yield Difference(field, old, new)
 
 
-def _number(value: Any) -> float | None:
-    """A finite number; None for everything else."""
+def _finite_number(value: Any) -> float | None:
+    """Return a finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -243,12 +249,12 @@ def _number(value: Any) -> float | None:
 
 
 class _Absent:
-    """Stands for a key that is not there."""
+    """The value of a key that is not there."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Computes recorded explanations again: is each what this model makes of this file?"""
+"""Recorded explanations computed again, from the model and the images."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from opal_deploy.auditing.record_diff import Difference, Tied, Tolerance, diff_records
-from opal_deploy.auditing.results_reader import numbered_records
+from opal_deploy.auditing.record_diff import Difference, IsTied, Tolerance, diff_records
+from opal_deploy.auditing.results_reader import read_numbered_records
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.prepare import Request
 from opal_deploy.inference.executor import InferenceOptions, Result, predict_stream
@@ -23,15 +23,22 @@ from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
 
-# what depends on how busy the machine was, or which could not be found out again
+# errors that depend on how busy the machine was
 _NOT_REPEATABLE = ("decode_timeout", "decoder_crashed")
-# kept in a report; all are counted
-_KEPT = 100
+# all are counted
+_MAX_FINDINGS = 100
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A record that is not what was computed. `line`: of the file, from 1."""
+    """A record that is not what was computed.
+
+    Attributes:
+        line: number of the line in the file, from 1.
+        image: the record's image; None for a line that is no record.
+        differences: the fields that differ.
+        why: the reason, where the fields were not compared one by one.
+    """
 
     line: int
     image: str | None
@@ -39,33 +46,36 @@ class Finding:
     why: str = ""
 
     def __str__(self) -> str:
-        """One line for a person."""
-        what = self.why or str(self.differences[0])
+        """Return one line for a person."""
+        text = self.why or str(self.differences[0])
         more = f" (and {len(self.differences) - 1} more fields)" if len(self.differences) > 1 else ""
-        return f"line {self.line}, {self.image}: {what}{more}"
+        return f"line {self.line}, {self.image}: {text}{more}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the finding for JSON."""
         return {
             "line": self.line,
             "image": self.image,
             "why": self.why or None,
             "differences": [
-                {"field": d.field, "recorded": _plain(d.recorded), "computed": _plain(d.computed)}
+                {"field": d.field, "recorded": _to_json(d.recorded), "computed": _to_json(d.computed)}
                 for d in self.differences
             ],
         }
 
 
 @dataclass
-class Report:
-    """What came of it.
+class RecordsReport:
+    """The outcome of `verify_records`.
 
     Attributes:
-        records: in the file. checked: of them, computed again. identical: of these, equal to the last bit.
-        different: records that are not what was computed, and lines that are none. findings: the first of them.
-        not_repeatable: records of crashed or overdue decoders, which were answered now; they are no difference.
-        truths_unchecked: records with a `truth`, where nobody said what it should be.
+        records: number of lines in the file.
+        checked: number of records computed again.
+        identical: number of checked records that are equal to the last bit.
+        different: number of records that are not what was computed, and of lines that are no record.
+        not_repeatable: records of crashed or overdue decoders that were answered now; they do not count as different.
+        truths_unchecked: records with a `truth` where no labels were given to check it.
+        findings: the first of the different ones.
     """
 
     records: int = 0
@@ -77,13 +87,13 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, finding: Finding) -> None:
-        """Count one; the first are kept."""
+        """Count one more; the first are kept."""
         self.different += 1
-        if len(self.findings) < _KEPT:
+        if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(finding)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report for JSON."""
         return {
             "records": self.records,
             "checked": self.checked,
@@ -96,17 +106,18 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Check:
-    """How records are checked.
+class CheckOptions:
+    """The conditions of the run whose records are checked.
 
     Attributes:
-        model_sha256: of the model's file.
-        top: classes that a record should list; None: what each lists.
-        root: what images' names are relative to.
+        model_sha256: digest of the model's file.
+        top: number of classes that a record should list; None: as many as each lists.
+        root: the folder that images' names are relative to.
         items: images by their records' names, for those that are no files of their own; others are looked for under
             `root`.
-        boxes, labels: as the run had them.
-        engine: how the run prepared pictures, with its `min_margin`.
+        boxes: the run's crops.
+        labels: the true labels, to check `truth`.
+        inference: how the run prepared images, with its `min_margin`.
     """
 
     model_sha256: str
@@ -115,12 +126,12 @@ class Check:
     items: Mapping[str, Item] = field(default_factory=dict)
     boxes: Boxes | None = None
     labels: Labels | None = None
-    engine: InferenceOptions = field(default_factory=InferenceOptions)
+    inference: InferenceOptions = field(default_factory=InferenceOptions)
 
 
 def sample_lines(path: Path, count: int | None, seed: int) -> tuple[int, frozenset[int] | None]:
-    """How many lines a file has, and which to check: None for all, else `count` of them, chosen by `seed`."""
-    total = sum(1 for _ in numbered_records(path))
+    """Return how many lines a file has, and which to check: None for all, else `count` of them, chosen by `seed`."""
+    total = sum(1 for _ in read_numbered_records(path))
     if count is None or count >= total:
         return total, None
     return total, frozenset(random.Random(seed).sample(range(1, total + 1), count))
@@ -129,45 +140,53 @@ def sample_lines(path: Path, count: int | None, seed: int) -> tuple[int, frozens
 def verify_records(
     path: Path,
     session: Session,
-    check: Check,
-    chosen: frozenset[int] | None = None,
+    check: CheckOptions,
+    lines: frozenset[int] | None = None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Report:
-    """Compute records again and compare them; in the file's order, in bounded memory.
+) -> RecordsReport:
+    """Compute records again and compare them, in the file's order and in bounded memory.
+
+    Args:
+        path: the results.jsonl.
+        session: the model.
+        check: the conditions of the run.
+        lines: numbers of the lines to check; None: all.
+        progress: called with the number of records checked.
 
     Raises:
-        UsageError: the file cannot be read. StoppedEarly: the device was lost.
+        UsageError: the file cannot be read.
+        StoppedEarly: the device was lost.
     """
-    report = Report()
-    tolerance = Tolerance.of(session.metadata)
+    report = RecordsReport()
+    tolerance = Tolerance.for_model(session.metadata)
     # every class is listed, so that any that a record names can be compared
-    options = replace(check.engine, top=session.metadata.num_classes, model_sha256=check.model_sha256)
-    waiting: list[tuple[int, Record]] = []
+    options = replace(check.inference, top=session.metadata.num_classes, model_sha256=check.model_sha256)
+    pending: list[tuple[int, Record]] = []
 
     def requests() -> Iterator[Request]:
-        for number, record in _chosen(path, chosen, report):
-            waiting.append((number, record))
-            yield _request(record, check)
+        for number, record in _select_records(path, lines, report):
+            pending.append((number, record))
+            yield _build_request(record, check)
 
     for result in predict_stream(requests(), [session], options):
-        number, record = waiting.pop(0)
+        number, record = pending.pop(0)
         report.checked += 1
         _compare(number, record, result, session, check, tolerance, report)
         progress(report.checked)
     return report
 
 
-def _chosen(path: Path, chosen: frozenset[int] | None, report: Report) -> Iterator[tuple[int, Record]]:
-    """The records to check; lines that are none are found whether they were chosen or not."""
-    for number, record in numbered_records(path):
+def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsReport) -> Iterator[tuple[int, Record]]:
+    """Yield the records to check; lines that are no record are reported whether they are to be checked or not."""
+    for number, record in read_numbered_records(path):
         report.records += 1
         if record is None:
             report.add(Finding(number, None, (), "it is not a whole record"))
-        elif chosen is None or number in chosen:
+        elif lines is None or number in lines:
             yield number, record
 
 
-def _request(record: Record, check: Check) -> Request:
+def _build_request(record: Record, check: CheckOptions) -> Request:
     name = record["image"]
     if not isinstance(name, str):
         return Request(None, b"", ImageError("not_found", "the record names no image"))
@@ -187,17 +206,23 @@ def _request(record: Record, check: Check) -> Request:
 
 
 def _compare(
-    number: int, recorded: Record, result: Result, session: Session, check: Check, tolerance: Tolerance, report: Report
+    number: int,
+    recorded: Record,
+    result: Result,
+    session: Session,
+    check: CheckOptions,
+    tolerance: Tolerance,
+    report: RecordsReport,
 ) -> None:
     computed = result.record
     name = recorded["image"] if isinstance(recorded["image"], str) else None
 
-    def found(why: str, *which: Difference) -> None:
-        report.add(Finding(number, name, which, why))
+    def add(why: str, *differences: Difference) -> None:
+        report.add(Finding(number, name, differences, why))
 
     if recorded.get("model_sha256") != check.model_sha256:
         digest = Difference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
-        found("it was made by another model, or does not say by which", digest)
+        add("it was made by another model, or does not say by which", digest)
         return
     if recorded["status"] == "error" and recorded["error"].get("code") in _NOT_REPEATABLE:
         same_code = "error" in computed and computed["error"]["code"] == recorded["error"]["code"]
@@ -205,49 +230,51 @@ def _compare(
         return
     if recorded.get("file_sha256") != computed.get("file_sha256"):
         digest = Difference("file_sha256", recorded.get("file_sha256"), computed.get("file_sha256"))
-        gone = "error" in computed and computed["error"]["code"] == "not_found"
-        found("the image is not there" if gone else "the image is another one than was explained", digest)
+        missing = "error" in computed and computed["error"]["code"] == "not_found"
+        add("the image is not there" if missing else "the image is another one than was explained", digest)
         return
-    which = diff_records(recorded, computed, tolerance, _ties(result, session, tolerance))
-    which += _of_what_was_given(number, recorded, check, report)
-    if which:
-        found("", *which)
-    elif _identical(recorded, computed):
+    differences = diff_records(recorded, computed, tolerance, _build_tie_test(result, session, tolerance))
+    differences += _compare_not_computed(number, recorded, check, report)
+    if differences:
+        add("", *differences)
+    elif _is_identical(recorded, computed):
         report.identical += 1
 
 
-def _of_what_was_given(number: int, recorded: Record, check: Check, report: Report) -> list[Difference]:
-    """Differences in the fields that no model computes."""
-    found = []
+def _compare_not_computed(
+    number: int, recorded: Record, check: CheckOptions, report: RecordsReport
+) -> list[Difference]:
+    """Return differences in the fields that no model computes."""
+    differences = []
     overlay, name = recorded.get("overlay"), recorded["image"]
     if overlay is not None and overlay != overlay_name(number - 1, name):
-        found.append(Difference("overlay", overlay, overlay_name(number - 1, name)))
+        differences.append(Difference("overlay", overlay, overlay_name(number - 1, name)))
     truth = recorded.get("truth")
     if check.labels is not None and name is not None:
         expected = check.labels.find(Path(unescape_name(name)).as_posix())
         if truth != expected:
-            found.append(Difference("truth", truth, expected))
+            differences.append(Difference("truth", truth, expected))
     else:
         report.truths_unchecked += truth is not None
     top = recorded.get("top")
     if check.top is not None and isinstance(top, list) and len(top) != check.top:
-        found.append(Difference("top", f"{len(top)} classes", f"{check.top} classes"))
-    return found
+        differences.append(Difference("top", f"{len(top)} classes", f"{check.top} classes"))
+    return differences
 
 
-def _identical(recorded: Record, computed: Record) -> bool:
+def _is_identical(recorded: Record, computed: Record) -> bool:
     top = recorded.get("top", [])
-    same: dict[str, Any] = {**computed, "top": computed["top"][: len(top)]} if "top" in computed else {**computed}
+    expected: dict[str, Any] = {**computed, "top": computed["top"][: len(top)]} if "top" in computed else {**computed}
     slots = [{k: v for k, v in slot.items() if k != "name"} for slot in recorded.get("evidence", [])]
-    said = {**recorded, "evidence": slots} if "evidence" in recorded else {**recorded}
-    return all(said.get(key) == value for key, value in same.items())
+    unnamed = {**recorded, "evidence": slots} if "evidence" in recorded else {**recorded}
+    return all(unnamed.get(key) == value for key, value in expected.items())
 
 
-def _ties(result: Result, session: Session, tolerance: Tolerance) -> Tied:
-    """Tells ties from attention maps, which are asked for only where a cell differs."""
+def _build_tie_test(result: Result, session: Session, tolerance: Tolerance) -> IsTied:
+    """Return a function that finds ties in the attention maps, which are computed only where a cell differs."""
     maps: list[np.ndarray[Any, Any]] = []
 
-    def tied(channel: int, cell: Sequence[int]) -> bool:
+    def is_tied(channel: int, cell: Sequence[int]) -> bool:
         pixels = result.prepared.pixels
         if "attention" not in session.metadata.outputs or pixels is None:
             return False
@@ -256,18 +283,18 @@ def _ties(result: Result, session: Session, tolerance: Tolerance) -> Tied:
             if attention is None:
                 return False
             maps.append(attention[0])
-        one = maps[0][channel]
+        attention_map = maps[0][channel]
         row, col = cell
-        inside = row < one.shape[0] and col < one.shape[1]
-        return inside and float(one[row, col]) >= (1 - tolerance.tie) * float(one.max())
+        inside = row < attention_map.shape[0] and col < attention_map.shape[1]
+        return inside and float(attention_map[row, col]) >= (1 - tolerance.tie) * float(attention_map.max())
 
-    return tied
-
-
-def wanted_items(found: Iterable[Item], names: frozenset[str] | None) -> dict[str, Item]:
-    """Images by their records' names, those of `names` only."""
-    return {item.name: item for item in found if names is None or item.name in names}
+    return is_tied
 
 
-def _plain(value: Any) -> Any:
+def index_items(items: Iterable[Item], names: frozenset[str] | None) -> dict[str, Item]:
+    """Return images by their records' names; only those in `names`, None: all."""
+    return {item.name: item for item in items if names is None or item.name in names}
+
+
+def _to_json(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | list | dict) or value is None else repr(value)

@@ -1,4 +1,4 @@
-"""`opal-deploy convert`: records for other programs."""
+"""`opal-deploy convert`: records as COCO annotations or Label Studio tasks."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def convert(
     Tables come from `infer --format csv` or `--format parquet`.
     """
     from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.auditing.results_reader import all_records, results_file
+    from opal_deploy.auditing.results_reader import find_results, read_all_records
     from opal_deploy.records import label_config, to_coco, to_label_studio
 
     if to not in (COCO, LABEL_STUDIO):
         raise UsageError(f"--to {to!r}: expected {COCO} or {LABEL_STUDIO}")
     if config is not None and to != LABEL_STUDIO:
         raise UsageError("--config: only --to label-studio has a labelling interface")
-    path = results_file(results)
+    path = find_results(results)
     document: Any
     if to == LABEL_STUDIO:
-        document = to_label_studio(all_records(path), prefix)
+        document = to_label_studio(read_all_records(path), prefix)
     elif categories in ("class", "slot"):
-        document = to_coco(all_records(path), "class" if categories == "class" else "slot")
+        document = to_coco(read_all_records(path), "class" if categories == "class" else "slot")
     else:
         raise UsageError(f"--categories {categories!r}: expected class or slot")
     if config is not None:
         with atomic_write(config) as temporary:
-            temporary.write_text(label_config(all_records(path)), encoding="utf-8")
+            temporary.write_text(label_config(read_all_records(path)), encoding="utf-8")
         print_message(f"{config}: the labelling interface")
     text = json.dumps(document, ensure_ascii=True)
     if out is None:

@@ -1,4 +1,4 @@
-"""`opal-deploy diff`: what changed between two models, or two results?"""
+"""`opal-deploy diff`: what changed between two models, or two results of the same images."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-    from opal_deploy.auditing.model_diff import Changes
+    from opal_deploy.auditing.model_diff import DiffReport
     from opal_deploy.records.record import Record
 
+# changes printed
 _LISTED = 10
 
 
@@ -33,7 +34,7 @@ def diff(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write a page with the worst changes, both drawings side by side.", show_default=False),
+        typer.Option(help="Write a page with the worst changes, both overlays side by side.", show_default=False),
     ] = None,
     worst: Annotated[int, typer.Option(min=0, help="Changed images to show on the page and in --json.")] = 20,
     tolerance: Annotated[
@@ -52,7 +53,7 @@ def diff(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
 ) -> None:
     """Say what changed between two models, or two results of the same images, the worst first.
@@ -60,9 +61,9 @@ def diff(
     Predictions, cells and contributions are compared, image by image: what one reads before replacing a model.
     """
     from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.auditing.model_diff import KINDS, compare_records
-    from opal_deploy.auditing.model_diff_page import page
-    from opal_deploy.auditing.results_reader import RecordIndex, all_records, is_results, results_file
+    from opal_deploy.auditing.model_diff import KINDS, compare_results
+    from opal_deploy.auditing.model_diff_page import render_page
+    from opal_deploy.auditing.results_reader import RecordIndex, find_results, is_results, read_all_records
     from opal_deploy.cli.infer import setup
 
     if fail_on is not None and fail_on not in (*KINDS[:-1], "any"):
@@ -73,32 +74,33 @@ def diff(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))
         for number, side in enumerate((before, after)):
             if is_results(side) or side.is_dir():
-                sides.append(results_file(side))
+                sides.append(find_results(side))
                 continue
             if not images:
                 raise UsageError(f"{side}: a model answers images; give them after A and B")
             sides.append(folder / f"{number}.jsonl")
-            _answer(side, images, sides[-1], boxes, device, threads, max_pixels)
+            _write_records(side, images, sides[-1], boxes, device, threads, max_pixels)
         index = RecordIndex(sides[1])
         stack.callback(index.close)
-        changes = compare_records(all_records(sides[0]), index, tolerance, worst)
-        if not changes.paired:
+        report = compare_results(read_all_records(sides[0]), index, tolerance, worst)
+        if not report.paired:
             raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
         if out is not None:
-            text = page(changes, (str(before), str(after)), _pictures(images or [], changes, root, max_pixels))
+            load_image = _image_loader(images or [], report, root, max_pixels)
+            text = render_page(report, (str(before), str(after)), load_image)
             with atomic_write(out) as temporary:
                 temporary.write_text(text, encoding="utf-8")
-    _tell(changes, out)
+    _print_report(report, out)
     if as_json:
-        print_json({"before": str(before), "after": str(after), "tolerance": tolerance, **changes.to_dict()})
-    if fail_on is not None and changes.has(fail_on):
-        raise VerificationError(f"{after}: {changes.changed} images changed, some by {fail_on} or worse")
+        print_json({"before": str(before), "after": str(after), "tolerance": tolerance, **report.to_dict()})
+    if fail_on is not None and report.has(fail_on):
+        raise VerificationError(f"{after}: {report.changed} images changed, some by {fail_on} or worse")
 
 
-def _answer(
+def _write_records(
     model: Path, images: list[str], out: Path, boxes: Path | None, device: str, threads: int | None, max_pixels: int
 ) -> None:
-    """Write a model's records to a file."""
+    """Write a model's records of the images to `out`."""
     from opal_deploy.artifact.files import compute_sha256
     from opal_deploy.inference.executor import InferenceOptions, predict_stream
     from opal_deploy.inference.run.results import RecordWriter
@@ -121,49 +123,51 @@ def _answer(
         isolate=True,
         model_sha256=compute_sha256(model),
     )
-    asked = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
+    image_requests = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     with RecordWriter(out) as writer, progress(model.name) as advance:
-        for result in predict_stream(asked, sessions, options, say=print_message):
+        for result in predict_stream(image_requests, sessions, options, say=print_message):
             writer.write(result.record)
             advance(writer.count)
 
 
-def _pictures(images: list[str], changes: Changes, root: Path, max_pixels: int) -> Callable[[Record], Image | None]:
-    """Finds the photographs of the worst changes: among `images`, else by their records' names."""
-    from opal_deploy.auditing.verify_records import wanted_items
+def _image_loader(
+    images: list[str], report: DiffReport, root: Path, max_pixels: int
+) -> Callable[[Record], Image | None]:
+    """Return a function that loads the images of the worst changes: from `images`, else by their records' names."""
+    from opal_deploy.auditing.verify_records import index_items
     from opal_deploy.inference.explanation import load_record_image
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.records.names import unescape_name
 
-    names = frozenset(change.image for change, _, _ in changes.worst)
-    items = wanted_items(discovery.discover(images, Skipped(), sys.stdin), names) if images and names else {}
+    names = frozenset(change.image for change, _, _ in report.worst)
+    items = index_items(discovery.discover(images, Skipped(), sys.stdin), names) if images and names else {}
 
-    def find(record: Record) -> Image | None:
+    def load(record: Record) -> Image | None:
         name = record["image"] or ""
         source = items[name].source if name in items else root / unescape_name(name)
         return load_record_image(record, source, max_pixels)
 
-    return find
+    return load
 
 
-def _tell(changes: Changes, out: Path | None) -> None:
-    print_message(f"{changes.changed} of {changes.paired} images changed")
-    for kind, count in changes.kinds.items():
+def _print_report(report: DiffReport, out: Path | None) -> None:
+    print_message(f"{report.changed} of {report.paired} images changed")
+    for kind, count in report.kinds.items():
         if count and kind != "same":
             print_message(f"  {kind}: {count}")
-    if changes.slots:
-        print_message(f"  {changes.moved} of {changes.slots} slots compared moved")
-        print_message(f"  largest change of a contribution: {changes.largest_contribution:.2g}")
-    for count, what in (
-        (changes.only_before, "images are only in A"),
-        (changes.only_after, "images are only in B"),
-        (changes.unpaired, "records have no name or one that occurred before, and were not compared"),
-        (changes.file_changed, "image files are others in B, so their changes say nothing of the models"),
+    if report.slots:
+        print_message(f"  {report.moved} of {report.slots} slots compared moved")
+        print_message(f"  largest change of a contribution: {report.largest_contribution:.2g}")
+    for count, text in (
+        (report.only_before, "images are only in A"),
+        (report.only_after, "images are only in B"),
+        (report.unpaired, "records have no name or one that occurred before, and were not compared"),
+        (report.file_changed, "image files are others in B, so their changes say nothing about the models"),
     ):
         if count:
-            print_message(f"{count} {what}")
-    for change, _, _ in changes.worst[:_LISTED]:
+            print_message(f"{count} {text}")
+    for change, _, _ in report.worst[:_LISTED]:
         print_message(one_line(f"{change.kind}: {change.image}: {change}"))
     if out is not None:
         print_message(f"Report: {out}")

@@ -1,4 +1,4 @@
-"""`opal-deploy schema`: what a program may expect."""
+"""`opal-deploy schema`: the JSON schema of the records."""
 
 from __future__ import annotations
 

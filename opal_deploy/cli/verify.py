@@ -1,9 +1,10 @@
-"""`opal-deploy verify`: does this model still answer as its reference did, and are these its explanations?"""
+"""`opal-deploy verify`: check a model against its test vectors, or recorded explanations against their model."""
 
 from __future__ import annotations
 
 import secrets
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +16,13 @@ from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.auditing.verify_records import Check, Report
+    from opal_deploy.auditing.verify_records import CheckOptions, RecordsReport
     from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.runtime.session import Session
 
 _SAMPLE = 100
+# findings printed
+_LISTED = 10
 
 
 def verify(
@@ -73,8 +76,13 @@ def verify(
     if is_results(target):
         if model is None:
             raise UsageError(f"{target}: records are checked against a model; give it with --model")
-        options = _Options(images or [], model, None if every else sample, seed, root, boxes, labels, min_margin, batch)
-        _verify_results(target, options, device, threads, expect_sha256, as_json=as_json)
+        # whoever changes records must not know beforehand which are checked
+        seed = secrets.randbelow(2**32) if seed is None else seed
+        count = None if every else sample
+        options = _ResultsOptions(
+            images or [], model, count, seed, root, boxes, labels, min_margin, batch, device, threads, expect_sha256
+        )
+        _verify_results(target, options, as_json=as_json)
         return
     if images or model is not None:
         raise UsageError(f"{target}: not a results.jsonl; only records are checked against --model and images")
@@ -90,7 +98,7 @@ def _verify_model(path: Path, device: str, threads: int | None, expected: str | 
         raise ArtifactError(f"{path}: no such file; expected a file of `opal-deploy export`, or results.jsonl")
     if model_kind(path) not in ("onnx", "engine"):
         raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
-    found = check_sha256(path, expected) if expected is not None else compute_sha256(path)
+    sha256 = check_sha256(path, expected) if expected is not None else compute_sha256(path)
     session = open_sessions(path, device=device, threads=threads)[0]
     comparison = verify_test_vectors(session, str(path))
     print_message(f"{path}: {comparison.images} test vectors reproduced in {session.description}")
@@ -100,69 +108,65 @@ def _verify_model(path: Path, device: str, threads: int | None, expected: str | 
             f"score {comparison.max_score:.2g}; {comparison.cells_different} of {comparison.cells} cells differ"
         )
         if not comparison.cells:
-            print_message("no cell of these pictures leads clearly enough to be compared: cells are not proven here")
+            print_message("no cell of these images leads clearly enough to be compared: cells are not proven here")
     if session.metadata.unverified:
-        print_message(f"NOT VERIFIED on pictures: this model was {session.metadata.unverified}")
+        print_message(f"NOT VERIFIED on images: this model was {session.metadata.unverified}")
     if as_json:
-        print_json({"path": str(path), "sha256": found, "session": session.description, **comparison.to_dict()})
+        print_json({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 
-class _Options:
-    """How results are checked, as the call says."""
+@dataclass(frozen=True)
+class _ResultsOptions:
+    """The options of the command that concern results; `sample` is None for all records."""
 
-    def __init__(
-        self,
-        images: list[str],
-        model: Path,
-        sample: int | None,
-        seed: int | None,
-        root: Path,
-        boxes: Path | None,
-        labels: str | None,
-        min_margin: float | None,
-        batch: int | None,
-    ) -> None:
-        self.images, self.model, self.sample, self.root, self.boxes = images, model, sample, root, boxes
-        self.labels, self.min_margin, self.batch = labels, min_margin, batch
-        # whoever changes records must not know beforehand which are looked at
-        self.seed = secrets.randbelow(2**32) if seed is None else seed
+    images: list[str]
+    model: Path
+    sample: int | None
+    seed: int
+    root: Path
+    boxes: Path | None
+    labels: str | None
+    min_margin: float | None
+    batch: int | None
+    device: str
+    threads: int | None
+    expected_sha256: str | None
 
 
-def _verify_results(
-    target: Path, options: _Options, device: str, threads: int | None, expected: str | None, *, as_json: bool
-) -> None:
+def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) -> None:
     """Compute records again.
 
     Raises:
         VerificationError: some are not what the model computes.
     """
     from opal_deploy.artifact.files import check_sha256, compute_sha256
-    from opal_deploy.auditing.results_reader import options_of_run, results_file
+    from opal_deploy.auditing.results_reader import find_results, read_run_options
     from opal_deploy.auditing.verify_records import sample_lines, verify_records
     from opal_deploy.cli.infer import setup
     from opal_deploy.runtime.select import open_sessions
 
-    path = results_file(target)
-    run = options_of_run(path)
-    if options.boxes is None and run.get("boxes") is not None:
-        raise UsageError(f"{path}: that run cropped to boxes ({run['boxes']}); give the file with --boxes")
-    total, chosen = sample_lines(path, options.sample, options.seed)
+    path = find_results(target)
+    run_options = read_run_options(path)
+    if options.boxes is None and run_options.get("boxes") is not None:
+        raise UsageError(f"{path}: that run cropped to boxes ({run_options['boxes']}); give the file with --boxes")
+    total, lines = sample_lines(path, options.sample, options.seed)
     if not total:
         raise UsageError(f"{path}: no records in it")
-    session = open_sessions(options.model, device=device, threads=threads)[0]
-    found = check_sha256(options.model, expected) if expected is not None else compute_sha256(options.model)
-    engine = _engine(run, options, session, device)
-    setup.raise_pillows_limit(engine.max_pixels)
-    which = "all records" if chosen is None else f"{len(chosen)} of {total} records (--seed {options.seed})"
+    session = open_sessions(options.model, device=options.device, threads=options.threads)[0]
+    expected = options.expected_sha256
+    sha256 = compute_sha256(options.model) if expected is None else check_sha256(options.model, expected)
+    inference = _inference_options(run_options, options, session)
+    setup.raise_pillows_limit(inference.max_pixels)
+    which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {options.seed})"
     print_message(f"{path}: computing {which} again with {options.model} in {session.description}")
-    check = _check(found, path, run, options, session.metadata, engine, chosen)
+    check = _check_options(sha256, path, run_options, options, session.metadata, inference, lines)
     with progress("records") as advance:
-        report = verify_records(path, session, check, chosen, lambda done: advance(done, len(chosen or ()) or total))
-    _tell(report)
+        report = verify_records(path, session, check, lines, lambda done: advance(done, len(lines or ()) or total))
+    _print_report(report)
     if as_json:
         head: dict[str, Any] = {
-            "path": str(path), "model": str(options.model), "model_sha256": found, "session": session.description,
-            "seed": None if chosen is None else options.seed,
+            "path": str(path), "model": str(options.model), "model_sha256": sha256, "session": session.description,
+            "seed": None if lines is None else options.seed,
         }  # fmt: skip
         print_json({**head, **report.to_dict()})
     if report.different:
@@ -172,43 +176,44 @@ def _verify_results(
         )
 
 
-def _engine(run: dict[str, Any], options: _Options, session: Session, device: str) -> InferenceOptions:
-    """Pictures prepared as the run did; what it does not say is as by default."""
+def _inference_options(run_options: dict[str, Any], options: _ResultsOptions, session: Session) -> InferenceOptions:
+    """Return how the run prepared images; the defaults for what run.json does not state."""
     from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.runtime.devices import gpu_names
 
-    decode, max_pixels, margin = run.get("decode"), run.get("max_pixels"), run.get("min_margin")
-    if options.min_margin is None and isinstance(margin, int | float):
-        options.min_margin = float(margin)
+    decode, max_pixels = run_options.get("decode"), run_options.get("max_pixels")
+    min_margin, run_margin = options.min_margin, run_options.get("min_margin")
+    if min_margin is None and isinstance(run_margin, int | float):
+        min_margin = float(run_margin)
     gpus: tuple[GpuDecoder, ...] = ()
     if decode == Decoding.gpu:
         otherwise = "those records were made with --decode gpu, and are checked where there is a GPU"
-        gpus = open_gpu_decoders(gpu_names(device), default_workers(), otherwise)
+        gpus = open_gpu_decoders(gpu_names(options.device), default_workers(), otherwise)
     return InferenceOptions(
         batch=options.batch or default_batch(session),
         fixed_batch=True,
         workers=default_workers(),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
-        min_margin=options.min_margin,
+        min_margin=min_margin,
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
         gpus=gpus,
         isolate=True,
     )
 
 
-def _check(
+def _check_options(
     model_sha256: str,
     path: Path,
-    run: dict[str, Any],
-    options: _Options,
+    run_options: dict[str, Any],
+    options: _ResultsOptions,
     metadata: Metadata,
-    engine: InferenceOptions,
-    chosen: frozenset[int] | None,
-) -> Check:
-    from opal_deploy.auditing.results_reader import numbered_records
-    from opal_deploy.auditing.verify_records import Check, wanted_items
+    inference: InferenceOptions,
+    lines: frozenset[int] | None,
+) -> CheckOptions:
+    from opal_deploy.auditing.results_reader import read_numbered_records
+    from opal_deploy.auditing.verify_records import CheckOptions, index_items
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes, read_labels
     from opal_deploy.inference.sources.items import Skipped
@@ -217,32 +222,32 @@ def _check(
     if options.images:
         discovery.check_inputs(options.images)
         names = None
-        if chosen is not None:
-            records = (record for number, record in numbered_records(path) if number in chosen and record is not None)
-            names = frozenset(record["image"] or "" for record in records)
-        items = wanted_items(discovery.discover(options.images, Skipped(), sys.stdin), names)
-    top = run.get("top")
-    return Check(
+        if lines is not None:
+            records = (record for number, record in read_numbered_records(path) if number in lines)
+            names = frozenset(record["image"] or "" for record in records if record is not None)
+        items = index_items(discovery.discover(options.images, Skipped(), sys.stdin), names)
+    top = run_options.get("top")
+    return CheckOptions(
         model_sha256,
         top=min(top, metadata.num_classes) if isinstance(top, int) else None,
         root=options.root,
         items=items,
         boxes=read_boxes(options.boxes) if options.boxes else None,
         labels=read_labels(options.labels) if options.labels else None,
-        engine=engine,
+        inference=inference,
     )
 
 
-def _tell(report: Report) -> None:
-    good = report.checked - report.different
+def _print_report(report: RecordsReport) -> None:
+    equal = max(report.checked - report.different, 0)
     print_message(
-        f"{max(good, 0)} of {report.checked} are what the model computes, {report.identical} of them to the last bit"
+        f"{equal} of {report.checked} are what the model computes, {report.identical} of them to the last bit"
     )
-    for found in report.findings[:10]:
-        print_message(one_line(f"DIFFERENT: {found}"))
-    if report.different > 10:
-        print_message(f"and {report.different - 10} more; --json lists them")
+    for finding in report.findings[:_LISTED]:
+        print_message(one_line(f"DIFFERENT: {finding}"))
+    if report.different > _LISTED:
+        print_message(f"and {report.different - _LISTED} more; --json lists them")
     if report.not_repeatable:
         print_message(f"{report.not_repeatable} errors of a decoder that crashed or took too long did not happen again")
     if report.truths_unchecked:
-        print_message(f"the `truth` of {report.truths_unchecked} records is what somebody said; check it with --labels")
+        print_message(f"the `truth` of {report.truths_unchecked} records was not checked; give --labels")

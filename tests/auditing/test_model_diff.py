@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from opal_deploy.auditing.model_diff import Changes, compare_records
-from opal_deploy.auditing.model_diff_page import page
+from opal_deploy.auditing.model_diff import DiffReport, compare_results
+from opal_deploy.auditing.model_diff_page import render_page
 from opal_deploy.auditing.results_reader import RecordIndex
 from opal_deploy.errors import UsageError
 from opal_deploy.records.record import error_record
@@ -40,17 +40,17 @@ def moved(name: str, slots: int = 1) -> Any:
     return made
 
 
-def compared(folder: Path, before: list[Any], after: list[Any], keep: int = 20) -> Changes:
+def compared(folder: Path, before: list[Any], after: list[Any], keep: int = 20) -> DiffReport:
     path = folder / "after.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in after))
     index = RecordIndex(path)
     try:
-        return compare_records(iter(before), index, 0.01, keep)
+        return compare_results(iter(before), index, 0.01, keep)
     finally:
         index.close()
 
 
-def kinds(changes: Changes) -> dict[str, int]:
+def kinds(changes: DiffReport) -> dict[str, int]:
     return {kind: count for kind, count in changes.kinds.items() if count}
 
 
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_from_outside_becomes_markup_on_the_page(tmp_path: Path) -> None:
     changes = compared(tmp_path, [record(HOSTILE, HOSTILE)], [record(HOSTILE, HOSTILE + "2")])
-    text = page(changes, (HOSTILE, HOSTILE), lambda record: Image.new("RGB", (40, 40)))
+    text = render_page(changes, (HOSTILE, HOSTILE), lambda record: Image.new("RGB", (40, 40)))
     tags: list[tuple[str, dict[str, str | None]]] = []
 
     class Parser(HTMLParser):
@@ -176,7 +176,7 @@ def test_the_pages_policy_allows_its_own_style(tmp_path: Path) -> None:
     import base64
     import hashlib
 
-    text = page(compared(tmp_path, [record("a")], [record("a")]), ("x", "y"), lambda record: None)
+    text = render_page(compared(tmp_path, [record("a")], [record("a")]), ("x", "y"), lambda record: None)
     style = re.search("<style>(.*?)</style>", text, re.DOTALL)
     assert style is not None
     assert base64.b64encode(hashlib.sha256(style[1].encode()).digest()).decode() in text

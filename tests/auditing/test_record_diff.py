@@ -101,15 +101,15 @@ def test_another_cell_is_a_difference_unless_it_is_tied() -> None:
     assert fields(old) == ["evidence[1].cell", "evidence[1].box"]
     asked = []
 
-    def tied(channel: int, cell: list[int]) -> bool:
+    def is_tied(channel: int, cell: list[int]) -> bool:
         asked.append((channel, cell))
         return True
 
-    assert fields(old, tied=tied) == []
+    assert fields(old, is_tied=is_tied) == []
     assert asked == [(1, [0, 0])]
     # the box has to be the recorded cell's own
     old["evidence"][1]["box"] = [10.0, 20.0, 20.0, 40.0]
-    assert fields(old, tied=tied) == ["evidence[1].box"]
+    assert fields(old, is_tied=is_tied) == ["evidence[1].box"]
 
 
 def test_the_class_may_be_another_only_where_the_margin_is_nothing() -> None:
@@ -135,11 +135,11 @@ def test_the_list_of_classes_has_to_be_the_best_in_their_order() -> None:
 def test_every_precision_has_a_tolerance(precision: Any) -> None:
     metadata = Metadata(("a",), 1, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (1, 1), (8, 8),
                         precision=precision)  # fmt: skip
-    assert 0 < Tolerance.of(metadata).cosine < 0.05
+    assert 0 < Tolerance.for_model(metadata).cosine < 0.05
 
 
 def test_fp32_opens_as_far_as_verify_does_and_no_further() -> None:
     gate = {"cosine": 5e-5, "logit": 1e-4, "score": 5e-5, "tie": 1e-4, "cells": 1.0, "all_cells": 0.0}
     metadata = Metadata(("a",), 1, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (1, 1), (8, 8),
                         verification={"gate": gate})  # fmt: skip
-    assert Tolerance.of(metadata).cosine == pytest.approx(1e-4)
+    assert Tolerance.for_model(metadata).cosine == pytest.approx(1e-4)

@@ -13,7 +13,7 @@ from PIL import Image
 
 import opal_deploy
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.auditing.verify_records import Check, Report, sample_lines, verify_records
+from opal_deploy.auditing.verify_records import CheckOptions, RecordsReport, sample_lines, verify_records
 from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.sources.annotations import FolderLabels
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -37,9 +37,14 @@ def records(exact_model: Path, folder: Path) -> list[Any]:
     return json.loads(json.dumps(opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, top=3)))  # type: ignore[no-any-return]
 
 
+@pytest.fixture(scope="module")
+def exact_session(exact_model: Path) -> OnnxSession:
+    return OnnxSession(exact_model, device="cpu", threads=1)
+
+
 @pytest.fixture
-def check(exact_model: Path) -> Check:
-    return Check(compute_sha256(exact_model), engine=InferenceOptions(batch=8))
+def check(exact_model: Path) -> CheckOptions:
+    return CheckOptions(compute_sha256(exact_model), inference=InferenceOptions(batch=8))
 
 
 def written(path: Path, records: list[Any]) -> Path:
@@ -73,7 +78,7 @@ def tampered(record: Any, path: tuple[Any, ...]) -> Any:
 
 
 def test_untouched_records_are_what_the_model_computes(
-    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
 ) -> None:
     report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, check)
     assert (report.records, report.checked, report.different, report.findings) == (6, 6, 0, [])
@@ -81,7 +86,7 @@ def test_untouched_records_are_what_the_model_computes(
 
 
 def test_a_change_of_any_field_is_found_and_named(
-    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
 ) -> None:
     answered = next(record for record in records if record["status"] == "ok")
     failed = next(record for record in records if record["status"] == "error")
@@ -109,7 +114,7 @@ def test_a_change_of_any_field_is_found_and_named(
 
 
 def test_a_field_that_is_taken_away_or_put_in_is_found(
-    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
 ) -> None:
     answered = next(record for record in records if record["status"] == "ok")
     cases = [{k: v for k, v in answered.items() if k != key} for key in answered]
@@ -120,7 +125,7 @@ def test_a_field_that_is_taken_away_or_put_in_is_found(
 
 
 def test_one_pixel_of_an_image_is_enough(
-    records: list[Any], exact_session: OnnxSession, check: Check, folder: Path, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, folder: Path, tmp_path: Path
 ) -> None:
     path = Path(next(record["image"] for record in records if record["image"].endswith("002.png")))
     before = path.read_bytes()
@@ -138,26 +143,26 @@ def test_one_pixel_of_an_image_is_enough(
 
 
 def test_another_model_is_found_by_its_digest(records: list[Any], exact_session: OnnxSession, tmp_path: Path) -> None:
-    report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, Check("0" * 64))
+    report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, CheckOptions("0" * 64))
     assert report.different == len(records)
     assert "another model" in str(report.findings[0])
 
 
 def test_images_are_found_below_a_root(
-    records: list[Any], exact_session: OnnxSession, check: Check, folder: Path, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, folder: Path, tmp_path: Path
 ) -> None:
     moved = [{**record, "image": record["image"].removeprefix(f"{folder}/")} for record in records]
     path = written(tmp_path / "results.jsonl", moved)
-    assert verify_records(path, exact_session, Check(check.model_sha256, root=folder)).different == 0
+    assert verify_records(path, exact_session, CheckOptions(check.model_sha256, root=folder)).different == 0
     assert verify_records(path, exact_session, check).different == len(records)
 
 
 def test_a_truth_is_checked_where_somebody_knows_it(
-    records: list[Any], exact_session: OnnxSession, check: Check, folder: Path, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, folder: Path, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "results.jsonl", [{**record, "truth": folder.name} for record in records])
     assert verify_records(path, exact_session, check).truths_unchecked == len(records)
-    with_labels = Check(check.model_sha256, labels=FolderLabels())
+    with_labels = CheckOptions(check.model_sha256, labels=FolderLabels())
     assert verify_records(path, exact_session, with_labels).different == 0
     path = written(tmp_path / "results.jsonl", [{**records[0], "truth": "birch"}])
     (finding,) = verify_records(path, exact_session, with_labels).findings
@@ -165,16 +170,16 @@ def test_a_truth_is_checked_where_somebody_knows_it(
 
 
 def test_fewer_classes_than_the_run_listed_are_found(
-    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
 ) -> None:
     answered = next(record for record in records if record["status"] == "ok")
     path = written(tmp_path / "results.jsonl", [{**answered, "top": answered["top"][:2]}, answered])
-    report = verify_records(path, exact_session, Check(check.model_sha256, top=3))
+    report = verify_records(path, exact_session, CheckOptions(check.model_sha256, top=3))
     assert [finding.line for finding in report.findings] == [1]
 
 
 def test_an_error_of_a_busy_machine_need_not_happen_again(
-    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
 ) -> None:
     answered = next(record for record in records if record["status"] == "ok")
     late = {key: answered[key] for key in ("schema", "image", "model_sha256")}
@@ -197,10 +202,10 @@ def test_a_sample_is_as_large_as_wanted_and_the_same_for_a_seed(records: list[An
 
 
 def test_a_damaged_line_is_found_in_any_sample(
-    records: list[Any], exact_session: OnnxSession, check: Check, tmp_path: Path
+    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "results.jsonl", records)
     path.write_text(path.read_text() + '{"schema": 1, "ima')
-    report: Report = verify_records(path, exact_session, check, frozenset([1]))
+    report: RecordsReport = verify_records(path, exact_session, check, frozenset([1]))
     assert (report.checked, report.different) == (1, 1)
     assert report.findings[0].line == 7
