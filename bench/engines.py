@@ -11,10 +11,11 @@ from typing import Any
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import Precision
 from opal_deploy.errors import OpalError
-from opal_deploy.export.candidate import ExportCandidate, ExportOptions, in_precision
-from opal_deploy.export.checkpoint_export import build_candidate
+from opal_deploy.export.candidate import ExportCandidate, convert_precision
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.tensorrt.builder import Network
-from opal_deploy.export.tensorrt.options import BuildOptions, Choice
+from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
 from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.tensorrt.bindings import Bindings
@@ -89,7 +90,7 @@ def measure_precisions(
     checkpoint: Checkpoint,
     name: str,
     precisions: Sequence[Precision],
-    targets: Sequence[Choice],
+    targets: Sequence[EngineTarget],
     library: Bindings,
     options: ExportOptions,
     build: BuildOptions,
@@ -107,10 +108,9 @@ def measure_precisions(
         build: how engines are built.
         say: told what happens.
     """
-    calibrated = replace(options, precision="int8" if "int8" in precisions else "fp32")
-    original, calibration = build_candidate(checkpoint, calibrated, say)
+    original = CheckpointSource(checkpoint, Path(name)).build_candidate(precisions, options, say)
     for precision in precisions:
-        candidate = in_precision(original, precision, calibration, say)
+        candidate = convert_precision(original, precision, say)
         content = candidate.model.SerializeToString()
         yield PrecisionResult(
             name,
@@ -123,12 +123,12 @@ def measure_precisions(
 
 
 def _gate(candidate: ExportCandidate, threads: int | None, say: Report) -> GateResult:
-    described = replace(candidate.metadata, test_vectors=test_vectors.pack(candidate.vectors))
+    described = replace(candidate.metadata, test_vectors=test_vectors.pack(candidate.test_vectors))
     with tempfile.TemporaryDirectory(prefix="opal-gate-") as folder:
-        found = verify_candidate(replace(candidate, metadata=described), Path(folder), say, threads).comparison
+        found = verify_candidate(replace(candidate, metadata=described), Path(folder), threads, say).comparison
     return GateResult(
         bool(found),
-        candidate.pictures.description,
+        candidate.images.description,
         found.images,
         found.max_logit,
         found.max_cosine,
@@ -140,10 +140,10 @@ def _gate(candidate: ExportCandidate, threads: int | None, say: Report) -> GateR
     )
 
 
-def _build(library: Bindings, content: bytes, name: str, choice: Choice, options: BuildOptions) -> BuildResult:
+def _build(library: Bindings, content: bytes, name: str, choice: EngineTarget, options: BuildOptions) -> BuildResult:
     try:
         network = Network(library, content, name)
         plan = network.build(choice, options)
     except OpalError as error:
-        return BuildResult(choice.target, 0, None, None, str(error))
-    return BuildResult(choice.target, network.num_layers, plan.seconds, len(plan.content) / 1e6)
+        return BuildResult(choice.sm, 0, None, None, str(error))
+    return BuildResult(choice.sm, network.num_layers, plan.seconds, len(plan.content) / 1e6)

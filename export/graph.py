@@ -1,6 +1,8 @@
-"""The network as it is exported: uint8 pictures in, logits and evidence out (DESIGN: the graph's contract).
+"""The network as it is exported, and its tracing into an ONNX graph of the contract's shape (docs/contract.md).
 
-Tracing a network into an ONNX graph of the contract's shape: no metadata yet, nothing verified."""
+Input `images`: uint8 [N, H0, W0, 3]. Outputs: logits float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, on
+request, attention float32 [N, K, H, W]. The traced graph carries no metadata yet, and nothing is verified.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
 from opal_deploy.model.network import OpalNetwork
 
 ATTENTION = "attention"
+OPSET = 20
+# onnx 1.23 writes IR 14 by default, which ONNX Runtime 1.31 rejects
+IR_VERSION = 10
+# ONNX files are protobuf messages; one file without external data cannot be larger
+MAX_BYTES = (1 << 31) - 1
+_PREFIX = "traced_"
 
 
 class ExportGraph(nn.Module):
-    """Wraps a network for tracing.
+    """A network wrapped for tracing.
 
-    Input `images`: uint8 [N, H0, W0, 3] RGB, or float32 [N, 3, H0, W0] already normalised. Returns a tuple: the outputs
-    in the order of `output_names`, then the tensors of `marker_names`, which name the body's two ends in the graph.
+    Input `images`: uint8 [N, H0, W0, 3] RGB, or float32 [N, 3, H0, W0] already normalised. `forward` returns the
+    outputs in the order of `output_names`, then the tensors of `marker_names`, which name the body's two ends.
     """
 
     scale: Tensor
@@ -52,18 +60,18 @@ class ExportGraph(nn.Module):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the contract's outputs, in order."""
+        """The contract's outputs, in order."""
         if self.network.config.head.evidence == "none":
             return ("logits",)
         return ("logits", "argmax", "scores", *((ATTENTION,) if self.with_attention else ()))
 
     @property
     def marker_names(self) -> tuple[str, ...]:
-        """Names of the body's ends; a normalised input is the graph's own `images`."""
+        """The two ends of the body; an input that is normalised already is the graph's own `images`."""
         return (BODY_INPUT, BODY_OUTPUT) if self.input_kind == "uint8" else (BODY_OUTPUT,)
 
     def example(self) -> Tensor:
-        """A batch of two to trace with; one would be taken for a constant."""
+        """Return a batch of two to trace with; a batch of one would be taken for a constant."""
         height, width = self.network.config.input_size
         if self.input_kind == "uint8":
             return torch.zeros(2, height, width, 3, dtype=torch.uint8)
@@ -75,33 +83,24 @@ class ExportGraph(nn.Module):
             # the cast comes first: TensorRT refuses any other first operation on uint8
             normalised = images.float().permute(0, 3, 1, 2) * self.scale - self.shift
         projected = self.network.head.project(self.network.backbone(normalised))
-        found = self.network.head.explain(projected)
+        head = self.network.head.explain(projected)
         values = {
-            "logits": found.logits,
-            "argmax": found.argmax,
-            "scores": found.scores,
-            ATTENTION: found.attention,
+            "logits": head.logits,
+            "argmax": head.argmax,
+            "scores": head.scores,
+            ATTENTION: head.attention,
             BODY_INPUT: normalised,
             BODY_OUTPUT: projected,
         }
-        wanted = (*self.output_names, *self.marker_names)
-        return tuple(value for name in wanted if (value := values[name]) is not None)
-
-
-OPSET = 20
-# onnx 1.23 writes IR 14 by default, which ONNX Runtime 1.31 rejects
-IR_VERSION = 10
-# ONNX files are protobuf messages; one file without external data cannot be larger
-MAX_BYTES = (1 << 31) - 1
-
-_PREFIX = "traced_"
+        names = (*self.output_names, *self.marker_names)
+        return tuple(value for name in names if (value := values[name]) is not None)
 
 
 def trace(graph: ExportGraph) -> onnx.ModelProto:
-    """The ONNX model of an export graph: input `images` with dynamic N, outputs of the contract's names.
+    """Return the ONNX model of an export graph: input `images` with dynamic N, outputs of the contract's names.
 
     Raises:
-        UsageError: it would be over ONNX's 2 GB.
+        UsageError: the file would be over ONNX's 2 GB.
     """
     parameters = sum(t.numel() * t.element_size() for t in (*graph.parameters(), *graph.buffers()))
     if parameters > MAX_BYTES:
@@ -128,11 +127,11 @@ def trace(graph: ExportGraph) -> onnx.ModelProto:
         )
     if program is None:
         raise RuntimeError("torch.onnx.export returned nothing")
-    return _tidy(program.model_proto, graph)
+    return _clean(program.model_proto, graph)
 
 
-def _tidy(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:
-    """Contract names, no markers among the outputs, and nothing of the exporting machine inside."""
+def _clean(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:
+    """Give outputs the contract's names, take markers from the outputs, and remove traces of the exporting machine."""
     final = {_PREFIX + name: name for name in (*graph.output_names, *graph.marker_names)}
     taken = set(final.values())
     for node in model.graph.node:

@@ -1,4 +1,7 @@
-"""What the passes over an exported ONNX graph share: where its body lies, and who makes which value."""
+"""Navigation in an exported ONNX graph: the ends of its body, and the nodes that compute a value.
+
+The body reaches from the normalised images to the projection; the head behind it stays float32 always.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ import onnx
 
 from opal_deploy.errors import ArtifactError
 
-# the values that `export.graph` names: where the body begins and ends
+# values that `graph.trace` names: the two ends of the body
 BODY_INPUT = "normalised"
 BODY_OUTPUT = "projected"
 
 
 def body_input(graph: onnx.GraphProto) -> str:
-    """Name of the normalised picture: BODY_INPUT, or the graph's own input where that is normalised already."""
+    """Return the name of the normalised images: BODY_INPUT, or the graph's input where that is normalised already."""
     return BODY_INPUT if any(BODY_INPUT in node.output for node in graph.node) else "images"
 
 
 def producers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
-    """The node that makes each value."""
+    """Return the node that computes each value, by the value's name."""
     return {name: node for node in graph.node for name in node.output}
 
 
 def nodes_between(graph: onnx.GraphProto, start: str, end: str) -> set[str]:
-    """The nodes that compute `end` from `start` and from weights, each by its first output's name.
+    """Return the nodes that compute `end` from `start` and from weights, each by its first output's name.
 
     Raises:
         ArtifactError: no value of the graph is called `end`.
@@ -47,13 +50,13 @@ def nodes_between(graph: onnx.GraphProto, start: str, end: str) -> set[str]:
 
 
 def projection_input(graph: onnx.GraphProto) -> str:
-    """The value that enters the projection: the features F. BODY_OUTPUT itself where there is no projection."""
+    """Return the name of the features that enter the projection; BODY_OUTPUT where there is no projection."""
     node = producers(graph).get(BODY_OUTPUT)
     return node.input[0] if node is not None and node.op_type == "Conv" else BODY_OUTPUT
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """A copy whose outputs are these values, whatever their types."""
+    """Return a copy of a model whose outputs are these values, whatever their types."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     del changed.graph.output[:]

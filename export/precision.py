@@ -1,16 +1,18 @@
-"""Lower precision, on the ONNX graph itself, so that a target machine needs no torch for it.
+"""float16 and bfloat16 on the ONNX graph itself, and their simulation in float32 (docs/precision.md).
 
-The body, from the normalised picture to the projection, is cast; softmax, maximum and everything behind them stay
-float32. TensorRT 11 builds strongly typed networks only, so precision is a property of this graph and of nothing else.
+The body, from the normalised images to the projection, is cast; softmax, maximum and everything behind them stay
+float32. TensorRT 11 builds strongly typed networks only, so precision is a property of the graph and of nothing else,
+and a target machine converts without torch. bfloat16 has 8 significant bits: a projection rounded to that makes
+neighbouring cells equal, so it stays float32.
 
-bfloat16 has 8 significant bits: a projection rounded to that makes neighbouring cells equal, so it stays float32.
+The simulation is for machines that lack the arithmetic. ONNX Runtime has no bfloat16 convolutions on CPUs, and its
+float16 there is float32 arithmetic between two casts: 300 * 300 does not overflow, so a model that passes there may
+still fail on a GPU. A simulated graph keeps every value in float32 and rounds it to the narrow type after every
+operation, as a GPU stores it between kernels; sums inside one operation are float32's, as in a tensor core's
+accumulator. A GPU that fuses operations rounds less often.
 
-What a lower precision does to a graph's answers, computed where its arithmetic cannot run.
-
-ONNX Runtime has no bfloat16 convolutions on CPUs, and its float16 there is float32 arithmetic between two casts:
-300 * 300 does not overflow, so a model that passes there may still fail on a GPU. The twin made here keeps every value
-in float32 and rounds it to the narrow type after every operation, as a GPU stores it between kernels; sums inside one
-operation are float32's, as in a tensor core's accumulator. A GPU that fuses operations rounds less often."""
+Own code, since converters such as onnxconverter-common cast whole graphs, the head included, and know no bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,19 @@ from onnx import TensorProto, helper, numpy_helper
 from opal_deploy.errors import ArtifactError
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, producers, projection_input
 
-# convolutions take bfloat16 from here on; nothing else changed in the operators of our graphs
+# convolutions take bfloat16 from this opset on; no other operator of our graphs changed
 _BF16_OPSET = 22
+_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+# operators that move values without changing them
+_EXACT = {
+    "Cast", "Concat", "Flatten", "Gather", "Identity", "MaxPool", "Range", "Relu", "Reshape", "Shape", "Slice", "Split",
+    "Squeeze", "Transpose", "Unsqueeze",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class FloatType:
-    """A floating-point type as ONNX and numpy know it, and its largest finite value."""
+    """A narrow floating-point type: its names in ONNX and numpy, and its largest finite value."""
 
     name: str
     onnx_type: int
@@ -45,7 +53,7 @@ BF16 = FloatType("bf16", TensorProto.BFLOAT16, ml_dtypes.bfloat16, 3.38953138925
 
 
 def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a float32 graph with its body, projection included, in float16.
+    """Return a copy of a float32 graph with its body, projection included, in float16.
 
     Raises:
         ArtifactError: the graph does not name its body, or a weight is beyond float16's range.
@@ -54,9 +62,9 @@ def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def to_bf16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy of a float32 graph with its backbone in bfloat16, at opset 22.
+    """Return a copy of a float32 graph with its backbone in bfloat16, at opset 22.
 
-    ONNX Runtime has no bfloat16 convolution for CPUs: such a file is for TensorRT.
+    ONNX Runtime has no bfloat16 convolution for CPUs: the file is for TensorRT.
 
     Raises:
         ArtifactError: the graph does not name its body.
@@ -73,7 +81,7 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
     cast.CopyFrom(model)
     graph = cast.graph
     start = body_input(graph)
-    nodes_between(graph, start, BODY_OUTPUT)  # refuses a graph that is not ours
+    nodes_between(graph, start, BODY_OUTPUT)  # raises for a graph that is not ours
     body = nodes_between(graph, start, end)
     weights = {tensor.name: tensor for tensor in graph.initializer}
     outside = {name for node in graph.node if node.output[0] not in body for name in node.input}
@@ -106,7 +114,7 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
 
 
 def _convert(graph: onnx.GraphProto, tensor: onnx.TensorProto, to: FloatType, *, shared: bool) -> str:
-    """Change a weight's type; one that float32 nodes read too gets a twin. Returns the name to read."""
+    """Change a weight's type, or add a narrow copy where float32 nodes read the weight too; return the name to read."""
     values = numpy_helper.to_array(tensor)
     finite = values[np.isfinite(values)]
     if finite.size and float(np.abs(finite).max()) > to.largest:
@@ -128,7 +136,7 @@ def _as_tensor(values: NDArray[Any], to: FloatType, name: str) -> onnx.TensorPro
 
 
 def _retype(node: onnx.NodeProto, to: FloatType) -> None:
-    """Attributes that carry a float32 type or tensor."""
+    """Narrow the attributes of a node that carry a float32 type or tensor."""
     for attribute in node.attribute:
         if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.FLOAT:
             attribute.i = to.onnx_type
@@ -136,22 +144,14 @@ def _retype(node: onnx.NodeProto, to: FloatType) -> None:
             attribute.t.CopyFrom(_as_tensor(numpy_helper.to_array(attribute.t), to, attribute.t.name))
 
 
-_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-# they move values without changing them
-_EXACT = {
-    "Cast", "Concat", "Flatten", "Gather", "Identity", "MaxPool", "Range", "Relu", "Reshape", "Shape", "Slice", "Split",
-    "Squeeze", "Transpose", "Unsqueeze",
-}  # fmt: skip
-
-
 def simulate_low_precision(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A float32 graph with the answers that a graph with a float16 or bfloat16 body gives; any ONNX Runtime runs it.
+    """Return a float32 graph with the outputs of a graph with a float16 or bfloat16 body, for any ONNX Runtime.
 
     Values keep their names.
     """
-    twin = onnx.ModelProto()
-    twin.CopyFrom(model)
-    graph = twin.graph
+    simulated = onnx.ModelProto()
+    simulated.CopyFrom(model)
+    graph = simulated.graph
     for tensor in graph.initializer:
         if tensor.data_type in _NARROW:
             tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
@@ -177,11 +177,11 @@ def simulate_low_precision(model: onnx.ModelProto) -> onnx.ModelProto:
             ]
     del graph.node[:]
     graph.node.extend(nodes)
-    return twin
+    return simulated
 
 
 def _narrow_values(model: onnx.ModelProto) -> dict[str, int]:
-    """Values of a narrow type, with it."""
+    """Return the values of a narrow type, with that type."""
     inferred = onnx.shape_inference.infer_shapes(model).graph
     types = {value.name: value.type.tensor_type.elem_type for value in (*inferred.value_info, *inferred.output)}
     unknown = [name for name in producers(model.graph) if name and name not in types]

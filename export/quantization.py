@@ -1,4 +1,4 @@
-"""int8 by explicit quantise/dequantise nodes, calibrated on photographs: ONNX Runtime's static quantisation.
+"""int8 by ONNX Runtime's static quantisation: explicit quantise/dequantise nodes, calibrated on photographs.
 
 Symmetric per-channel weights and symmetric activations, which is what TensorRT takes. Convolutions and matrix products
 of the backbone are quantised, except the first: it costs little, and all others inherit its rounding (on a ResNet-50
@@ -11,6 +11,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,52 +27,30 @@ from onnxruntime.quantization import (
 )
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import UsageError
-from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, projection_input
-from opal_deploy.export.images import Pixels, VerificationImages, image_files, read_images
+from opal_deploy.export.graph_edit import body_input, nodes_between, projection_input
+from opal_deploy.export.images import Pixels
 from opal_deploy.preprocess.resize import normalise
 
-CALIBRATION_PICTURES = 128
-_LEAST = 16
 _BATCH = 8
-_QUANTISED = ("Conv", "MatMul", "Gemm")
-
-
-def calibration_images(folder: Path | None, metadata: Metadata, *, share: float = 1.0) -> VerificationImages:
-    """What int8's ranges are measured on: at most CALIBRATION_PICTURES of a folder, and at most that share of it.
-
-    Raises:
-        UsageError: no folder was given, or it has too few readable pictures.
-    """
-    if folder is None:
-        raise UsageError(
-            "--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see: "
-            "ranges measured on anything else cost accuracy and cells"
-        )
-    count = min(CALIBRATION_PICTURES, int(share * len(image_files(folder))))
-    found = read_images(folder, metadata.input_size, count)
-    if len(found.pixels) < _LEAST:
-        kept = " (a third of the folder is kept to judge the result; --pictures gives others)" if share < 1.0 else ""
-        raise UsageError(
-            f"{folder}: {len(found.pixels)} readable pictures to calibrate with{kept}; at least {_LEAST} are needed"
-        )
-    return found
+_QUANTISED_OPERATORS = ("Conv", "MatMul", "Gemm")
 
 
 def to_int8(model: onnx.ModelProto, calibration: Pixels, metadata: Metadata) -> onnx.ModelProto:
-    """A copy of a float32 graph whose backbone computes in int8.
+    """Return a copy of a float32 graph whose backbone computes in int8.
 
     Args:
-        model: of the contract's shape.
-        calibration: uint8 [N, H0, W0, 3].
-        metadata: of the model, for its kind of input.
+        model: graph of the contract's shape (docs/contract.md).
+        calibration: images to measure ranges on, uint8 [N, H0, W0, 3].
+        metadata: metadata of the model, for its kind of input.
     """
     graph = model.graph
     backbone = nodes_between(graph, body_input(graph), projection_input(graph))
-    if projection_input(graph) == BODY_OUTPUT:
-        backbone = nodes_between(graph, body_input(graph), BODY_OUTPUT)
-    weighted = [n for n in graph.node if n.output[0] in backbone and n.op_type in _QUANTISED and _has_weight(n, graph)]
-    chosen = [node.name for node in weighted[1:]]
+    weights = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
+    weighted = [
+        node.name
+        for node in graph.node
+        if node.output[0] in backbone and node.op_type in _QUANTISED_OPERATORS and node.input[1] in weights
+    ]
     with tempfile.TemporaryDirectory(prefix="opal-int8-") as folder:
         source, target = Path(folder, "fp32.onnx"), Path(folder, "int8.onnx")
         onnx.save(model, source)
@@ -79,10 +58,10 @@ def to_int8(model: onnx.ModelProto, calibration: Pixels, metadata: Metadata) -> 
             quantize_static(
                 source,
                 target,
-                _Reader(calibration, metadata),
+                _CalibrationReader(calibration, metadata),
                 quant_format=QuantFormat.QDQ,
-                op_types_to_quantize=list(_QUANTISED),
-                nodes_to_quantize=chosen,
+                op_types_to_quantize=list(_QUANTISED_OPERATORS),
+                nodes_to_quantize=weighted[1:],
                 per_channel=True,
                 activation_type=QuantType.QInt8,
                 weight_type=QuantType.QInt8,
@@ -104,7 +83,9 @@ def to_int8(model: onnx.ModelProto, calibration: Pixels, metadata: Metadata) -> 
     return quantised
 
 
-class _Reader(CalibrationDataReader):  # type: ignore[misc]
+class _CalibrationReader(CalibrationDataReader):  # type: ignore[misc]
+    """The calibration images as feeds of the graph, in batches."""
+
     def __init__(self, pixels: Pixels, metadata: Metadata) -> None:
         self._batches = self._feed(pixels, metadata)
 
@@ -119,21 +100,14 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]
         return next(self._batches, None)
 
 
-def _has_weight(node: onnx.NodeProto, graph: onnx.GraphProto) -> bool:
-    weights = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
-    return node.input[1] in weights
-
-
-class _quiet:
-    """Without the quantiser's advice on the root logger: it is for people who call it by hand."""
-
-    def __enter__(self) -> None:
-        self._before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *_: object) -> None:
-        self._warnings.__exit__(None, None, None)
-        logging.disable(self._before)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the quantiser's advice on the root logger, which is for people who call it by hand."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,178 +1,182 @@
-"""The gate that a graph passes before it becomes a file, and what is said of one that does not.
-
-Which layer a lower precision hurts most: the one line that tells where to look when a gate fails."""
+"""The gate that a graph passes before it becomes a file (docs/precision.md), and the error for one that fails."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 from numpy.typing import NDArray
 
-from opal_deploy._version import __version__
+from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.artifact.metadata import METADATA_KEY, Metadata, Precision
+from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import ArtifactError, VerificationError
-from opal_deploy.export.candidate import ExportCandidate, Say
+from opal_deploy.errors import VerificationError
+from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, with_outputs
-from opal_deploy.export.images import BATCHES, Pixels, in_batches
+from opal_deploy.export.images import BATCHES, Pixels, run_in_batches
+from opal_deploy.export.options import Report, no_report
 from opal_deploy.export.precision import simulate_low_precision
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import GATES, Comparison, compare_outputs, verify_test_vectors
 
-# on ONNX Runtime's CPU provider these would run in float32, or not at all: see `rounding`
-_EMULATED = ("fp16", "bf16")
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """What a comparison measured, and the same as the report for the metadata."""
-
-    comparison: Comparison
-    report: dict[str, Any]
-
-
-def verify_candidate(
-    candidate: ExportCandidate, folder: Path, say: Say, threads: int | None = None
-) -> VerificationReport:
-    """Run a candidate's graph on its pictures and hold the answers against its reference.
-
-    Args:
-        candidate: with the metadata, test vectors included, that its file is to have.
-        folder: where room for a temporary file is.
-        say: told what is compared.
-        threads: of ONNX Runtime.
-    """
-    metadata, reference, pictures = candidate.metadata, candidate.reference, candidate.pictures
-    emulated = metadata.precision in _EMULATED
-    gate = GATES[metadata.precision]
-    rounding = None
-    with atomic_write(folder / "gate.onnx", keep=False) as temporary:
-        write_model(simulate_low_precision(candidate.model) if emulated else candidate.model, metadata, temporary)
-        session = OnnxSession(temporary, device="cpu", threads=threads, check_digest=False)
-        how = session.description + (" emulated: rounded after every operation" if emulated else "")
-        say(
-            f"Comparing {metadata.precision} with {candidate.compared_with} on {pictures.description} in batches of "
-            f"{_listed(BATCHES)}"
-        )
-        outputs = in_batches(session.run, reference.images, Outputs.concatenate)
-        comparison = compare_outputs(reference, outputs, metadata, gate)
-        if not comparison and candidate.rounding is not None:
-            rounding = candidate.rounding()
-            gate = gate.widened_by(rounding)
-            comparison = compare_outputs(reference, outputs, metadata, gate)
-        if comparison and emulated:
-            verify_test_vectors(session, "the graph with emulated rounding")
-    report = {
-        "reference": candidate.compared_with,
-        "candidate": how,
-        "pictures": pictures.description,
-        "batches": list(BATCHES),
-        "gate": asdict(gate),
-        **({} if rounding is None else {"rounding": asdict(rounding)}),
-        **comparison.to_dict(),
-        "worst_picture": pictures.names[comparison.worst],
-    }
-    return VerificationReport(comparison, report)
-
-
-def verification_error(candidate: ExportCandidate, examination: VerificationReport, name: str) -> VerificationError:
-    """Why a candidate gets no file, with the worst picture and the worst layer, and what to try."""
-    comparison, pictures = examination.comparison, candidate.pictures
-    layer = _blamed(candidate, candidate.reference.images[comparison.worst])
-    return VerificationError(
-        f"{name} was not written: {'; '.join(comparison.failures)} (against {candidate.compared_with}, on "
-        f"{pictures.description}); worst on {pictures.names[comparison.worst]}{layer}"
-        f"{_ADVICE[candidate.metadata.precision]}"
-    )
-
-
-def _blamed(candidate: ExportCandidate, picture: Pixels) -> str:
-    if candidate.baseline is None:
-        return ""
-    emulated = candidate.metadata.precision in _EMULATED
-    model = simulate_low_precision(candidate.model) if emulated else candidate.model
-    return f", {worst_layer(candidate.baseline, model, picture, candidate.metadata)}"
-
-
+# ONNX Runtime's CPU provider runs these in float32, or not at all: see `simulate_low_precision`
+_SIMULATED = ("fp16", "bf16")
 _ADVICE: dict[Precision, str] = {
     "fp32": "",
     "fp16": "; try --pictures with photographs such as the model will see, or --precision fp32",
     "bf16": "; try --precision fp16, or fp32",
     "int8": "; calibrate on more photographs such as the model will see (--calibrate), or use fp16",
 }
+# layers with weights, and the additions that sum up their errors
+_LAYERS = ("Conv", "MatMul", "Gemm", "LayerNormalization", "Add")
+# least scale of a layer's values: a relative error of values that are all nearly zero says nothing
+_MIN_SCALE = 1e-6
 
 
-def write_model(model: onnx.ModelProto, metadata: Metadata, path: Path) -> None:
-    """A graph with our metadata, as a file.
+@dataclass(frozen=True)
+class VerificationReport:
+    """Result of a verification.
+
+    Attributes:
+        comparison: the measurements; true if the candidate passed its gate.
+        document: the report for the metadata's `verification`.
+    """
+
+    comparison: Comparison
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How far one layer's values are from the float32 graph's.
+
+    Attributes:
+        layer: operator and name.
+        relative: RMS of the difference over the RMS of the float32 values; NaN or infinite where the layer overflows.
+        largest: largest absolute float32 value.
+    """
+
+    layer: str
+    relative: float
+    largest: float
+
+
+def verify_candidate(
+    candidate: ExportCandidate, folder: Path, threads: int | None = None, report: Report = no_report
+) -> VerificationReport:
+    """Run a candidate's graph on its images and compare the outputs with its reference.
+
+    Args:
+        candidate: with the metadata, test vectors included, that its file is to have.
+        folder: where a temporary file is written.
+        threads: threads of ONNX Runtime.
+        report: receives progress messages.
 
     Raises:
-        ArtifactError: it is over ONNX's 2 GB.
+        VerificationError: a simulated graph passes the gate, but not its test vectors.
     """
-    del model.metadata_props[:]
-    entry = model.metadata_props.add()
-    entry.key, entry.value = METADATA_KEY, metadata.to_json()
-    model.producer_name, model.producer_version = "opal-deploy", __version__
-    try:
-        path.write_bytes(model.SerializeToString())
-    except ValueError as error:  # protobuf's limit
-        raise ArtifactError(
-            f"the model is over ONNX's 2 GB ({error}); use a smaller backbone or fewer classes"
-        ) from None
+    metadata, reference = candidate.metadata, candidate.reference
+    simulated = metadata.precision in _SIMULATED
+    gate, rounding = GATES[metadata.precision], None
+    with atomic_write(folder / "gate.onnx", keep=False) as temporary:
+        onnx_file.write_model(_runnable_model(candidate), metadata, temporary)
+        session = OnnxSession(temporary, device="cpu", threads=threads, check_digest=False)
+        *first, last = BATCHES
+        report(
+            f"Comparing {metadata.precision} with {candidate.reference_name} on {candidate.images.description} in "
+            f"batches of {', '.join(map(str, first))} and {last}"
+        )
+        outputs = run_in_batches(session.run, reference.images, Outputs.concatenate)
+        comparison = compare_outputs(reference, outputs, metadata, gate)
+        if not comparison and candidate.measure_rounding is not None:
+            rounding = candidate.measure_rounding()
+            gate = gate.widened_by(rounding)
+            comparison = compare_outputs(reference, outputs, metadata, gate)
+        if comparison and simulated:
+            verify_test_vectors(session, "the graph with emulated rounding")
+    how = " emulated: rounded after every operation" if simulated else ""
+    document = {
+        "reference": candidate.reference_name,
+        "candidate": session.description + how,
+        "pictures": candidate.images.description,
+        "batches": list(BATCHES),
+        "gate": asdict(gate),
+        **({} if rounding is None else {"rounding": asdict(rounding)}),
+        **comparison.to_dict(),
+        "worst_picture": candidate.images.names[comparison.worst],
+    }
+    return VerificationReport(comparison, document)
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
-    return ", ".join(map(str, sizes[:-1])) + f" and {sizes[-1]}"
+def verification_error(candidate: ExportCandidate, report: VerificationReport, name: str) -> VerificationError:
+    """Return the error for a candidate that failed: the measurements, the worst image and layer, and what to try.
+
+    Args:
+        candidate: the candidate.
+        report: its verification.
+        name: name of the file that is not written.
+    """
+    comparison = report.comparison
+    worst = candidate.images.names[comparison.worst]
+    if candidate.baseline is not None:
+        image = candidate.reference.images[comparison.worst]
+        errors = list(layer_errors(candidate.baseline, _runnable_model(candidate), image, candidate.metadata))
+        worst += f", where {_describe_worst(errors)}" if errors else ""
+    return VerificationError(
+        f"{name} was not written: {'; '.join(comparison.failures)} (against {candidate.reference_name}, on "
+        f"{candidate.images.description}); worst on {worst}{_ADVICE[candidate.metadata.precision]}"
+    )
 
 
-# layers with weights, and what adds up their errors
-_LAYERS = ("Conv", "MatMul", "Gemm", "LayerNormalization", "Add")
-# of one layer's values: a relative error of values that are all nearly zero says nothing
-_FLOOR = 1e-6
-
-
-def worst_layer(
-    baseline: onnx.ModelProto, candidate: onnx.ModelProto, picture: NDArray[np.uint8], metadata: Metadata
-) -> str:
-    """A clause that names the layer of largest relative error (RMS) on one picture, or the first that overflows.
+def layer_errors(
+    baseline: onnx.ModelProto, model: onnx.ModelProto, image: Pixels, metadata: Metadata
+) -> Iterator[LayerError]:
+    """Yield the error of each layer of the body on one image, in the graph's order.
 
     Args:
         baseline: the float32 graph.
-        candidate: made from it, with the same names for the same values, float32 between its layers.
-        picture: uint8 [H0, W0, 3].
-        metadata: of the model, for its kind of input.
+        model: a graph made from it, with the same names for the same values, float32 between its layers.
+        image: uint8 [H0, W0, 3].
+        metadata: metadata of the model, for its kind of input.
     """
     body = nodes_between(baseline.graph, body_input(baseline.graph), BODY_OUTPUT)
-    kept = {name for node in candidate.graph.node for name in node.output}
+    kept = {name for node in model.graph.node for name in node.output}
     layers = {
         node.output[0]: node
         for node in baseline.graph.node
         if node.output[0] in body and node.op_type in _LAYERS and node.output[0] in kept
     }
-    names = list(layers)
-    batch = picture[None]
+    batch = image[None]
     feed: Any = normalise(batch, metadata.mean, metadata.std) if metadata.input_kind == "float32" else batch
-    expected, found = (_values(model, names, feed) for model in (baseline, candidate))
-    worst, largest = "", -1.0
-    for name, before, after in zip(names, expected, found, strict=True):
-        title = f"{layers[name].op_type} {_title(layers[name])}"
-        if not np.isfinite(after).all():
-            return f"where {title} is the first layer to overflow (its values reach {np.abs(before).max():.3g})"
-        scale = float(np.sqrt(np.mean(np.square(before, dtype=np.float64))))
-        error = float(np.sqrt(np.mean(np.square(before - after, dtype=np.float64)))) / max(scale, _FLOOR)
-        if error > largest:
-            worst, largest = title, error
-    return f"where {worst} is furthest off ({100 * largest:.2g} %)"
+    expected, actual = (_run_layers(graph, list(layers), feed) for graph in (baseline, model))
+    for node, before, after in zip(layers.values(), expected, actual, strict=True):
+        scale = max(_rms(before), _MIN_SCALE)
+        error = _rms(before - after) / scale if np.isfinite(after).all() else float("inf")
+        yield LayerError(f"{node.op_type} {_layer_name(node)}", error, float(np.abs(before).max()))
 
 
-def _values(model: onnx.ModelProto, names: list[str], feed: Any) -> list[NDArray[np.float32]]:
-    import onnxruntime
+def _runnable_model(candidate: ExportCandidate) -> onnx.ModelProto:
+    """Return the candidate's graph, or its simulation where ONNX Runtime's CPU provider lacks the arithmetic."""
+    simulated = candidate.metadata.precision in _SIMULATED
+    return simulate_low_precision(candidate.model) if simulated else candidate.model
 
+
+def _describe_worst(errors: list[LayerError]) -> str:
+    for error in errors:
+        if not np.isfinite(error.relative):
+            return f"{error.layer} is the first layer to overflow (its values reach {error.largest:.3g})"
+    worst = max(errors, key=lambda error: error.relative)
+    return f"{worst.layer} is furthest off ({100 * worst.relative:.2g} %)"
+
+
+def _run_layers(model: onnx.ModelProto, names: list[str], feed: Any) -> list[NDArray[np.float32]]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
@@ -182,7 +186,11 @@ def _values(model: onnx.ModelProto, names: list[str], feed: Any) -> list[NDArray
     return list(session.run(names, {"images": feed}))
 
 
-def _title(node: onnx.NodeProto) -> str:
-    """The weight's name, which people know from their network, or the value's."""
+def _rms(values: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def _layer_name(node: onnx.NodeProto) -> str:
+    """Return the weight's name, which people know from their network, or the value's."""
     weights = [str(name) for name in node.input[1:] if name.endswith(".weight")]
     return weights[0].removeprefix("network.") if weights else str(node.output[0])

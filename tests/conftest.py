@@ -57,8 +57,9 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
     from opal_deploy.bench.targets.networks import update_batch_norms
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.options import ExportOptions, plan_targets
     from opal_deploy.model.checkpoint import Checkpoint, load, save
     from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
@@ -75,7 +76,8 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
         update_batch_norms(network, example_images(32, *INPUT_SIZE))
     path = folders.mktemp(evidence) / f"{evidence}.pt"
     save(path, Checkpoint(network, CLASSES))
-    return export_checkpoint(load(path), path, ExportOptions(threads=1)).path
+    source = CheckpointSource(load(path), path)
+    return export(source, plan_targets(source), ExportOptions(threads=1)).onnx[0].path
 
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]

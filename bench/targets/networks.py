@@ -19,15 +19,14 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
 from opal_deploy.bench.measurement import LINEAR, OPAL, Head
 from opal_deploy.errors import UsageError
-from opal_deploy.export.candidate import ExportOptions
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import export
 from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.images import Pixels
+from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
-from opal_deploy.export.tensorrt.engine_export import EngineJob
-from opal_deploy.export.tensorrt.from_checkpoint import deploy_checkpoint
-from opal_deploy.export.tensorrt.options import BuildOptions, choose
-from opal_deploy.export.verification import write_model
+from opal_deploy.export.tensorrt.options import EngineRequest, choose_engine_targets
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
@@ -150,7 +149,7 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
         model = to_bf16(model)
     elif precision == "int8":
         model = to_int8(model, example_images(_CALIBRATION_PICTURES, *metadata.input_size), metadata)
-    write_model(model, metadata, path)
+    onnx_file.write_model(model, metadata, path)
     return replace(metadata, file_sha256=onnx_file.embed_digest(path))
 
 
@@ -166,12 +165,12 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     driver = visible_driver()
     if not driver.gpus:
         raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
-    job = EngineJob(choose(None, [], driver), BuildOptions())
+    request = EngineRequest(choose_engine_targets(None, [], driver), folder, driver)
     if random:
         checkpoint = copy.deepcopy(checkpoint)
         update_batch_norms(
             checkpoint.network, example_images(_SETTLING_PICTURES, *checkpoint.network.config.input_size)
         )
-    options = ExportOptions(precision=precision, verify=False)  # type: ignore[arg-type]  # as above
-    deployment = deploy_checkpoint(checkpoint, folder / "timed.pt", options, folder, job, driver)
-    return deployment.engines[0].path
+    source = CheckpointSource(checkpoint, folder / "timed.pt")
+    targets = plan_targets(source, precision, engines=request)  # type: ignore[arg-type]  # as above
+    return export(source, targets, ExportOptions(verify=False)).engines[0].path

@@ -1,4 +1,4 @@
-"""From the bytes of a verified ONNX file to a plan: parse, configure, build; errors carry the builder's own words."""
+"""Parsing an ONNX file with TensorRT and building a plan from it; errors carry the builder's own words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,14 @@ from typing import Any
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.export.tensorrt.options import BuildOptions, Choice
+from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget, OnMessage, OnProgress
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT, TENSORRT_RTX, Bindings, first_error, make_logger
 from opal_deploy.runtime.tensorrt.compatibility import AMPERE_PLUS
-
-# (phase, steps done, steps in all); returning means go on
-Advance = Callable[[str, int, int], None]
-Listen = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the builder returned, and in how many seconds."""
+    """A serialized engine, and the seconds that its build took."""
 
     content: bytes
     seconds: float
@@ -33,7 +29,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An input or output of a parsed network; -1 is the batch."""
+    """An input or output of a parsed network; the batch dimension of `shape` is -1."""
 
     name: str
     dtype: str
@@ -41,72 +37,74 @@ class TensorInfo:
 
 
 class Network:
-    """An ONNX graph as TensorRT's parser read it.
+    """An ONNX graph in TensorRT, ready to be built.
 
     Attributes:
-        inputs, outputs: in the graph's order.
+        library: the bindings that parsed the graph.
+        inputs, outputs: tensors in the graph's order.
     """
 
-    def __init__(self, library: Bindings, model: bytes, name: str, listen: Listen | None = None) -> None:
+    def __init__(self, library: Bindings, model: bytes, name: str, on_message: OnMessage | None = None) -> None:
         """Parse a graph.
 
         Args:
             library: TensorRT or TensorRT for RTX.
             model: the bytes of an ONNX file.
-            name: the file's, for errors.
-            listen: told everything that the library says.
+            name: the file's name, for errors.
+            on_message: receives everything that the library logs.
 
         Raises:
             ArtifactError: the parser refuses the graph; the first node that it refuses is named.
         """
         self.library = library
-        self.logger = make_logger(library.module, listen)
+        self.logger = make_logger(library.module, on_message)
         self._builder = library.module.Builder(self.logger)
         # networks of TensorRT 11 are always strongly typed: types are the graph's
         self._network = self._builder.create_network(0)
         self._parser = library.module.OnnxParser(self._network, self.logger)
         if not self._parser.parse(model):
-            raise ArtifactError(f"{name}: {library.title} cannot build from it: {self._refusal()}")
+            raise ArtifactError(f"{name}: {library.title} cannot build from it: {self._parser_error()}")
         self.inputs = [self._info(self._network.get_input(i)) for i in range(self._network.num_inputs)]
         self.outputs = [self._info(self._network.get_output(i)) for i in range(self._network.num_outputs)]
 
     @property
     def num_layers(self) -> int:
-        """Layers of the network before the builder fuses any."""
+        """Number of layers before the builder fuses any."""
         return int(self._network.num_layers)
 
     def profile(self, batch: BatchRange) -> Any:
-        """TensorRT's optimisation profile for these batch sizes: every other dimension is the graph's."""
+        """Return TensorRT's optimisation profile for batch sizes; all other dimensions are the graph's."""
         profile = self._builder.create_optimization_profile()
         for tensor in self.inputs:
             rest = tensor.shape[1:]
             profile.set_shape(tensor.name, (batch.min, *rest), (batch.opt, *rest), (batch.max, *rest))
         return profile
 
-    def build(self, choice: Choice, options: BuildOptions, advance: Advance = lambda *_: None) -> Plan:
-        """Build for one target.
+    def build(self, target: EngineTarget, options: BuildOptions, on_progress: OnProgress = lambda *_: None) -> Plan:
+        """Build for one GPU.
 
         Raises:
-            UsageError: the builder gives up; nothing was written. KeyboardInterrupt: the user did.
+            UsageError: the builder fails, or the timing cache cannot be used.
+            KeyboardInterrupt: Ctrl-C, or `on_progress` raised it.
         """
         trt = self.library.module
         config = self._builder.create_builder_config()
-        self._configure(config, choice, options)
-        monitor = _monitor(trt, advance)
+        self._configure(config, target, options)
+        monitor = _make_monitor(trt, on_progress)
         config.progress_monitor = monitor
         self.logger.errors.clear()
         started = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             cache = self._timing_cache(config, options)
-            with _interrupting(monitor):
+            with _interrupt_through(monitor):
                 plan = self._builder.build_serialized_network(self._network, config)
             if monitor.interrupted:
                 raise KeyboardInterrupt
             if plan is None:
                 workspace = "; give more --workspace" if options.workspace is not None else ""
                 raise UsageError(
-                    f"{self.library.title} could not build the engine for {choice.target}: "
+                    f"{self.library.title} could not build the engine for {target.sm}: "
                     f"{first_error(self.logger)}{workspace}; see what it does with --verbose"
                 )
             if cache is not None and options.timing_cache is not None:
@@ -114,12 +112,12 @@ class Network:
                     temporary.write_bytes(bytes(memoryview(cache.serialize())))
         return Plan(bytes(memoryview(plan)), time.monotonic() - started)
 
-    def _configure(self, config: Any, choice: Choice, options: BuildOptions) -> None:
+    def _configure(self, config: Any, target: EngineTarget, options: BuildOptions) -> None:
         trt = self.library.module
         # fp32 means TF32 off; the flag is on by default
         config.clear_flag(trt.BuilderFlag.TF32)
         if self.library.name == TENSORRT_RTX:
-            capability = "CURRENT" if choice.current else choice.target.upper()
+            capability = "CURRENT" if target.current else target.sm.upper()
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(trt.ComputeCapability, capability), 0)
         config.add_optimization_profile(self.profile(options.batch))
@@ -134,8 +132,8 @@ class Network:
             "REFIT_IDENTICAL": options.strip_weights and not options.refit,
             "REFIT": options.refit,
         }
-        for flag, wanted in flags.items():
-            if wanted:
+        for flag, enabled in flags.items():
+            if enabled:
                 config.set_flag(getattr(trt.BuilderFlag, flag))
         if options.hardware_compatible is not None and self.library.name == TENSORRT:
             levels = trt.HardwareCompatibilityLevel
@@ -146,12 +144,12 @@ class Network:
         if options.timing_cache is None:
             return None
         try:
-            known = options.timing_cache.read_bytes() if options.timing_cache.exists() else b""
+            stored = options.timing_cache.read_bytes() if options.timing_cache.exists() else b""
         except OSError as error:
             raise UsageError(
                 f"--timing-cache {options.timing_cache}: cannot be read ({error.strerror or error}); give another file"
             ) from None
-        cache = config.create_timing_cache(known)
+        cache = config.create_timing_cache(stored)
         if cache is None or not config.set_timing_cache(cache, False):
             raise UsageError(
                 f"{options.timing_cache}: not a timing cache of {self.library.title} on this GPU "
@@ -159,7 +157,7 @@ class Network:
             )
         return cache
 
-    def _refusal(self) -> str:
+    def _parser_error(self) -> str:
         if not self._parser.num_errors:
             return first_error(self.logger)
         error = self._parser.get_error(0)
@@ -172,24 +170,24 @@ class Network:
 
 
 @contextmanager
-def _interrupting(monitor: Any) -> Iterator[None]:
-    """Ctrl-C asks the monitor to end the build: nothing may be raised through the native code that is running."""
+def _interrupt_through(monitor: Any) -> Iterator[None]:
+    """Let Ctrl-C end the build through its monitor: nothing may be raised through the native code that is running."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(*_: object) -> None:
+    def handle(*_: object) -> None:
         monitor.interrupted = True
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _monitor(trt: Any, advance: Advance) -> Any:
-    """TensorRT's progress monitor: phases in phases; the innermost is told, and Ctrl-C ends the build."""
+def _make_monitor(trt: Any, on_progress: OnProgress) -> Any:
+    """Return TensorRT's progress monitor, which reports the innermost phase and ends the build on Ctrl-C."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -199,19 +197,19 @@ def _monitor(trt: Any, advance: Advance) -> Any:
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
             self.steps[phase] = steps
-            self._tell(phase, 0)
+            self._report(phase, 0)
 
         def phase_finish(self, phase: str) -> None:
             self.steps.pop(phase, None)
 
         def step_complete(self, phase: str, step: int) -> bool:
-            self._tell(phase, step + 1)
+            self._report(phase, step + 1)
             return not self.interrupted
 
-        def _tell(self, phase: str, done: int) -> None:
+        def _report(self, phase: str, done: int) -> None:
             # called from native code: nothing may be raised through it
             try:
-                advance(phase, done, self.steps.get(phase, 0))
+                on_progress(phase, done, self.steps.get(phase, 0))
             except KeyboardInterrupt:
                 self.interrupted = True
             except Exception:

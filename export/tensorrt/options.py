@@ -1,13 +1,12 @@
-"""What an engine's builder may be told, and which builder knows what.
-
-Which builder makes the engine, and for which GPU: the rule of `opal-deploy export --trt`.
+"""Options of a TensorRT build, and the choice of builder and GPU by the rule of `opal-deploy export --trt`.
 
 1. TensorRT, where it and a GPU are present and the target is that GPU: an engine for the machine it is built on.
 2. Otherwise TensorRT for RTX, ahead of time, which needs no GPU: for every --target, by default the GPU present, by
    default sm80.
 3. Otherwise one line with what to install.
 
-`--builder` forces one of the two."""
+`--builder` forces one of the two.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +28,32 @@ from opal_deploy.runtime.tensorrt.compatibility import (
     sm_name,
 )
 
-DEFAULT_BATCH = BatchRange(1, 64, 256)
+# receives (phase, steps done, steps in all); raising KeyboardInterrupt ends the build
+OnProgress = Callable[[str, int, int], None]
+# receives (severity, message) of the builder
+OnMessage = Callable[[str, str], None]
 
-# buffers for MAX pictures are kept on the device and in pinned memory
-_MOST = 4096
+DEFAULT_BATCH = BatchRange(1, 64, 256)
+# the target that stands for the GPU present, whatever it is: TensorRT for RTX may or may not know it
+CURRENT = "current"
+# buffers for the largest batch are kept on the device and in pinned memory
+_MAX_BATCH = 4096
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How an engine is built; what is None is left to the builder.
+    """How an engine is built; None leaves an option to the builder.
 
     Attributes:
-        batch: the batch sizes that it must take, and the one to tune for.
+        batch: batch sizes that the engine takes, and the one to tune for.
         workspace: bytes of device memory that one layer may use while it runs.
-        timing_cache: a file that keeps how fast each kernel was, read before and written after the build.
+        timing_cache: file that keeps how fast each kernel was, read before and written after the build.
         optimization_level: 0 (builds fastest) to 5 (runs fastest).
-        version_compatible: newer libraries of the same major version can run it.
+        version_compatible: newer libraries of the same major version can run the engine.
         hardware_compatible: `ampere+` or `same` (all GPUs of one compute capability); None: the GPU it is built on.
-        strip_weights: leave the weights out; they are put back from the ONNX file when it is loaded.
-        refit: keep it possible to replace the weights.
+        strip_weights: leave the weights out; loading puts them back from the ONNX file.
+        refit: keep the weights replaceable.
     """
 
     batch: BatchRange = DEFAULT_BATCH
@@ -60,8 +65,8 @@ class BuildOptions:
     strip_weights: bool = False
     refit: bool = False
 
-    def recorded(self) -> dict[str, Any]:
-        """For the sidecar: what changes the engine, so not the timing cache."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that change the engine, for the sidecar; the timing cache does not."""
         return {
             "batch": [self.batch.min, self.batch.opt, self.batch.max],
             "workspace": self.workspace,
@@ -73,55 +78,101 @@ class BuildOptions:
             "tf32": False,
         }
 
-    def check_for(self, builder: str, *, gpu: bool) -> None:
-        """Refuse what a builder does not have, before it fails in the middle.
+    def check_builder(self, builder: str, *, gpu: bool) -> None:
+        """Raise UsageError, with the option and the reason, for an option that a builder does not have.
 
         Args:
             builder: `tensorrt` or `tensorrt-rtx`.
             gpu: whether the machine has a GPU.
-
-        Raises:
-            UsageError: with the option and the reason.
         """
         if builder != TENSORRT_RTX:
             return
         title = TITLES[builder]
-        absent = {
+        missing = {
             "--timing-cache": self.timing_cache is not None,
             "--version-compatible": self.version_compatible,
             "--hardware-compatible": self.hardware_compatible is not None,
         }
-        for option, given in absent.items():
-            if given:
+        for option, requested in missing.items():
+            if requested:
                 raise UsageError(
-                    f"{option}: {title} has no such thing (its engines are compiled on the GPU that runs them); "
+                    f"{option}: {title} has no such option (its engines are compiled on the GPU that runs them); "
                     "leave it out, or build with --builder tensorrt on a machine with a GPU"
                 )
-        for option, given in {"--strip-weights": self.strip_weights, "--refit": self.refit}.items():
-            if given and not gpu:
+        for option, requested in {"--strip-weights": self.strip_weights, "--refit": self.refit}.items():
+            if requested and not gpu:
                 raise UsageError(f"{option}: {title} needs a GPU here for that; leave it out")
 
 
-def parse_batch(text: str) -> BatchRange:
-    """`1:64:256`, or `64` for one fixed size.
+@dataclass(frozen=True)
+class EngineTarget:
+    """The builder and GPU of one engine.
+
+    Attributes:
+        builder: `tensorrt` or `tensorrt-rtx`.
+        sm: compute capability, such as `sm80`.
+        gpu: the GPU present, if the engine is for it.
+        reason: why this builder and this GPU, for people.
+        current: ask the builder for the GPU present instead of naming a compute capability.
+    """
+
+    builder: str
+    sm: str
+    gpu: Gpu | None
+    reason: str
+    current: bool = False
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """The engines to build from one ONNX file.
+
+    Attributes:
+        targets: builder and GPU of each engine.
+        folder: where engines and sidecars go.
+        driver: the machine's driver and GPUs.
+        build: options of every build.
+        rebuild: build even where the same engine is there already.
+        on_message: receives everything that the builder logs.
+        on_progress: receives the builder's progress.
 
     Raises:
-        UsageError: something else.
+        UsageError: a builder does not have one of the options.
+    """
+
+    targets: Sequence[EngineTarget]
+    folder: Path
+    driver: Driver
+    build: BuildOptions = BuildOptions()
+    rebuild: bool = False
+    on_message: OnMessage | None = None
+    on_progress: OnProgress = lambda *_: None
+
+    def __post_init__(self) -> None:
+        for target in self.targets:
+            self.build.check_builder(target.builder, gpu=bool(self.driver.gpus))
+
+
+def parse_batch(text: str) -> BatchRange:
+    """Return the batch sizes of `1:64:256`, or of `64` for one fixed size.
+
+    Raises:
+        UsageError: another text, or sizes out of order or range.
     """
     parts = text.split(":")
     if len(parts) not in (1, 3) or not all(part.isdecimal() for part in parts):
         raise UsageError(f"--batch {text!r}: expected MIN:OPT:MAX such as 1:64:256, or one number for a fixed size")
     sizes = [int(part) for part in (parts * 3 if len(parts) == 1 else parts)]
-    if not 1 <= sizes[0] <= sizes[1] <= sizes[2] <= _MOST:
-        raise UsageError(f"--batch {text!r}: expected 1 <= MIN <= OPT <= MAX <= {_MOST}")
+    if not 1 <= sizes[0] <= sizes[1] <= sizes[2] <= _MAX_BATCH:
+        raise UsageError(f"--batch {text!r}: expected 1 <= MIN <= OPT <= MAX <= {_MAX_BATCH}")
     return BatchRange(*sizes)
 
 
 def parse_bytes(text: str) -> int:
-    """`4G`, `512M`, `1073741824` to bytes.
+    """Return the bytes of `4G`, `512M` or `1073741824`, between 1 MiB and 1024 GiB.
 
     Raises:
-        UsageError: something else.
+        UsageError: another text, or a size out of range.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", text.strip().lower())
     if not match or float(match[1]) <= 0:
@@ -132,61 +183,39 @@ def parse_bytes(text: str) -> int:
     return size
 
 
-# the GPU present, whatever it is: TensorRT for RTX may or may not know it
-CURRENT = "current"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One engine to build.
-
-    Attributes:
-        builder: `tensorrt` or `tensorrt-rtx`.
-        target: such as `sm80`.
-        gpu: the GPU present, if the engine is for it.
-        reason: why this builder and this target, for people.
-        current: ask the builder for the GPU present instead of naming a target.
-    """
-
-    builder: str
-    target: str
-    gpu: Gpu | None
-    reason: str
-    current: bool = False
-
-
-def choose(
-    wanted: str | None,
-    targets: Sequence[str],
+def choose_engine_targets(
+    builder: str | None,
+    names: Sequence[str],
     driver: Driver,
     version_of: Callable[[str], str | None] = installed_version,
-) -> list[Choice]:
-    """The engines to build, one a target, each target once.
+) -> list[EngineTarget]:
+    """Return the engines to build by the module's rule, one a GPU, each GPU once.
 
     Args:
-        wanted: `tensorrt`, `tensorrt-rtx`, or None for the rule.
-        targets: as given by the user; empty for the default.
-        driver: the machine's.
-        version_of: what is installed of a builder.
+        builder: `tensorrt`, `tensorrt-rtx`, or None for the rule.
+        names: GPUs as the user named them; empty for the default.
+        driver: the machine's driver and GPUs.
+        version_of: returns the installed version of a builder, None if it is missing.
 
     Raises:
-        MissingExtra: the builder that is needed is not installed. UsageError: it cannot build for a target.
+        MissingExtra: the builder that is needed is not installed.
+        UsageError: no builder here can build for a GPU.
     """
     gpu = driver.gpus[0] if driver.gpus else None
     here = sm_name(gpu.compute_capability) if gpu else None
-    chosen = list(dict.fromkeys(CURRENT if text == CURRENT else parse_target(text) for text in targets))
+    chosen = list(dict.fromkeys(CURRENT if name == CURRENT else parse_target(name) for name in names))
     if CURRENT in chosen and gpu is None:
         raise UsageError(f"--target {CURRENT}: no GPU here ({driver.problem}); name a target such as sm80")
-    if wanted != TENSORRT_RTX and version_of(TENSORRT) is not None and gpu is not None:
-        if all(target in (here, CURRENT) for target in chosen):
-            return [Choice(TENSORRT, str(here), gpu, f"{TITLES[TENSORRT]} and a GPU are here ({gpu.name})")]
-        if wanted == TENSORRT:
-            other = ", ".join(target for target in chosen if target != here)
+    if builder != TENSORRT_RTX and version_of(TENSORRT) is not None and gpu is not None:
+        if all(sm in (here, CURRENT) for sm in chosen):
+            return [EngineTarget(TENSORRT, str(here), gpu, f"{TITLES[TENSORRT]} and a GPU are here ({gpu.name})")]
+        if builder == TENSORRT:
+            others = ", ".join(sm for sm in chosen if sm != here)
             raise UsageError(
-                f"--target {other}: {TITLES[TENSORRT]} builds for the GPU that is here, {gpu.name} ({here}); run this "
+                f"--target {others}: {TITLES[TENSORRT]} builds for the GPU that is here, {gpu.name} ({here}); run this "
                 "command on that other GPU, or use --builder tensorrt-rtx"
             )
-    if wanted == TENSORRT:
+    if builder == TENSORRT:
         if version_of(TENSORRT) is None:
             raise MissingExtra("tensorrt-cu13 with its libraries", EXTRAS[TENSORRT], "--builder tensorrt")
         raise UsageError(
@@ -194,27 +223,27 @@ def choose(
             "copy the ONNX file there, or use --builder tensorrt-rtx"
         )
     if version_of(TENSORRT_RTX) is None:
-        proper = "" if gpu is None else "; or TensorRT for the GPU that is here: pip install 'opal-deploy[trt]'"
+        tensorrt = "" if gpu is None else "; or TensorRT for the GPU that is here: pip install 'opal-deploy[trt]'"
         raise UsageError(
             "export --trt needs TensorRT for RTX, which builds engines with or without a GPU: "
-            f"pip install 'opal-deploy[{EXTRAS[TENSORRT_RTX]}]'{proper}"
+            f"pip install 'opal-deploy[{EXTRAS[TENSORRT_RTX]}]'{tensorrt}"
         )
-    return [_ahead_of_time(target, gpu, here) for target in chosen or [here or DEFAULT_TARGET]]
+    return [_ahead_of_time(sm, gpu, here) for sm in chosen or [here or DEFAULT_TARGET]]
 
 
-def _ahead_of_time(target: str, gpu: Gpu | None, here: str | None) -> Choice:
-    if target == CURRENT:
-        return Choice(TENSORRT_RTX, str(here), gpu, "asked for the GPU that is here", current=True)
-    if int(target.removeprefix("sm")) < 75:
-        raise UsageError(f"{target}: what is built for CUDA 13 runs on sm75 and newer; use the ONNX file on a CPU")
-    if target not in AHEAD_OF_TIME:
-        like = f" ({example_gpus(target)})" if example_gpus(target) else ""
+def _ahead_of_time(sm: str, gpu: Gpu | None, here: str | None) -> EngineTarget:
+    if sm == CURRENT:
+        return EngineTarget(TENSORRT_RTX, str(here), gpu, "asked for the GPU that is here", current=True)
+    if int(sm.removeprefix("sm")) < 75:
+        raise UsageError(f"{sm}: what is built for CUDA 13 runs on sm75 and newer; use the ONNX file on a CPU")
+    if sm not in AHEAD_OF_TIME:
+        like = f" ({example_gpus(sm)})" if example_gpus(sm) else ""
         raise UsageError(
-            f"{target}{like}: {TITLES[TENSORRT_RTX]} builds for {', '.join(AHEAD_OF_TIME)}; install TensorRT on that "
+            f"{sm}{like}: {TITLES[TENSORRT_RTX]} builds for {', '.join(AHEAD_OF_TIME)}; install TensorRT on that "
             "machine (pip install 'opal-deploy[trt]') and run this command there with the ONNX file, or run the fp16 "
             "ONNX file there with ONNX Runtime (pip install 'opal-deploy[gpu]')"
         )
-    if target == here:
-        return Choice(TENSORRT_RTX, target, gpu, f"ahead of time, for the GPU that is here ({gpu.name if gpu else ''})")
+    if sm == here and gpu is not None:
+        return EngineTarget(TENSORRT_RTX, sm, gpu, f"ahead of time, for the GPU that is here ({gpu.name})")
     why = "no GPU here" if gpu is None else f"not the GPU that is here, {here}"
-    return Choice(TENSORRT_RTX, target, None, f"ahead of time: {why}")
+    return EngineTarget(TENSORRT_RTX, sm, None, f"ahead of time: {why}")

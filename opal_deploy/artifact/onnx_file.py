@@ -11,9 +11,14 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from opal_deploy._version import __version__
 from opal_deploy.artifact.metadata import BLANK_DIGEST, METADATA_KEY, Metadata
 from opal_deploy.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 _MARKER = b'"file_sha256": "'
 _BLANK = BLANK_DIGEST.encode()
@@ -99,6 +104,24 @@ def check_digest(path: Path, metadata: Metadata) -> None:
             f"{path}: its bytes do not match the digest written at export (found {_short(found)}, expected "
             f"{_short(metadata.file_sha256)}); the file is damaged or was edited: copy or export it again"
         )
+
+
+def write_model(model: ModelProto, metadata: Metadata, path: Path) -> None:
+    """Write an ONNX graph with our metadata as its only property; its digest stays blank until `embed_digest`.
+
+    Raises:
+        ArtifactError: the file would be over ONNX's 2 GB.
+    """
+    del model.metadata_props[:]
+    entry = model.metadata_props.add()
+    entry.key, entry.value = METADATA_KEY, metadata.to_json()
+    model.producer_name, model.producer_version = "opal-deploy", __version__
+    try:
+        path.write_bytes(model.SerializeToString())
+    except ValueError as error:  # protobuf's limit
+        raise ArtifactError(
+            f"the model is over ONNX's 2 GB ({error}); use a smaller backbone or fewer classes"
+        ) from None
 
 
 def embed_digest(path: Path) -> str:

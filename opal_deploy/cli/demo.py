@@ -125,11 +125,13 @@ def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
 
 
 def _export(checkpoint: Path) -> Path:
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.options import plan_targets
     from opal_deploy.model.checkpoint import load
 
-    return export_checkpoint(load(checkpoint), checkpoint, ExportOptions(), print_message).path
+    source = CheckpointSource(load(checkpoint), checkpoint)
+    return export(source, plan_targets(source), report=print_message).onnx[0].path
 
 
 def _explain(out: Path, model: Path) -> Summary:

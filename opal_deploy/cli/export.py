@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,13 +12,10 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.onnx_export import ExportedModel
-    from opal_deploy.export.tensorrt.engine_export import EngineExport, EngineJob
-    from opal_deploy.export.tensorrt.from_onnx import Deployment
-    from opal_deploy.export.tensorrt.options import BuildOptions
+    from opal_deploy.export.exporter import ExportedOnnx, ExportResult
+    from opal_deploy.export.tensorrt.engine import ExportedEngine
     from opal_deploy.model.checkpoint import Checkpoint
-    from opal_deploy.runtime.nvml import Driver
+    from opal_deploy.runtime.verification import Comparison
 
 _ENGINES = "Engines (--trt)"
 _AUTHORS = "The authors' checkpoints, which do not record it"
@@ -41,7 +37,7 @@ def export(
         Path | None, typer.Option(help="Photographs that int8's ranges are measured on, such as the model will see.")
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(help="Verify on the photographs of this folder instead of generated pictures.")
+        Path | None, typer.Option(help="Verify on the photographs of this folder instead of generated images.")
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare with the reference first; --no-verify is recorded.")
@@ -118,17 +114,24 @@ def export(
     ] = None,
     crop: Annotated[
         Literal["boxes"] | None,
-        typer.Option(help="It was trained on pictures cropped to boxes.", rich_help_panel=_AUTHORS),
+        typer.Option(help="It was trained on images cropped to boxes.", rich_help_panel=_AUTHORS),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of ONNX Runtime while verifying.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
 ) -> None:
     """Write a model that outputs logits and evidence, once it was verified: ONNX, and with --trt TensorRT engines.
 
-    A file gets its name only after its outputs were compared with PyTorch's on pictures, in several batch sizes.
+    A file gets its name only after its outputs were compared with PyTorch's on images, in several batch sizes.
     """
     from opal_deploy.artifact.files import model_kind
-    from opal_deploy.export.tensorrt.options import DEFAULT_BATCH, BuildOptions, parse_batch, parse_bytes
+    from opal_deploy.export.tensorrt.options import (
+        DEFAULT_BATCH,
+        BuildOptions,
+        EngineRequest,
+        choose_engine_targets,
+        parse_batch,
+        parse_bytes,
+    )
 
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an ONNX file of ours")
@@ -139,78 +142,85 @@ def export(
     require("onnx", "trt-rtx" if trt and kind == "onnx" else "export", "opal-deploy export")
     require("onnxruntime", "cpu", "opal-deploy export, to verify what it writes,")
     build = BuildOptions(
-        parse_batch(batch) if batch is not None else DEFAULT_BATCH,
-        parse_bytes(workspace) if workspace is not None else None,
-        timing_cache,
-        optimization_level,
-        version_compatible,
-        hardware_compatible,
-        strip_weights,
-        refit,
+        batch=parse_batch(batch) if batch is not None else DEFAULT_BATCH,
+        workspace=parse_bytes(workspace) if workspace is not None else None,
+        timing_cache=timing_cache,
+        optimization_level=optimization_level,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        strip_weights=strip_weights,
+        refit=refit,
     )
     if not trt:
-        about_engines = {
+        _refuse_engine_options({
             "--builder": builder, "--target": target, "--batch": batch, "--workspace": workspace, "--rebuild": rebuild,
             "--timing-cache": timing_cache, "--optimization-level": optimization_level, "--refit": refit,
             "--version-compatible": version_compatible, "--hardware-compatible": hardware_compatible,
             "--strip-weights": strip_weights, "--verbose": verbose,
-        }  # fmt: skip
-        given = [name for name, value in about_engines.items() if value is not None and value is not False]
-        if given:
-            raise UsageError(f"{', '.join(given)}: about engines; add --trt")
+        })  # fmt: skip
     if precision != "int8" and calibrate is not None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
-    recorded = {"distance": distance, "pooling": pooling, "cws": cws, "size": size, "crop": crop}
     checkpoint = None
     if kind == "onnx":
-        fixed = [f"--{name}" for name, value in {**recorded, "classes": classes}.items() if value is not None]
+        of_checkpoints = {
+            "--distance": distance, "--pooling": pooling, "--cws": cws, "--size": size, "--crop": crop,
+            "--classes": classes,
+        }  # fmt: skip
+        fixed = [name for name, value in of_checkpoints.items() if value is not None]
         if fixed:
             raise UsageError(f"{source}: {', '.join(fixed)}: fixed in an ONNX file")
     else:
         for package in ("torch", "torchvision", "onnxscript"):
             require(package, "export", "exporting a checkpoint")
         checkpoint = _load(source, classes, distance, pooling, cws, size, crop)
-    from opal_deploy.export.candidate import ExportOptions
 
+    from opal_deploy.export import exporter
+    from opal_deploy.export.candidate import ExportSource
+    from opal_deploy.export.onnx_source import OnnxSource
+    from opal_deploy.export.options import ExportOptions, plan_targets
+
+    export_source: ExportSource = OnnxSource(source)
+    if checkpoint is not None:
+        from opal_deploy.export.checkpoint_source import CheckpointSource
+
+        export_source = CheckpointSource(checkpoint, source)
     options = ExportOptions(
-        None if trt else out,
-        input_kind,
-        precision or _default_precision(source, checkpoint, trt=trt),
-        outputs is not None,
-        pictures,
-        threads,
-        calibrate,
-        verify,
+        input_kind=input_kind,
+        attention=outputs is not None,
+        images=pictures,
+        calibrate=calibrate,
+        threads=threads,
+        verify=verify,
     )
     if not trt:
-        _tell(_export(source, checkpoint, options), as_json)
+        targets = plan_targets(export_source, precision, out=out)
+        _print_onnx_export(exporter.export(export_source, targets, options, print_message).onnx[0], as_json)
         return
     from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
     driver = visible_driver()
-    job = _engine_job(build, builder, target or [], rebuild, verbose, driver)
-    folder = _folder(source, out)
     with progress("building") as advance:
-        shown = replace(job, advance=lambda phase, step, steps: advance(step, steps, phase))
-        done = _deploy(source, checkpoint, options, folder, shown, driver)
-    _tell_engines(done, as_json)
+        request = EngineRequest(
+            choose_engine_targets(builder, target or [], driver),
+            _engine_folder(source, out),
+            driver,
+            build,
+            rebuild,
+            on_message=_print_builder_message if verbose else None,
+            on_progress=lambda phase, step, steps: advance(step, steps, phase),
+        )
+        targets = plan_targets(export_source, precision, engines=request)
+        result = exporter.export(export_source, targets, options, print_message)
+    _print_engine_export(result, as_json)
 
 
-def _default_precision(
-    source: Path, checkpoint: Checkpoint | None, *, trt: bool
-) -> Literal["fp32", "fp16", "bf16", "int8"]:
-    """fp32; for engines fp16, or what an ONNX file is already, if that is not fp32."""
-    if not trt:
-        return "fp32"
-    if checkpoint is not None:
-        return "fp16"
-    from opal_deploy.artifact.onnx_file import read_metadata
-
-    found = read_metadata(source).precision
-    return "fp16" if found == "fp32" else found
+def _refuse_engine_options(options: dict[str, Any]) -> None:
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if given:
+        raise UsageError(f"{', '.join(given)}: about engines; add --trt")
 
 
-def _folder(source: Path, out: Path | None) -> Path:
+def _engine_folder(source: Path, out: Path | None) -> Path:
     if out is None:
         return source.parent
     if out.suffix in (".onnx", ".engine") or out.is_file():
@@ -218,43 +228,8 @@ def _folder(source: Path, out: Path | None) -> Path:
     return out
 
 
-def _engine_job(
-    build: BuildOptions, builder: str | None, targets: list[str], rebuild: bool, verbose: bool, driver: Driver
-) -> EngineJob:
-    from opal_deploy.export.tensorrt.engine_export import EngineJob
-    from opal_deploy.export.tensorrt.options import choose
-
-    choices = choose(builder, targets, driver)
-    for choice in choices:
-        # what a builder cannot do is said before minutes of verification
-        build.check_for(choice.builder, gpu=bool(driver.gpus))
-
-    def listen(level: str, message: str) -> None:
-        print_message(f"  {level.lower()}: {one_line(message)}")
-
-    return EngineJob(choices, build, rebuild, listen if verbose else None)
-
-
-def _export(source: Path, checkpoint: Checkpoint | None, options: ExportOptions) -> ExportedModel:
-    if checkpoint is None:
-        from opal_deploy.export.onnx_export import export_onnx
-
-        return export_onnx(source, options, print_message)
-    from opal_deploy.export.checkpoint_export import export_checkpoint
-
-    return export_checkpoint(checkpoint, source, options, print_message)
-
-
-def _deploy(
-    source: Path, checkpoint: Checkpoint | None, options: ExportOptions, folder: Path, job: EngineJob, driver: Driver
-) -> Deployment:
-    if checkpoint is None:
-        from opal_deploy.export.tensorrt.from_onnx import deploy_onnx
-
-        return deploy_onnx(source, options, folder, job, driver, print_message)
-    from opal_deploy.export.tensorrt.from_checkpoint import deploy_checkpoint
-
-    return deploy_checkpoint(checkpoint, source, options, folder, job, driver, print_message)
+def _print_builder_message(level: str, message: str) -> None:
+    print_message(f"  {level.lower()}: {one_line(message)}")
 
 
 def _load(
@@ -266,7 +241,7 @@ def _load(
     size: str | None,
     crop: str | None,
 ) -> Checkpoint:
-    """The checkpoint, with what its own format does not record taken from the options."""
+    """Load a checkpoint; what the authors' format does not record is taken from the options."""
     from opal_deploy.model import checkpoint as checkpoints
     from opal_deploy.model.config import HeadConfig
 
@@ -275,8 +250,8 @@ def _load(
     assumptions = checkpoints.Assumptions(head, parse_size(size) if size else (224, 224), crop)
     checkpoint = checkpoints.load(source, class_names=names, assumptions=assumptions)
     assumed = checkpoint.source.get("assumed")
-    told = [value for value in (distance, pooling, cws, size, crop) if value is not None]
-    if assumed is None and told:
+    given = [value for value in (distance, pooling, cws, size, crop) if value is not None]
+    if assumed is None and given:
         raise UsageError(
             f"{source}: it records distance, pooling, CWS, size and crop itself; "
             "those options are for the authors' files"
@@ -289,40 +264,50 @@ def _load(
     return checkpoint
 
 
-def _tell(done: ExportedModel, as_json: bool) -> None:
-    _say_written(done)
-    print_message(f"Next: opal-deploy infer images/ --explain --model {done.path}")
+def _print_onnx_export(exported: ExportedOnnx, as_json: bool) -> None:
+    _print_onnx(exported)
+    print_message(f"Next: opal-deploy infer images/ --explain --model {exported.path}")
     if as_json:
-        print_json(_document(done))
+        print_json(_onnx_document(exported))
 
 
-def _tell_engines(done: Deployment, as_json: bool) -> None:
-    for file in done.files:
-        _say_written(file)
-    for engine in done.engines:
-        _say_engine(engine)
+def _print_engine_export(result: ExportResult, as_json: bool) -> None:
+    for exported in result.onnx:
+        _print_onnx(exported)
+    for engine in result.engines:
+        _print_engine(engine)
     print_message("Next: opal-deploy infer images/ --explain")
     if as_json:
-        engines = [_engine_document(engine) for engine in done.engines]
-        print_json({"files": [_document(file) for file in done.files], "engines": engines})
+        files = [_onnx_document(exported) for exported in result.onnx]
+        print_json({"files": files, "engines": [_engine_document(engine) for engine in result.engines]})
 
 
-def _say_written(done: ExportedModel) -> None:
-    report, megabytes = done.comparison, done.path.stat().st_size / 1e6
-    if done.metadata.unverified:
-        print_message(f"NOT VERIFIED: {done.metadata.unverified}: nobody compared its answers with PyTorch's")
-    if report is None:
-        pass
-    else:
+def _print_onnx(exported: ExportedOnnx) -> None:
+    metadata, comparison = exported.metadata, exported.comparison
+    if metadata.unverified:
+        print_message(f"NOT VERIFIED: {metadata.unverified}: nobody compared its outputs with PyTorch's")
+    if comparison is not None:
         print_message(
-            f"Verified on {report.images} pictures: largest differences: logit {report.max_logit:.2g}" + _evidence(done)
+            f"Verified on {comparison.images} images: largest differences: logit {comparison.max_logit:.2g}"
+            + _describe_evidence(comparison, metadata.precision)
         )
-    print_message(
-        f"Wrote {done.path} ({megabytes:.1f} MB, {done.metadata.precision}, evidence {done.metadata.evidence})"
-    )
+    megabytes = exported.path.stat().st_size / 1e6
+    print_message(f"Wrote {exported.path} ({megabytes:.1f} MB, {metadata.precision}, evidence {metadata.evidence})")
 
 
-def _say_engine(engine: EngineExport) -> None:
+def _describe_evidence(comparison: Comparison, precision: str) -> str:
+    if comparison.max_cosine is None:
+        return ""
+    text = f", cosine {comparison.max_cosine:.2g}, score {comparison.max_score:.2g}; "
+    if precision == "fp32":
+        ties = f", {comparison.cells_tied} tied" if comparison.cells_tied else ""
+        return f"{text}{comparison.cells - comparison.cells_different} of {comparison.cells} cells equal{ties}"
+    equal = comparison.block_cells - comparison.block_cells_different
+    near = f" ({comparison.block_near_ties} of the others near ties)" if comparison.block_near_ties else ""
+    return f"{text}{equal} of {comparison.block_cells} cells of the predicted classes equal{near}"
+
+
+def _print_engine(engine: ExportedEngine) -> None:
     from opal_deploy.artifact.engine_file import read_checks
 
     sidecar = engine.sidecar
@@ -330,20 +315,24 @@ def _say_engine(engine: EngineExport) -> None:
     print_message(
         f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})"
     )
+    passed = [check for check in read_checks(engine.path) if check.passed] if engine.reused else []
     if sidecar.state["state"] == "verified":
         print_message(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
+    elif passed:
+        print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
     else:
-        passed = [check for check in read_checks(engine.path) if check.passed]
-        if engine.reused and passed:
-            print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
-            return
         print_message(
             f"  unverified: it was never run on hardware; the first {sidecar.target['sm']} machine that loads it runs "
             "its test vectors before it answers anything"
         )
 
 
-def _engine_document(engine: EngineExport) -> dict[str, object]:
+def _onnx_document(exported: ExportedOnnx) -> dict[str, object]:
+    metadata = exported.metadata
+    return {"path": str(exported.path), "sha256": metadata.file_sha256, "verification": metadata.verification}
+
+
+def _engine_document(engine: ExportedEngine) -> dict[str, object]:
     sidecar = engine.sidecar
     return {
         "path": str(engine.path),
@@ -356,20 +345,3 @@ def _engine_document(engine: EngineExport) -> dict[str, object]:
         "state": sidecar.state,
         "reused": engine.reused,
     }
-
-
-def _document(done: ExportedModel) -> dict[str, object]:
-    return {"path": str(done.path), "sha256": done.metadata.file_sha256, "verification": done.metadata.verification}
-
-
-def _evidence(done: ExportedModel) -> str:
-    report = done.comparison
-    if report is None or report.max_cosine is None:
-        return ""
-    text = f", cosine {report.max_cosine:.2g}, score {report.max_score:.2g}; "
-    if done.metadata.precision == "fp32":
-        ties = f", {report.cells_tied} tied" if report.cells_tied else ""
-        return f"{text}{report.cells - report.cells_different} of {report.cells} cells equal{ties}"
-    equal = report.block_cells - report.block_cells_different
-    near = f" ({report.block_near_ties} of the others near ties)" if report.block_near_ties else ""
-    return f"{text}{equal} of {report.block_cells} cells of the predicted classes equal{near}"

@@ -66,8 +66,8 @@ def test_the_file_is_as_readable_as_any_other(tmp_path: Path) -> None:
 def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     hold = (
-        "import sys, time; from pathlib import Path; from opal_deploy.artifact.files import exclusive\n"
-        "with exclusive(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; from opal_deploy.artifact.files import lock_directory\n"
+        "with lock_directory(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", hold, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None

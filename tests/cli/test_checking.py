@@ -27,13 +27,15 @@ def run(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory
 
 @pytest.fixture(scope="module")
 def half_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.options import ExportOptions, ExportTargets
     from opal_deploy.model.checkpoint import load
 
     checkpoint = exact_model.with_suffix(".pt")
     out = tmp_path_factory.mktemp("half") / "exact.fp16.onnx"
-    return export_checkpoint(load(checkpoint), checkpoint, ExportOptions(out=out, precision="fp16", threads=1)).path
+    export(CheckpointSource(load(checkpoint), checkpoint), ExportTargets({"fp16": out}), ExportOptions(threads=1))
+    return out
 
 
 def test_records_carry_what_sha256sum_says(run: Path, exact_model: Path) -> None:

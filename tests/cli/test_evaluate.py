@@ -41,14 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable[[Pa
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported model, its checkpoint beside it, with the folder's class names."""
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.options import ExportOptions, plan_targets
     from opal_deploy.model import checkpoint as checkpoints
     from opal_deploy.model.config import HeadConfig
 
     path = _saved(tmp_path_factory.mktemp("model") / "model.pt", HeadConfig(prototypes_per_class=3), LABELS)
     # comparing it with PyTorch is what the tests here do
-    return export_checkpoint(checkpoints.load(path), path, ExportOptions(threads=1, verify=False)).path
+    source = CheckpointSource(checkpoints.load(path), path)
+    return export(source, plan_targets(source), ExportOptions(threads=1, verify=False)).onnx[0].path
 
 
 def _saved(path: Path, head: HeadConfig, class_names: list[str]) -> Path:

@@ -136,13 +136,15 @@ def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer: Opal, place:
 def test_heatmaps_of_an_export_that_has_them_are_on_the_sheets(
     infer: Opal, opal: Opal, exact_model: Path, place: Path, tmp_path: Path
 ) -> None:
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.options import ExportOptions, ExportTargets
     from opal_deploy.model.checkpoint import load
 
     checkpoint = exact_model.with_suffix(".pt")
     model = tmp_path / "maps.onnx"
-    export_checkpoint(load(checkpoint), checkpoint, ExportOptions(out=model, attention=True, threads=1))
+    options = ExportOptions(attention=True, threads=1)
+    export(CheckpointSource(load(checkpoint), checkpoint), ExportTargets({"fp32": model}), options)
     assert infer("--heatmap", model=model).returncode == 3
     found = sheets(tmp_path / "out")
     assert found == explained(opal, model, tmp_path, "--heatmap")

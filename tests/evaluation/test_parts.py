@@ -24,8 +24,9 @@ from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.attention_maps import MapSource, of_session
 from opal_deploy.evaluation.parts import PartMeter, measure_parts
 from opal_deploy.evaluation.session import Measured, evaluate_session
-from opal_deploy.export.candidate import ExportOptions
-from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import export
+from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
@@ -67,7 +68,8 @@ def checkpoint(data: DataSet, network: OpalNetwork, tmp_path_factory: pytest.Tem
 def exported(checkpoint: Path) -> OnnxSession:
     """With all that the figures need; the comparison with PyTorch is what the tests make."""
     options = ExportOptions(threads=1, attention=True, input_kind="float32", verify=False)
-    return OnnxSession(export_checkpoint(checkpoints.load(checkpoint), checkpoint, options).path, threads=1)
+    source = CheckpointSource(checkpoints.load(checkpoint), checkpoint)
+    return OnnxSession(export(source, plan_targets(source), options).onnx[0].path, threads=1)
 
 
 def _measure(session: Session, data: DataSet, **options: object) -> Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from opal_deploy.export import images as pictures
+from opal_deploy.artifact.metadata import Precision
+from opal_deploy.export import images
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import ExportedOnnx, export
+from opal_deploy.export.onnx_source import OnnxSource
+from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -23,11 +29,12 @@ SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>", "Wren", "Jay", "Crow"]
 
 MakeCheckpoint = Callable[..., Checkpoint]
+WriteOnnx = Callable[..., ExportedOnnx]
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _pictures_drawn_once() -> Iterator[None]:
-    """Drawing the verification pictures takes longer than the rest of a tiny export; they are always the same."""
+def _images_drawn_once() -> Iterator[None]:
+    """Drawing the verification images takes longer than the rest of a tiny export; they are always the same."""
     drawn: dict[tuple[int, int, int], NDArray[np.uint8]] = {}
 
     def cached(count: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -37,7 +44,7 @@ def _pictures_drawn_once() -> Iterator[None]:
         return drawn[key].copy()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "example_images", cached)
+        patch.setattr(images, "example_images", cached)
         yield
 
 
@@ -54,9 +61,9 @@ class _TinyBody(nn.Module):
 
 
 def sharpen(network: OpalNetwork) -> None:
-    """Random weights leave the attention nearly uniform, where faults hide; this makes it as uneven as training does.
+    """Make the attention as uneven as training does, and the bias one that matters.
 
-    The bias becomes one that matters.
+    Random weights leave the attention nearly uniform, where faults hide.
     """
     if isinstance(network.head.projection, nn.Conv2d):
         with torch.no_grad():
@@ -81,8 +88,7 @@ def build(
     network = OpalNetwork(config)
     if tiny:
         network.backbone = Backbone("tiny", _TinyBody(), 24, 32)
-        head_network = type(network.head)(24, num_classes, config.head)
-        network.head = head_network
+        network.head = type(network.head)(24, num_classes, config.head)
     if sharp:
         sharpen(network)
     source = {"file": "c.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
@@ -95,8 +101,37 @@ def make_checkpoint() -> MakeCheckpoint:
 
 
 @pytest.fixture(scope="session")
+def overflowing() -> Checkpoint:
+    """A tiny network whose activations overflow float16 although no weight does."""
+    checkpoint = build(seed=3)
+    body: Any = checkpoint.network.backbone.body
+    body.first.weight.data.mul_(3e4)
+    body.first.bias.data.mul_(3e4)
+    body.second.weight.data.div_(3e4)
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
 def resnet18() -> Checkpoint:
     return build("resnet18", HeadConfig(epsilon=0.1))
+
+
+@pytest.fixture(scope="session")
+def write_onnx() -> WriteOnnx:
+    """`write_onnx(source, out, precision, **options)`: one ONNX file of a checkpoint, or of the path of one of ours."""
+
+    def write(source: Checkpoint | Path, out: Path, precision: Precision = "fp32", **options: Any) -> ExportedOnnx:
+        from_file = isinstance(source, Path)
+        export_source = OnnxSource(source) if from_file else CheckpointSource(source, out)
+        return export(export_source, ExportTargets({precision: out}), ExportOptions(threads=2, **options)).onnx[0]
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def fp32(write_onnx: WriteOnnx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`c.onnx` of a tiny network; whoever writes beside it copies it first."""
+    return write_onnx(build(seed=8), tmp_path_factory.mktemp("fp32") / "c.onnx").path
 
 
 @pytest.fixture(scope="session")

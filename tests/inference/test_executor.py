@@ -326,8 +326,9 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from opal_deploy.bench.targets.networks import update_batch_norms
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.checkpoint_export import export_checkpoint
+    from opal_deploy.export.checkpoint_source import CheckpointSource
+    from opal_deploy.export.exporter import export
+    from opal_deploy.export.options import ExportOptions, plan_targets
     from opal_deploy.model.checkpoint import Checkpoint, load, save
     from opal_deploy.model.config import HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
@@ -339,7 +340,8 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
         update_batch_norms(network, example_images(8, 128, 128))
     path = tmp_path_factory.mktemp("resnet") / "resnet18.pt"
     save(path, Checkpoint(network, [f"class {number}" for number in range(200)]))
-    return export_checkpoint(load(path), path, ExportOptions(threads=1)).path
+    source = CheckpointSource(load(path), path)
+    return export(source, plan_targets(source), ExportOptions(threads=1)).onnx[0].path
 
 
 @pytest.mark.parametrize(("runtime", "threads"), [("onnx", 1), ("onnx", 2), ("torch", 1)])

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.export.candidate import ExportOptions
-from opal_deploy.export.checkpoint_export import export_checkpoint
-from opal_deploy.export.onnx_export import export_onnx
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import export
+from opal_deploy.export.onnx_source import OnnxSource
+from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
@@ -55,19 +56,22 @@ def _tiny_checkpoint(seed: int = 0) -> Checkpoint:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     checkpoint, out = _tiny_checkpoint(), tmp_path_factory.mktemp("tiny") / "c.onnx"
-    return Pair(checkpoint, export_checkpoint(checkpoint, out, ExportOptions(out=out, threads=2)).path)
+    export(CheckpointSource(checkpoint, out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
+    return Pair(checkpoint, out)
 
 
 @pytest.fixture(scope="session")
 def tiny_fp16(tiny: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tiny16") / "c.fp16.onnx"
-    return export_onnx(tiny.path, ExportOptions(out=out, precision="fp16", threads=2)).path
+    export(OnnxSource(tiny.path), ExportTargets({"fp16": out}), ExportOptions(threads=2))
+    return out
 
 
 @pytest.fixture(scope="session")
 def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("another") / "other.onnx"
-    return export_checkpoint(_tiny_checkpoint(1), out, ExportOptions(out=out, threads=2)).path
+    export(CheckpointSource(_tiny_checkpoint(1), out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
+    return out
 
 
 @pytest.fixture(scope="session")

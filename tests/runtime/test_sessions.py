@@ -15,8 +15,9 @@ import torch
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
-from opal_deploy.export.candidate import ExportOptions
-from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import export
+from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -118,7 +119,8 @@ def test_photographs_get_pytorchs_answers_from_onnx_runtime(
         network.head.projection.weight.mul_(4)  # type: ignore[operator]
     checkpoint = Checkpoint(network, [str(index) for index in range(10)])
     out = tmp_path / "c.onnx"
-    done = export_checkpoint(checkpoint, out, ExportOptions(out=out, pictures=photographs, threads=2))
+    options = ExportOptions(images=photographs, threads=2)
+    done = export(CheckpointSource(checkpoint, out), ExportTargets({"fp32": out}), options).onnx[0]
     # not those that the export was verified on
     files = islice(sorted(photographs.rglob("*.jpg"))[::-1], 12)
     shown = np.stack([to_input(image, compute_geometry(image), (224, 224)) for image in map(decode, files)])

@@ -31,16 +31,16 @@ def engines(
     """Build time, size and the gate's figures for models, precisions and GPUs, ahead of time with TensorRT for RTX."""
     from opal_deploy.bench.engines import TABLE_HEADER, measure_precisions
     from opal_deploy.bench.machine import provenance
-    from opal_deploy.export.candidate import ExportOptions
-    from opal_deploy.export.tensorrt.options import BuildOptions, choose, parse_batch
+    from opal_deploy.export.options import ExportOptions
+    from opal_deploy.export.tensorrt.options import BuildOptions, choose_engine_targets, parse_batch
     from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, load
     from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
     require("torch", "export", "opal-deploy bench engines")
     wanted = [_precision(text) for text in precision or ("fp32", "fp16", "bf16")]
-    choices = choose(TENSORRT_RTX, target or ["sm80"], visible_driver())
+    choices = choose_engine_targets(TENSORRT_RTX, target or ["sm80"], visible_driver())
     library = load(TENSORRT_RTX, "opal-deploy bench engines")
-    options = ExportOptions(pictures=pictures, calibrate=calibrate, threads=threads)
+    options = ExportOptions(images=pictures, calibrate=calibrate, threads=threads)
     rows = []
     print_message(TABLE_HEADER)
     for model in models:

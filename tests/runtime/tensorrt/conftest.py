@@ -121,14 +121,16 @@ def open_engine_for(request: pytest.FixtureRequest, make_stand: MakeStand, tmp_p
 
     def real(onnx: Path, batch: tuple[int, int, int], **options: Any) -> EngineSession:
         from opal_deploy.artifact.engine_file import BatchRange
-        from opal_deploy.export.tensorrt.engine_export import EngineJob, staged_engines
-        from opal_deploy.export.tensorrt.options import BuildOptions, choose
+        from opal_deploy.export.exporter import export
+        from opal_deploy.export.onnx_source import OnnxSource
+        from opal_deploy.export.options import ExportTargets
+        from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
         from opal_deploy.runtime.nvml import read_driver
 
         driver = read_driver()
-        job = EngineJob(choose(None, ["current"], driver), BuildOptions(batch=BatchRange(*batch)))
-        with staged_engines(onnx, onnx.name, tmp_path, job, driver, lambda _: None) as built:
-            pass
+        targets = choose_engine_targets(None, ["current"], driver)
+        request = EngineRequest(targets, tmp_path, driver, BuildOptions(batch=BatchRange(*batch)))
+        built = export(OnnxSource(onnx), ExportTargets({}, request)).engines
         return EngineSession(built[0].path, **options)
 
     return real if request.param == "real" else fake

@@ -12,8 +12,9 @@ import pytest
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
-from opal_deploy.export.candidate import ExportOptions
-from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import export
+from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.synthetic import example_images
 
@@ -28,8 +29,9 @@ def pictures() -> Any:
 @pytest.fixture(scope="module")
 def float_input(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("float") / "c.onnx"
-    options = ExportOptions(out=out, input_kind="float32", attention=True, threads=2)
-    return export_checkpoint(tiny.checkpoint, out, options).path
+    options = ExportOptions(input_kind="float32", attention=True, threads=2)
+    export(CheckpointSource(tiny.checkpoint, out), ExportTargets({"fp32": out}), options)
+    return out
 
 
 def assert_same(found: Outputs, expected: Outputs) -> None:

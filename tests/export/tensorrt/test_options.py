@@ -1,14 +1,22 @@
-"""Which builder makes an engine, for which GPU; and what it may be told."""
+"""The choice of builder and GPU for an engine, and the options of a build."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import MissingExtra, UsageError
-from opal_deploy.export.tensorrt.options import BuildOptions, choose, parse_batch, parse_bytes
+from opal_deploy.export.tensorrt.options import (
+    BuildOptions,
+    EngineRequest,
+    EngineTarget,
+    choose_engine_targets,
+    parse_batch,
+    parse_bytes,
+)
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.compatibility import parse_target
 
@@ -21,12 +29,12 @@ PROPER = {"tensorrt": "11.4"}
 NONE: dict[str, str] = {}
 
 
-def made(installed: dict[str, str], driver: Driver, wanted: str | None = None, *targets: str) -> list[tuple[str, str]]:
-    return [(c.builder, c.target) for c in choose(wanted, targets, driver, installed.get)]
+def choose(installed: dict[str, str], driver: Driver, builder: str | None, *names: str) -> list[tuple[str, str]]:
+    return [(t.builder, t.sm) for t in choose_engine_targets(builder, names, driver, installed.get)]
 
 
 @pytest.mark.parametrize(
-    ("installed", "driver", "wanted", "targets", "engines"),
+    ("installed", "driver", "builder", "names", "engines"),
     [
         pytest.param(BOTH, L4, None, [], [("tensorrt", "sm89")], id="TensorRT and a GPU"),
         pytest.param(PROPER, H200, None, [], [("tensorrt", "sm90")], id="an H200 with TensorRT"),
@@ -44,12 +52,12 @@ def made(installed: dict[str, str], driver: Driver, wanted: str | None = None, *
         pytest.param(RTX, H200, None, ["current"], [("tensorrt-rtx", "sm90")], id="whatever is here"),
     ],
 )  # fmt: skip
-def test_the_rule(installed: Any, driver: Driver, wanted: Any, targets: Any, engines: Any) -> None:
-    assert made(installed, driver, wanted, *targets) == engines
+def test_the_rule(installed: Any, driver: Driver, builder: Any, names: Any, engines: Any) -> None:
+    assert choose(installed, driver, builder, *names) == engines
 
 
 @pytest.mark.parametrize(
-    ("installed", "driver", "wanted", "targets", "line"),
+    ("installed", "driver", "builder", "names", "line"),
     [
         pytest.param(
             NONE, NO_GPU, None, [], r"needs TensorRT for RTX.*pip install 'opal-deploy\[trt-rtx\]'", id="none"
@@ -69,16 +77,16 @@ def test_the_rule(installed: Any, driver: Driver, wanted: Any, targets: Any, eng
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(installed: Any, driver: Driver, wanted: Any, targets: Any, line: str) -> None:
-    with pytest.raises(UsageError, match=line) as refusal:
-        made(installed, driver, wanted, *targets)
-    assert "\n" not in str(refusal.value)
+def test_what_cannot_be_built_is_one_line(installed: Any, driver: Driver, builder: Any, names: Any, line: str) -> None:
+    with pytest.raises(UsageError, match=line) as error:
+        choose(installed, driver, builder, *names)
+    assert "\n" not in str(error.value)
 
 
 def test_a_missing_builder_names_the_extra() -> None:
-    with pytest.raises(MissingExtra) as refusal:
-        made(RTX, L4, "tensorrt")
-    assert refusal.value.extra == "trt"
+    with pytest.raises(MissingExtra) as error:
+        choose(RTX, L4, "tensorrt")
+    assert error.value.extra == "trt"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +101,9 @@ def test_gpus_are_known_by_name(text: str, sm: str) -> None:
     assert parse_target(text) == sm
 
 
-@pytest.mark.parametrize(("text", "batch"), [("1:64:256", BatchRange(1, 64, 256)), ("8", BatchRange(8, 8, 8))])
-def test_batches(text: str, batch: BatchRange) -> None:
-    assert parse_batch(text) == batch
+def test_batches() -> None:
+    assert parse_batch("1:64:256") == BatchRange(1, 64, 256)
+    assert parse_batch("8") == BatchRange(8, 8, 8)
 
 
 @pytest.mark.parametrize("text", ["", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1", "1:64:99999999"])
@@ -128,6 +136,7 @@ def test_sizes_that_make_no_sense(text: str) -> None:
     ],
 )
 def test_what_a_builder_does_not_have_is_refused_by_name(options: dict[str, Any], option: str) -> None:
+    build = BuildOptions(**options)
     with pytest.raises(UsageError, match=option):
-        BuildOptions(**options).check_for("tensorrt-rtx", gpu=False)
-    BuildOptions(**options).check_for("tensorrt", gpu=True)
+        EngineRequest([EngineTarget("tensorrt-rtx", "sm80", None, "")], Path(), NO_GPU, build)
+    EngineRequest([EngineTarget("tensorrt", "sm89", L4.gpus[0], "")], Path(), L4, build)

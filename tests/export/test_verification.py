@@ -1,4 +1,4 @@
-"""The gate itself: graphs with one fault each, which it must reject, and leave no file behind."""
+"""The gate of an export: graphs with one fault each are rejected, and what a rejection says."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import VerificationError
-from opal_deploy.export.candidate import ExportCandidate, ExportOptions
-from opal_deploy.export.checkpoint_export import build_candidate
+from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import ExportedOnnx, stage_onnx
 from opal_deploy.export.graph_edit import BODY_OUTPUT
-from opal_deploy.export.onnx_export import write_verified
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import WIDEST, Rounding
@@ -209,11 +210,11 @@ NOISIEST = Rounding(cosine=1.0, score=1.0, relative_score=1.0)
 
 @pytest.fixture(scope="module")
 def candidate(resnet18: Checkpoint) -> ExportCandidate:
-    built, _ = build_candidate(resnet18, ExportOptions(threads=2))
-    assert built.rounding is not None
+    built = CheckpointSource(resnet18, Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
+    assert built.measure_rounding is not None
     # measured once for all faults: it is the network's, not the fault's
-    measured = built.rounding()
-    return replace(built, rounding=lambda: measured)
+    measured = built.measure_rounding()
+    return replace(built, measure_rounding=lambda: measured)
 
 
 def _with(candidate: ExportCandidate, fault: Fault) -> ExportCandidate:
@@ -223,38 +224,35 @@ def _with(candidate: ExportCandidate, fault: Fault) -> ExportCandidate:
     return replace(candidate, model=model)
 
 
-def _say(_: str) -> None:
-    pass
+def _write(candidate: ExportCandidate, out: Path, *, verify: bool = True) -> ExportedOnnx:
+    with stage_onnx(candidate, out, ExportOptions(threads=2, verify=verify)) as staged:
+        return staged.exported
 
 
 def test_the_graph_without_a_fault_passes(candidate: ExportCandidate, tmp_path: Path) -> None:
     # or else the tests below would show nothing
-    assert write_verified(candidate, tmp_path / "m.onnx", _say, 2).comparison
+    assert _write(candidate, tmp_path / "m.onnx").comparison
 
 
 def test_the_attention_of_these_tests_is_not_uniform(candidate: ExportCandidate) -> None:
-    scores, gap = candidate.reference.outputs.scores, candidate.reference.top2_margin
+    scores, margin = candidate.reference.outputs.scores, candidate.reference.top2_margin
     assert scores is not None
-    assert gap is not None
+    assert margin is not None
     assert scores.max() > 0.5
     assert scores.max() > 20 * scores.min()
-    assert (gap > WIDEST.tie).mean() > 0.9
+    assert (margin > WIDEST.tie).mean() > 0.9
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-class TestFaults:
-    def test_is_rejected_and_leaves_no_file(self, candidate: ExportCandidate, tmp_path: Path, fault: Fault) -> None:
-        with pytest.raises(VerificationError, match=r"m\.onnx was not written"):
-            write_verified(_with(candidate, fault), tmp_path / "m.onnx", _say, 2)
-        assert list(tmp_path.iterdir()) == []
-
-    def test_is_rejected_with_the_gate_opened_as_far_as_it_goes(
-        self, candidate: ExportCandidate, tmp_path: Path, fault: Fault
-    ) -> None:
-        noisy = replace(_with(candidate, fault), rounding=lambda: NOISIEST)
-        with pytest.raises(VerificationError):
-            write_verified(noisy, tmp_path / "m.onnx", _say, 2)
-        assert list(tmp_path.iterdir()) == []
+def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_no_file(
+    candidate: ExportCandidate, tmp_path: Path, fault: Fault
+) -> None:
+    faulty = _with(candidate, fault)
+    with pytest.raises(VerificationError, match=r"m\.onnx was not written"):
+        _write(faulty, tmp_path / "m.onnx")
+    with pytest.raises(VerificationError):
+        _write(replace(faulty, measure_rounding=lambda: NOISIEST), tmp_path / "m.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("fault", [bias_lost, cells_transposed], ids=lambda fault: fault.__name__)
@@ -262,37 +260,27 @@ def test_a_good_file_of_that_name_survives_a_bad_export(
     candidate: ExportCandidate, tmp_path: Path, fault: Fault
 ) -> None:
     out = tmp_path / "m.onnx"
-    write_verified(candidate, out, _say, 2)
+    _write(candidate, out)
     before = out.read_bytes()
-    with pytest.raises(VerificationError):
-        write_verified(_with(candidate, fault), out, _say, 2)
+    with pytest.raises(VerificationError) as error:
+        _write(_with(candidate, fault), out)
+    assert "cells differ" in str(error.value)
+    assert "\n" not in str(error.value)
     assert out.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
-def test_a_refusal_says_what_differs_in_one_line(candidate: ExportCandidate, tmp_path: Path) -> None:
-    with pytest.raises(VerificationError) as refusal:
-        write_verified(_with(candidate, cells_transposed), tmp_path / "m.onnx", _say, 2)
-    assert "cells differ" in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+def test_rounding_is_measured_only_when_the_plain_gate_fails(candidate: ExportCandidate, tmp_path: Path) -> None:
+    def measure() -> Rounding:
+        raise AssertionError("the plain gate passes")
 
-
-def test_the_gate_opens_only_when_the_plain_one_fails(candidate: ExportCandidate, tmp_path: Path) -> None:
-    asked: list[int] = []
-
-    def rounding() -> Rounding:
-        asked.append(1)
-        return NOISIEST
-
-    # held against its own answers a graph passes the plain gate, however PyTorch sums on this machine
-    session = OnnxSession(write_verified(candidate, tmp_path / "own.onnx", _say, 2, verify=False).path, threads=2)
+    # held against its own outputs a graph passes the plain gate, however PyTorch sums on this machine
+    session = OnnxSession(_write(candidate, tmp_path / "own.onnx", verify=False).path, threads=2)
     reference, vectors = (
-        replace(found, outputs=session.run(found.images)) for found in (candidate.reference, candidate.vectors)
+        replace(part, outputs=session.run(part.images)) for part in (candidate.reference, candidate.test_vectors)
     )
-    own = replace(candidate, reference=reference, vectors=vectors, rounding=rounding)
-    done = write_verified(own, tmp_path / "m.onnx", _say, 2)
-    assert not asked
-    assert "rounding" not in done.metadata.verification
+    own = replace(candidate, reference=reference, test_vectors=vectors, measure_rounding=measure)
+    assert "rounding" not in _write(own, tmp_path / "m.onnx").metadata.verification
 
 
 def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(
@@ -305,8 +293,8 @@ def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(
     outputs = replace(candidate.reference.outputs, scores=moved)
     noisy = replace(candidate, reference=replace(candidate.reference, outputs=outputs))
     with pytest.raises(VerificationError, match="a cosine differs"):
-        write_verified(replace(noisy, rounding=None), tmp_path / "m.onnx", _say, 2)
+        _write(replace(noisy, measure_rounding=None), tmp_path / "m.onnx")
     measured = Rounding(cosine=5e-6, score=8e-6, relative_score=8e-6)
-    done = write_verified(replace(noisy, rounding=lambda: measured), tmp_path / "m.onnx", _say, 2)
+    done = _write(replace(noisy, measure_rounding=lambda: measured), tmp_path / "m.onnx")
     assert done.metadata.verification["rounding"]["cosine"] == 5e-6
     assert 1e-5 <= done.metadata.verification["gate"]["cosine"] <= WIDEST.cosine

@@ -1,0 +1,85 @@
+"""Checkpoints as sources of an export: the only path of the exporter that needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from opal_deploy.artifact.metadata import Precision
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.images import choose_images, run_in_batches, test_vector_images
+from opal_deploy.export.options import ExportOptions, Report, no_report
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata
+from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.runtime.verification import Rounding
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A loaded checkpoint with its path; the reference is PyTorch in float32 on the CPU."""
+
+    checkpoint: Checkpoint
+    path: Path
+
+    @property
+    def onnx_precision(self) -> None:
+        """None: the source is no ONNX file."""
+        return None
+
+    def build_candidate(
+        self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
+    ) -> ExportCandidate:
+        """Trace the network and run it on the verification images and the test vectors; see `ExportSource`.
+
+        Raises:
+            UsageError: the network is over ONNX's 2 GB, or too few images to verify on or to calibrate with.
+        """
+        description = build_metadata(self.checkpoint)
+        report(f"Tracing {description.backbone}, {description.num_classes} classes")
+        graph = ExportGraph(
+            self.checkpoint.network,
+            options.input_kind,
+            description.mean,
+            description.std,
+            attention=options.attention,
+        )
+        model = trace(graph)
+        metadata = replace(
+            description,
+            input_kind=options.input_kind,
+            outputs=graph.output_names,
+            exporter={"torch": torch.__version__},
+        )
+        session = TorchSession(self.checkpoint, device="cpu")
+        images, calibration = choose_images(metadata, options, calibrate="int8" in precisions)
+        reference = run_in_batches(session.run_reference, images.pixels, Reference.concatenate)
+
+        def measure_rounding() -> Rounding:
+            report("Measuring how far PyTorch's own outputs move when its convolutions sum in another order")
+            reordered = run_in_batches(session.run_channels_last, images.pixels, Outputs.concatenate)
+            return Rounding.between(reference.outputs, reordered, metadata)
+
+        return ExportCandidate(
+            model,
+            metadata,
+            reference,
+            images,
+            reference_name=session.description,
+            test_vectors=_halve_margin(session.run_reference(test_vector_images(metadata))),
+            calibration=calibration,
+            measure_rounding=measure_rounding,
+        )
+
+
+def _halve_margin(reference: Reference) -> Reference:
+    # the margin only tells which cells are tied: float16 is enough for it in the file
+    if reference.top2_margin is None:
+        return reference
+    return replace(reference, top2_margin=reference.top2_margin.astype(np.float16))

@@ -1,0 +1,142 @@
+"""The export itself: a source to ONNX files and engines, none of which gets its name before all have passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
+from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
+from opal_deploy.errors import UsageError
+from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision
+from opal_deploy.export.onnx_source import OnnxSource
+from opal_deploy.export.options import ExportOptions, ExportTargets, Report, no_report
+from opal_deploy.export.tensorrt.engine import ExportedEngine, stage_engines
+from opal_deploy.export.verification import verification_error, verify_candidate
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import Comparison, verify_test_vectors
+
+NOT_VERIFIED = "exported with --no-verify"
+
+
+@dataclass(frozen=True)
+class ExportedOnnx:
+    """An ONNX file that an export wrote; `comparison` with the reference is None where verification was skipped."""
+
+    path: Path
+    metadata: Metadata
+    comparison: Comparison | None
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """The files that one export wrote: ONNX files, and the engines that were built from the last of them."""
+
+    onnx: list[ExportedOnnx]
+    engines: list[ExportedEngine]
+
+
+@dataclass(frozen=True)
+class StagedOnnx:
+    """An ONNX file that has passed its gate and still lies under a temporary name."""
+
+    exported: ExportedOnnx
+    temporary: Path
+
+
+def export(
+    source: ExportSource,
+    targets: ExportTargets,
+    options: ExportOptions | None = None,
+    report: Report = no_report,
+) -> ExportResult:
+    """Write ONNX files and engines; all of them, or none if one fails.
+
+    Every ONNX file is compared with the source's reference on the same images (docs/precision.md).
+
+    Args:
+        source: a `CheckpointSource` or an `OnnxSource`.
+        targets: the files to write; see `plan_targets`.
+        options: how ONNX files are made and verified; None for the defaults.
+        report: receives progress messages.
+
+    Raises:
+        ArtifactError: an ONNX source is not ours or damaged, a weight is beyond a precision's range, or TensorRT's
+            parser refuses a graph.
+        VerificationError: a file does not reproduce its reference, or an engine its test vectors.
+        UsageError: an option does not fit the source, the builder fails, or a file cannot be written.
+    """
+    options = options or ExportOptions()
+    with ExitStack() as stack:
+        staged: list[StagedOnnx] = []
+        if targets.onnx:
+            candidate = source.build_candidate(targets.onnx.keys(), options, report)
+            for precision, path in targets.onnx.items():
+                converted = convert_precision(candidate, precision, report)
+                staged.append(stack.enter_context(stage_onnx(converted, path, options, report)))
+            built_from, name = staged[-1].temporary, staged[-1].exported.path.name
+        elif isinstance(source, OnnxSource):
+            source.verify(options, report)
+            built_from, name = source.path, source.path.name
+        else:
+            raise ValueError("a checkpoint is exported to ONNX files, and engines are built from these")
+        engines: list[ExportedEngine] = []
+        if targets.engines is not None:
+            engines = stack.enter_context(stage_engines(built_from, name, targets.engines, report))
+    return ExportResult([file.exported for file in staged], engines)
+
+
+@contextmanager
+def stage_onnx(
+    candidate: ExportCandidate, path: Path, options: ExportOptions, report: Report = no_report
+) -> Iterator[StagedOnnx]:
+    """Write a verified ONNX file under a temporary name; it gets its name when the block ends without an error.
+
+    Raises:
+        VerificationError: the candidate does not reproduce its reference; nothing is left behind.
+        UsageError: the file cannot be written.
+    """
+    if path.suffix != ONNX_SUFFIX:
+        raise UsageError(f"{path}: an ONNX file's name ends in {ONNX_SUFFIX}")
+    metadata = replace(
+        candidate.metadata,
+        test_vectors=test_vectors.pack(candidate.test_vectors),
+        exporter=_describe_exporter(candidate),
+        verification={} if options.verify else {"skipped": NOT_VERIFIED},
+        file_sha256=BLANK_DIGEST,
+    )
+    with atomic_write(path) as temporary:
+        comparison = None
+        if options.verify:
+            described = replace(candidate, metadata=metadata)
+            verification = verify_candidate(described, path.parent, options.threads, report)
+            comparison = verification.comparison
+            if not comparison:
+                raise verification_error(described, verification, path.name)
+            doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
+            metadata = replace(metadata, verification={**verification.document, **doubt})
+        onnx_file.write_model(candidate.model, metadata, temporary)
+        digest = onnx_file.embed_digest(temporary)
+        if options.verify and metadata.precision != "bf16":
+            # the very bytes that are about to get the name: digest, metadata and test vectors
+            verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), path.name)
+        yield StagedOnnx(ExportedOnnx(path, replace(metadata, file_sha256=digest), comparison), temporary)
+
+
+def _describe_exporter(candidate: ExportCandidate) -> dict[str, Any]:
+    return {
+        **candidate.metadata.exporter,
+        "opal_deploy": __version__,
+        "onnx": onnx.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "opset": max(o.version for o in candidate.model.opset_import if o.domain in ("", "ai.onnx")),
+        "ir_version": candidate.model.ir_version,
+    }

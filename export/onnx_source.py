@@ -1,0 +1,147 @@
+"""Our own ONNX files as sources of an export: the path of the exporter that runs without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+
+from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.artifact.metadata import Metadata, Precision
+from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import UsageError
+from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.export.graph_edit import producers, with_outputs
+from opal_deploy.export.images import BATCHES, Pixels, choose_images, run_in_batches
+from opal_deploy.export.options import ExportOptions, Report, no_report
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import verify_test_vectors
+
+
+@dataclass(frozen=True)
+class OnnxSource:
+    """One of our ONNX files; the reference is the file itself in ONNX Runtime on the CPU.
+
+    Every member but `path` raises ArtifactError for a file that is not ours or damaged.
+    """
+
+    path: Path
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """The file's metadata."""
+        return onnx_file.read_metadata(self.path)
+
+    @property
+    def onnx_precision(self) -> Precision:
+        """The file's precision."""
+        return self.metadata.precision
+
+    def build_candidate(
+        self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
+    ) -> ExportCandidate:
+        """Return the file's graph with the file's own outputs as reference; see `ExportSource`.
+
+        Raises:
+            UsageError: the file is not float32, one of the precisions is, or the options change inputs or outputs.
+            VerificationError: the file does not reproduce its own test vectors here.
+        """
+        if "fp32" in precisions:
+            if self.onnx_precision == "fp32":
+                raise UsageError(f"{self.path}: it is fp32 already; choose --precision fp16, bf16 or int8, or --trt")
+            raise UsageError(
+                f"{self.path}: it is {self.onnx_precision}, and what was rounded away is lost; export the checkpoint"
+            )
+        if self.onnx_precision != "fp32":
+            raise UsageError(f"{self.path}: it is {self.onnx_precision} already; give the fp32 file or the checkpoint")
+        self._check_interface(options)
+        session = self._verify_vectors(options, report)
+        images, calibration = choose_images(self.metadata, options, calibrate="int8" in precisions)
+        model = onnx.load(self.path)
+        outputs = run_in_batches(session.run, images.pixels, Outputs.concatenate)
+        doubt = self.metadata.unverified
+        return ExportCandidate(
+            model,
+            self.metadata,
+            Reference(images.pixels, outputs, compute_top2_margin(model, session, images.pixels)),
+            images,
+            reference_name=f"{self.path.name} in {session.description}",
+            test_vectors=test_vectors.unpack(self.metadata.test_vectors, str(self.path)),
+            calibration=calibration,
+            unverified=f"made from {self.path.name}, which was {doubt}" if doubt else "",
+        )
+
+    def verify(self, options: ExportOptions, report: Report = no_report) -> None:
+        """Check the file before engines are built from it as it is.
+
+        Raises:
+            ArtifactError: the file is damaged.
+            UsageError: the options change inputs or outputs, or name images that nothing is verified on.
+            VerificationError: the file does not reproduce its own test vectors here.
+        """
+        onnx_file.check_digest(self.path, self.metadata)
+        self._check_interface(options)
+        if options.images is not None or options.calibrate is not None:
+            raise UsageError(
+                f"{self.path}: it is {self.onnx_precision} already and built as it is: nothing to verify or calibrate "
+                "on images; leave out --pictures and --calibrate"
+            )
+        if self.metadata.unverified:
+            report(f"NOT VERIFIED: {self.path.name} was {self.metadata.unverified}")
+        # ONNX Runtime has no bfloat16 convolutions
+        if options.verify and self.onnx_precision != "bf16":
+            self._verify_vectors(options, report)
+
+    def _check_interface(self, options: ExportOptions) -> None:
+        if options.attention or options.input_kind != self.metadata.input_kind:
+            raise UsageError(f"{self.path}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
+
+    def _verify_vectors(self, options: ExportOptions, report: Report) -> OnnxSession:
+        report(f"Checking {self.path.name} against its own test vectors")
+        session = OnnxSession(self.path, device="cpu", threads=options.threads)
+        verify_test_vectors(session, str(self.path))
+        return session
+
+
+def compute_top2_margin(model: onnx.ModelProto, session: OnnxSession, pixels: Pixels) -> FloatArray | None:
+    """Return by how much each channel's best cell exceeds its second, which a file's own outputs do not tell.
+
+    Args:
+        model: graph of the file.
+        session: the file, loaded.
+        pixels: uint8 [N, H0, W0, 3].
+
+    Returns:
+        float32 [N, K], relative to the best cell; see `Reference.top2_margin`.
+    """
+    if "argmax" not in session.metadata.outputs:
+        return None
+    made_by = producers(model.graph)
+    node = made_by["argmax"]
+    while node.op_type != "ArgMax":
+        node = made_by[node.input[0]]
+    attention = with_outputs(model, [node.input[0]])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = session.threads, 1
+    runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    margins = []
+    for start in range(0, len(pixels), BATCHES[-1]):
+        (cells,) = runner.run(None, {"images": session.feed(pixels[start : start + BATCHES[-1]])})
+        margins.append(_relative_margin(cells.reshape(*cells.shape[:2], -1)))
+    return np.concatenate(margins)
+
+
+def _relative_margin(cells: NDArray[Any]) -> FloatArray:
+    if cells.shape[2] < 2:
+        return np.full(cells.shape[:2], np.inf, np.float32)
+    best = np.partition(cells, (-2, -1), axis=2)[..., -2:]  # [N, K, 2]
+    margin: NDArray[Any] = (best[..., 1] - best[..., 0]) / np.maximum(np.abs(best[..., 1]), 1e-30)
+    return margin.astype(np.float32)

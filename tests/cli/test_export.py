@@ -1,0 +1,226 @@
+"""`opal-deploy export`: files, JSON, exit codes, and one line for every call that makes no sense."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import check_engine
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+
+needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
+SMALL = ("--batch", "1:2:4", "--threads", "1")
+
+
+@pytest.fixture
+def folder(exact_model: Path, tmp_path: Path) -> Path:
+    """A folder with `c.onnx`."""
+    shutil.copy(exact_model, tmp_path / "c.onnx")
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_becomes_a_file_beside_it(opal: Any, exact_model: Path, tmp_path: Path) -> None:
+    shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "c.pt")
+    done = opal("export", "c.pt", "--json", "--threads", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["path"] == "c.onnx"
+    assert document["verification"]["passed"] is True
+    assert "Verified on 64 images: largest differences: logit" in done.stderr
+    assert names(tmp_path) == ["c.onnx", "c.pt"]
+
+
+def _write_foreign(path: Path) -> None:
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
+
+
+def _write_noise(path: Path) -> None:
+    path.write_bytes(random.Random(0).randbytes(5000))
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("nowhere.pt", lambda path: None, "nowhere.pt: no such file"),
+        ("c.pt", _write_noise, "c.pt: "),
+        ("c.pth", _write_noise, "c.pth: "),
+        ("c.onnx", _write_noise, "not an ONNX file"),
+        ("c.onnx", _write_foreign, "without opal metadata"),
+        ("c.bin", _write_noise, "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
+        ("c.engine", _write_noise, "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
+        ("c", _write_noise, "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
+    ],
+)
+def test_a_source_that_is_no_model_is_one_line(
+    opal: Any, tmp_path: Path, name: str, write: Callable[[Path], None], message: str
+) -> None:
+    write(tmp_path / name)
+    before = names(tmp_path)
+    done = opal("export", name, "--precision", "fp16", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("opal-deploy: ")
+    assert message in line
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["--classes", "a\nb\n"], id="too few classes"),
+        pytest.param(["--classes", "a\nb\nc\nd\ne\n"], id="too many classes"),
+        pytest.param(["--classes", "a\na\nb\nc\n"], id="a class twice"),
+        pytest.param(["--classes", ""], id="no classes"),
+        pytest.param(["--distance", "l1"], id="an option for the authors' files"),
+    ],
+)
+def test_options_that_do_not_fit_the_checkpoint_are_one_line(
+    opal: Any, exact_model: Path, tmp_path: Path, arguments: list[str]
+) -> None:
+    option, value = arguments
+    if option == "--classes":
+        (tmp_path / "names.txt").write_text(value)
+        value = "names.txt"
+    done = opal("export", exact_model.with_suffix(".pt"), option, value, "--out", "c.onnx", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("opal-deploy: ")
+    assert not (tmp_path / "c.onnx").exists()
+
+
+def test_no_verify_is_on_record_and_infer_repeats_it(opal: Any, folder: Path, make_pictures: Any) -> None:
+    assert opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder).returncode == 0
+    make_pictures(folder / "in", 1)
+    inferred = opal("infer", "in", "--model", "c.fp16.onnx", cwd=folder)
+    assert inferred.returncode == 0
+    assert "NOT VERIFIED: this model was exported with --no-verify" in inferred.stderr
+    assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stderr
+
+
+def test_files_that_are_being_written_are_no_models(opal: Any, folder: Path, make_pictures: Any) -> None:
+    shutil.copy(folder / "c.onnx", folder / ".a.onnx.x1.part.onnx")
+    (folder / ".b.engine").write_bytes(b"half")
+    make_pictures(folder / "in", 1)
+    done = opal("infer", "in", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("Model: c.onnx ")
+
+
+@needs_rtx
+class TestEngines:
+    def test_export_trt_then_infer_explain(
+        self, opal: Any, exact_model: Path, make_pictures: Any, tmp_path: Path
+    ) -> None:
+        """The two commands that everybody types first, exactly as written."""
+        shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "ckpt.pt")
+        make_pictures(tmp_path / "images", 3)
+        exported = opal("export", "ckpt.pt", "--trt", cwd=tmp_path)
+        assert exported.returncode == 0, exported.stderr
+        assert "Wrote ckpt.onnx" in exported.stderr
+        assert "Wrote ckpt.fp16.onnx" in exported.stderr
+        assert "Building for sm80 with TensorRT for RTX" in exported.stderr
+        assert "unverified: it was never run on hardware" in exported.stderr
+        assert exported.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --explain"
+        inferred = opal("infer", "images/", "--explain", cwd=tmp_path)
+        assert inferred.returncode == 0, inferred.stderr
+        assert "not ckpt.fp16.sm80.rtx.engine (" in inferred.stderr
+        assert "3 images in" in inferred.stderr
+        assert (tmp_path / "explanations" / "report.html").is_file()
+
+    def test_the_document_names_files_and_engines_that_are_kept_the_next_time(self, opal: Any, folder: Path) -> None:
+        call = ("export", "c.onnx", "--trt", "--target", "a100", "--target", "l4", "--json", *SMALL)
+        done = opal(*call, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert [file["path"] for file in document["files"]] == ["c.fp16.onnx"]
+        assert [engine["target"]["sm"] for engine in document["engines"]] == ["sm80", "sm89"]
+        assert {engine["state"]["state"] for engine in document["engines"]} == {"unverified"}
+        assert "Kept c.fp16.sm80.rtx.engine" in opal(*call, cwd=folder).stderr
+
+    def test_an_onnx_file_needs_no_torch(self, opal: Any, folder: Path) -> None:
+        done = opal("export", "c.onnx", "--trt", *SMALL, cwd=folder, blocked=("torch", "torchvision"))
+        assert done.returncode == 0, done.stderr
+        assert "c.fp16.sm80.rtx.engine" in names(folder)
+
+    def test_what_is_made_from_an_unverified_file_says_so(self, opal: Any, exact_model: Path, tmp_path: Path) -> None:
+        call = ("export", exact_model.with_suffix(".pt"), "--no-verify", "--out", "c.onnx")
+        assert opal(*call, cwd=tmp_path).returncode == 0
+        done = opal("export", "c.onnx", "--trt", *SMALL, cwd=tmp_path)
+        doubt = "made from c.onnx, which was exported with --no-verify"
+        assert f"NOT VERIFIED: {doubt}" in done.stderr
+        assert onnx_file.read_metadata(tmp_path / "c.fp16.onnx").unverified == doubt
+        assert check_engine(tmp_path / "c.fp16.sm80.rtx.engine").metadata.unverified == doubt
+
+    def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(self, folder: Path) -> None:
+        # the signal comes at a moment when native code is running
+        program = (
+            "import os, signal, sys\n"
+            "from opal_deploy.export.tensorrt import builder\n"
+            "make = builder._make_monitor\n"
+            "def interrupting(trt, on_progress):\n"
+            "    monitor = make(trt, on_progress)\n"
+            "    def start(phase, parent, steps):\n"
+            "        os.kill(os.getpid(), signal.SIGINT)\n"
+            "    monitor.phase_start = start\n"
+            "    return monitor\n"
+            "builder._make_monitor = interrupting\n"
+            "sys.argv = ['opal-deploy', 'export', 'c.onnx', '--trt', '--batch', '1:2:4', '--threads', '1']\n"
+            "from opal_deploy.cli import main; main()\n"
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 130, done.stderr
+        assert "interrupted" in done.stderr
+        assert names(folder) == ["c.onnx"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--target", "a100"], "--target: about engines; add --trt"),
+            (["--precision", "fp16", "--optimization-level", "0"], "--optimization-level: about engines; add --trt"),
+            (["--trt", "--out", "x.engine"], "--out x.engine: with --trt a folder is expected"),
+            (["--trt", "--target", "h100"], "sm90 (H100, H200)"),
+            (["--trt", "--target", "sm70"], "runs on sm75 and newer"),
+            (["--trt", "--batch", "9:1:2"], "expected 1 <= MIN <= OPT <= MAX"),
+            (["--trt", "--workspace", "99999999999G"], "expected between 1M and 1024G"),
+            (["--trt", "--precision", "int8"], "--precision int8 needs --calibrate DIR"),
+            (["--trt", "--calibrate", "."], "only int8 is calibrated"),
+            (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
+            (["--trt", "--timing-cache", "."], "--timing-cache"),
+            (["--trt", "--builder", "tensorrt"], "tensorrt"),
+            (
+                ["--trt", "--precision", "fp32", "--outputs", "attention"],
+                "inputs and outputs are fixed in an ONNX file",
+            ),
+            (["--trt", "--precision", "fp32", "--input", "float32"], "inputs and outputs are fixed in an ONNX file"),
+            (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_a_call_that_makes_no_sense_is_one_line(
+        self, opal: Any, folder: Path, arguments: list[str], message: str
+    ) -> None:
+        done = opal("export", "c.onnx", *arguments, cwd=folder)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert message in done.stderr.splitlines()[-1]
+        assert names(folder) == ["c.onnx"]

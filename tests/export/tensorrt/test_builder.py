@@ -1,0 +1,200 @@
+"""TensorRT for RTX itself: it parses and builds what we export, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from opal_deploy.artifact.engine_file import BatchRange
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.precision import to_bf16, to_fp16
+from opal_deploy.export.tensorrt.builder import Network, TensorInfo, _interrupt_through
+from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, Bindings, installed_version, load
+
+pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
+
+EVERY_RUN = ("resnet50", "convnext_tiny", "efficientnet_v2_s")
+OTHERS = ("resnet101", "resnet152", "convnext_small", "convnext_base", "efficientnet_v2_m", "efficientnet_v2_l")
+BACKBONES = [*EVERY_RUN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+PRECISIONS: dict[str, Any] = {"fp32": lambda model: model, "fp16": to_fp16, "bf16": to_bf16}
+
+
+@pytest.fixture(scope="module")
+def library() -> Bindings:
+    return load(TENSORRT_RTX, "a test")
+
+
+def target(sm: str) -> EngineTarget:
+    return EngineTarget(TENSORRT_RTX, sm, None, "a test")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_papers_backbones_parse_and_build_in_every_precision(library: Bindings, backbone: str) -> None:
+    torch.manual_seed(0)
+    network = OpalNetwork(NetworkConfig(backbone, 10, (224, 224))).eval()
+    traced = trace(ExportGraph(network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
+    for precision, convert in PRECISIONS.items():
+        model = convert(traced)
+        parsed = Network(library, model.SerializeToString(), backbone)
+        assert parsed.inputs == [TensorInfo("images", "UINT8", (-1, 224, 224, 3))]
+        assert parsed.outputs == [
+            TensorInfo("logits", "FLOAT", (-1, 10)),
+            TensorInfo("argmax", "INT32", (-1, 50)),
+            TensorInfo("scores", "FLOAT", (-1, 50)),
+        ]
+        profile = parsed.profile(BatchRange(1, 64, 256))
+        assert [tuple(shape) for shape in profile.get_shape("images")] == [(n, 224, 224, 3) for n in (1, 64, 256)]
+        weights = sum(tensor_bytes(tensor) for tensor in model.graph.initializer)
+        for sm in ("sm80", "sm89") if precision == "fp16" else ("sm80",):
+            plan = parsed.build(target(sm), BuildOptions())
+            # the weights are in it, in the precision of the graph
+            assert 0.95 * weights < len(plan.content) < 1.5 * weights + 2**20
+            assert plan.seconds > 0
+
+
+def tensor_bytes(tensor: onnx.TensorProto) -> int:
+    return len(tensor.raw_data) or 4 * len(tensor.float_data)
+
+
+def test_a_graph_that_the_parser_refuses_is_one_line_with_the_node(library: Bindings) -> None:
+    value = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 3])
+    out = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 3])
+    node = helper.make_node("NoSuchOperation", ["images"], ["logits"], name="the_culprit", domain="elsewhere")
+    graph = helper.make_graph([node], "g", [value], [out])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("elsewhere", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    with pytest.raises(ArtifactError, match=r"m\.onnx: TensorRT for RTX .*the_culprit \(NoSuchOperation\)") as refusal:
+        Network(library, model.SerializeToString(), "m.onnx")
+    assert "\n" not in str(refusal.value)
+
+
+def test_uint8_that_is_transposed_before_it_is_cast_is_refused(library: Bindings) -> None:
+    # why the contract says that the cast comes first; when this fails, the contract may be loosened
+    value = helper.make_tensor_value_info("images", TensorProto.UINT8, ["N", 8, 8, 3])
+    out = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 3, 8, 8])
+    nodes = [
+        helper.make_node("Transpose", ["images"], ["moved"], perm=[0, 3, 1, 2]),
+        helper.make_node("Cast", ["moved"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", [value], [out]), opset_imports=[helper.make_opsetid("", 20)], ir_version=10
+    )
+    with pytest.raises((ArtifactError, UsageError)):
+        Network(library, model.SerializeToString(), "m.onnx").build(target("sm80"), BuildOptions())
+
+
+@pytest.fixture(scope="module")
+def small(library: Bindings, fp32: Path) -> Network:
+    return Network(library, fp32.read_bytes(), "small.onnx")
+
+
+def test_progress_and_messages_are_passed_on(library: Bindings, fp32: Path) -> None:
+    messages: list[tuple[str, str]] = []
+    progress: list[tuple[str, int, int]] = []
+    network = Network(library, fp32.read_bytes(), "m.onnx", lambda *message: messages.append(message))
+    network.build(target("sm80"), BuildOptions(), lambda *step: progress.append(step))
+    assert any("Engine generation completed" in message for _, message in messages)
+    assert {level for level, _ in messages} <= {"INFO", "WARNING", "ERROR"}
+    assert len({phase for phase, _, _ in progress}) > 1
+    assert all(0 <= done <= total for _, done, total in progress if total)
+    assert any(done == total > 1 for _, done, total in progress)
+
+
+def test_ctrl_c_ends_the_build(small: Network) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small.build(target("sm80"), BuildOptions(), interrupt)
+    # the network can still be built afterwards
+    assert small.build(target("sm80"), BuildOptions()).content
+
+
+def test_too_little_workspace_says_so_and_what_to_give(small: Network) -> None:
+    with pytest.raises(UsageError, match=r"could not build the engine for sm80: .*give more --workspace"):
+        small.build(target("sm80"), BuildOptions(workspace=1024))
+
+
+def test_tf32_is_off(small: Network) -> None:
+    config = small._builder.create_builder_config()
+    flag = small.library.module.BuilderFlag.TF32
+    assert config.get_flag(flag), "when it is off by itself, turning it off is no longer needed"
+    small._configure(config, target("sm80"), BuildOptions())
+    assert not config.get_flag(flag)
+
+
+def test_the_interrupt_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    class Monitor:
+        interrupted = False
+
+    monitor = Monitor()
+    with _interrupt_through(monitor):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert monitor.interrupted
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class TestOptionsOfTensorRT:
+    """With TensorRT for RTX's own configuration, which has all of TensorRT's names; TensorRT needs a GPU."""
+
+    @staticmethod
+    def flags(config: Any, small: Network) -> set[str]:
+        names = ("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT", "TF32")
+        return {name for name in names if config.get_flag(getattr(small.library.module.BuilderFlag, name))}
+
+    @pytest.fixture
+    def configure(self, library: Bindings, fp32: Path) -> Any:
+        network = Network(library, fp32.read_bytes(), "m.onnx")
+        network.library = replace(library, name="tensorrt")
+
+        def configure(**options: Any) -> Any:
+            config = network._builder.create_builder_config()
+            network._configure(config, EngineTarget("tensorrt", "sm89", None, "a test"), BuildOptions(**options))
+            return config
+
+        return configure
+
+    @pytest.mark.parametrize(
+        ("options", "flags"),
+        [
+            ({}, set()),
+            ({"version_compatible": True}, {"VERSION_COMPATIBLE"}),
+            ({"strip_weights": True}, {"STRIP_PLAN", "REFIT_IDENTICAL"}),
+            ({"refit": True}, {"REFIT"}),
+            ({"strip_weights": True, "refit": True}, {"STRIP_PLAN", "REFIT"}),
+        ],
+    )
+    def test_flags(self, configure: Any, small: Network, options: dict[str, bool], flags: set[str]) -> None:
+        assert self.flags(configure(**options), small) == flags
+
+    def test_levels_and_limits(self, configure: Any, small: Network) -> None:
+        trt = small.library.module
+        config = configure(optimization_level=5, workspace=1 << 30, hardware_compatible="ampere+")
+        assert config.builder_optimization_level == 5
+        assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 1 << 30
+        assert config.hardware_compatibility_level == trt.HardwareCompatibilityLevel.AMPERE_PLUS
+        same = configure(hardware_compatible="same").hardware_compatibility_level
+        assert same == trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY
+
+    def test_a_timing_cache_is_written_and_read_again(self, small: Network, tmp_path: Path) -> None:
+        cache = tmp_path / "sub" / "timing.cache"
+        for _ in range(2):
+            small.build(target("sm80"), BuildOptions(timing_cache=cache))
+            assert cache.stat().st_size > 0

@@ -1,0 +1,297 @@
+"""Engines of an export: names, sidecars, an engine that is there already, and what failures leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import BatchRange, check_engine, sidecar_path
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError
+from opal_deploy.export.candidate import ExportSource
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import ExportResult, export
+from opal_deploy.export.onnx_source import OnnxSource
+from opal_deploy.export.options import ExportOptions, plan_targets
+from opal_deploy.export.tensorrt import engine
+from opal_deploy.export.tensorrt.builder import Network
+from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.runtime.nvml import Driver
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+
+pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
+
+NO_GPU = Driver(problem="no NVIDIA driver found")
+SMALL = BuildOptions(batch=BatchRange(1, 2, 4))
+ENGINE = "ckpt.fp16.sm80.rtx.engine"
+
+
+@pytest.fixture
+def source(fp32: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(fp32, tmp_path / "ckpt.onnx"))
+
+
+@pytest.fixture(scope="module")
+def built(fp32: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `ckpt.onnx`, its fp16 file and an engine; never written to."""
+    folder = tmp_path_factory.mktemp("built")
+    build(Path(shutil.copy(fp32, folder / "ckpt.onnx")))
+    return folder
+
+
+@pytest.fixture
+def again(built: Path, tmp_path: Path) -> Path:
+    """The source in a copy of `built`."""
+    for path in built.iterdir():
+        shutil.copy2(path, tmp_path / path.name)
+    return tmp_path / "ckpt.onnx"
+
+
+def build(
+    source: Path | ExportSource,
+    precision: Any = None,
+    *sms: str,
+    report: Any = print,
+    options: Any = None,
+    **request: Any,
+) -> ExportResult:
+    export_source = OnnxSource(source) if isinstance(source, Path) else source
+    targets = choose_engine_targets("tensorrt-rtx", sms, NO_GPU)
+    engines = EngineRequest(targets, export_source.path.parent, NO_GPU, **{"build": SMALL, **request})
+    planned = plan_targets(export_source, precision, engines=engines)
+    return export(export_source, planned, ExportOptions(threads=2, **(options or {})), report)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class TestFiles:
+    def test_they_are_named_by_model_precision_gpu_and_builder(self, source: Path) -> None:
+        result = build(source, None, "a100", "l4")
+        assert names(source.parent) == [
+            "ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json",
+            "ckpt.fp16.sm89.rtx.engine", "ckpt.fp16.sm89.rtx.engine.json", "ckpt.onnx",
+        ]  # fmt: skip
+        # NVIDIA's own tools read an engine: no prefix of ours before the builder's mark
+        assert {exported.path.read_bytes()[1:4] for exported in result.engines} == {b"trt"}
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+    def test_another_precision(self, source: Path, precision: Any) -> None:
+        build(source, precision)
+        assert f"ckpt.{precision}.sm80.rtx.engine" in names(source.parent)
+
+    def test_a_half_precision_file_is_built_as_it_is(self, again: Path) -> None:
+        half = again.with_name("ckpt.fp16.onnx")
+        before = half.read_bytes()
+        result = build(half, rebuild=True)
+        assert result.onnx == []
+        assert result.engines[0].path.name == ENGINE
+        assert half.read_bytes() == before
+
+    def test_the_sidecar_says_what_it_is(self, built: Path) -> None:
+        path, half = built / ENGINE, onnx_file.read_metadata(built / "ckpt.fp16.onnx")
+        sidecar = check_engine(path)
+        assert sidecar.engine == {"file": ENGINE, "sha256": compute_sha256(path), "bytes": path.stat().st_size}
+        assert (sidecar.builder["name"], sidecar.builder["version"]) == (TENSORRT_RTX, installed_version(TENSORRT_RTX))
+        assert sidecar.builder["cuda"] == 13
+        assert sidecar.target == {"sm": "sm80", "gpu": None, "current": False}
+        assert sidecar.options["batch"] == [1, 2, 4]
+        assert sidecar.options["tf32"] is False
+        assert (sidecar.onnx["file"], sidecar.onnx["sha256"]) == ("ckpt.fp16.onnx", half.file_sha256)
+        assert sidecar.state == {"state": "unverified", "why": engine.NEVER_RUN}
+        assert sidecar.metadata == half
+        assert len(sidecar.metadata.test_vectors["pictures"]) == 4
+
+    def test_no_verify_is_on_record_in_the_file_and_the_engine(self, source: Path) -> None:
+        result = build(source, options={"verify": False})
+        assert result.onnx[0].metadata.unverified == "exported with --no-verify"
+        assert check_engine(result.engines[0].path).metadata.unverified == "exported with --no-verify"
+
+    def test_what_is_made_from_an_unverified_file_says_so(
+        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path
+    ) -> None:
+        write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", verify=False)
+        result = build(tmp_path / "c.onnx")
+        doubt = "made from c.onnx, which was exported with --no-verify"
+        assert onnx_file.read_metadata(result.onnx[0].path).unverified == doubt
+        assert check_engine(result.engines[0].path).metadata.unverified == doubt
+
+
+class TestFromACheckpoint:
+    def test_fp32_and_fp16_files_and_the_engine_in_one_export_and_the_engine_is_found_again(
+        self, make_checkpoint: Any, tmp_path: Path
+    ) -> None:
+        source = CheckpointSource(make_checkpoint(seed=8), tmp_path / "ckpt.pt")
+        first, second = build(source), build(source)
+        assert names(tmp_path) == ["ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json", "ckpt.onnx"]
+        reports = [exported.metadata.verification for exported in first.onnx]
+        assert [report["reference"][:7] for report in reports] == ["PyTorch", "PyTorch"]
+        assert "emulated" in reports[1]["candidate"]
+        assert [first.engines[0].reused, second.engines[0].reused] == [False, True]
+
+    def test_a_gate_that_fails_leaves_nothing_at_all(self, overflowing: Checkpoint, tmp_path: Path) -> None:
+        with pytest.raises(VerificationError) as error:
+            build(CheckpointSource(overflowing, tmp_path / "ckpt.pt"))
+        assert error.value.exit_code == 4
+        # the image and the layer are named
+        assert "worst on creature " in str(error.value)
+        assert "Conv backbone.body.first.weight is the first layer to overflow" in str(error.value)
+        assert names(tmp_path) == []
+
+
+class TestAnEngineThatIsThere:
+    def test_the_same_again_is_reused_and_reported(self, again: Path) -> None:
+        messages: list[str] = []
+        before = (again.parent / ENGINE).stat().st_mtime_ns
+        (reused,) = build(again, report=messages.append).engines
+        assert reused.reused
+        assert reused.path.stat().st_mtime_ns == before
+        assert any(line.startswith("Reusing") and ENGINE in line for line in messages)
+
+    def test_its_sidecar_follows_the_onnx_file(self, again: Path, make_pictures: Any) -> None:
+        make_pictures(again.parent / "images", 12)
+        before = (again.parent / ENGINE).read_bytes()
+        (reused,) = build(again, options={"images": again.parent / "images"}).engines
+        assert reused.reused
+        assert reused.path.read_bytes() == before
+        sidecar = check_engine(reused.path)
+        assert sidecar.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
+        assert sidecar.metadata.verification["pictures"] == "12 photographs of images"
+
+    @pytest.mark.parametrize(
+        "change", ["options", "rebuild", "damaged", "no sidecar", "class names", "builder", "network"]
+    )
+    def test_anything_else_is_built_anew(
+        self, again: Path, make_checkpoint: Any, write_onnx: Any, change: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, request = again.parent / ENGINE, {}
+        before = check_engine(path).engine["sha256"]
+        if change == "options":
+            request = {"build": BuildOptions(batch=BatchRange(1, 2, 8))}
+        elif change == "rebuild":
+            request = {"rebuild": True}
+        elif change == "damaged":
+            plan = bytearray(path.read_bytes())
+            plan[-1] ^= 1
+            path.write_bytes(plan)
+        elif change == "no sidecar":
+            sidecar_path(path).unlink()
+        elif change == "class names":
+            _rename_classes(again)
+        elif change == "network":
+            write_onnx(make_checkpoint(seed=5), again)
+        else:
+            load = engine.load
+            monkeypatch.setattr(engine, "load", lambda *call: replace(load(*call), version="1.8.0.0"))
+        (exported,) = build(again, **request).engines
+        assert not exported.reused
+        assert check_engine(path).key == exported.sidecar.key
+        if change == "network":
+            assert exported.sidecar.engine["sha256"] != before
+
+
+def _rename_classes(path: Path) -> None:
+    metadata = onnx_file.read_metadata(path)
+    changed = replace(metadata, class_names=("w", "x", "y", "z"), file_sha256="0" * 64)
+    onnx_file.write_model(onnx.load(path), changed, path)
+    onnx_file.embed_digest(path)
+
+
+class TestFailures:
+    """One line, and what was there stays as it was."""
+
+    def test_a_builder_that_gives_up(self, again: Path) -> None:
+        before = content(again.parent)
+        with pytest.raises(UsageError, match="could not build"):
+            build(again, build=BuildOptions(batch=BatchRange(1, 2, 4), workspace=1024))
+        assert content(again.parent) == before
+
+    def test_the_second_of_two_builds_gives_up(self, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before, build_network = content(again.parent), Network.build
+
+        def fail(self: Network, target: Any, *rest: Any) -> Any:
+            if target.sm == "sm89":
+                raise UsageError("no")
+            return build_network(self, target, *rest)
+
+        monkeypatch.setattr(Network, "build", fail)
+        with pytest.raises(UsageError, match="no"):
+            build(again, None, "sm80", "sm89", rebuild=True)
+        assert content(again.parent) == before
+
+    def test_ctrl_c(self, again: Path) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = content(again.parent)
+        with pytest.raises(KeyboardInterrupt):
+            build(again, rebuild=True, on_progress=interrupt)
+        assert content(again.parent) == before
+
+    def test_a_disk_that_is_full(self, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        before, write = content(again.parent), Path.write_bytes
+
+        def full(self: Path, content: bytes) -> int:
+            if ".engine" in self.name:
+                write(self, content[:100])
+                raise OSError(28, os.strerror(28))
+            return write(self, content)
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(UsageError, match=r"cannot be written \(No space left"):
+            build(again, rebuild=True)
+        monkeypatch.undo()
+        assert content(again.parent) == before
+
+    def test_a_folder_in_the_engines_place(self, source: Path) -> None:
+        (source.parent / ENGINE).mkdir()
+        with pytest.raises(UsageError, match="a folder of that name is there"):
+            build(source)
+        assert names(source.parent) == [ENGINE, "ckpt.onnx"]
+
+    def test_a_new_folder_for_a_file_that_fails_is_removed(self, source: Path) -> None:
+        new = OnnxSource(source)
+        request = EngineRequest(
+            choose_engine_targets("tensorrt-rtx", [], NO_GPU),
+            source.parent / "new" / "deep",
+            NO_GPU,
+            BuildOptions(batch=BatchRange(1, 2, 4), workspace=1024),
+        )
+        with pytest.raises(UsageError, match="could not build"):
+            export(new, plan_targets(new, engines=request), ExportOptions(threads=2))
+        assert names(source.parent) == ["ckpt.onnx"]
+
+    @pytest.mark.parametrize("damage", ["flipped", "truncated", "foreign"])
+    def test_a_source_that_is_not_ours_is_refused_before_the_parser_sees_it(
+        self, source: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def parse(*_: Any, **__: Any) -> None:
+            raise AssertionError("the parser saw it")
+
+        monkeypatch.setattr(engine, "Network", parse)
+        content = source.read_bytes()
+        if damage == "flipped":
+            source.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+        elif damage == "truncated":
+            source.write_bytes(content[: len(content) // 2])
+        else:
+            model = onnx.load(source)
+            del model.metadata_props[:]
+            source.write_bytes(model.SerializeToString())
+        for precision in ("fp32", "fp16"):
+            with pytest.raises(ArtifactError):
+                build(source, precision)
+        assert names(source.parent) == ["ckpt.onnx"]

@@ -1,0 +1,188 @@
+"""What an export writes from a checkpoint or one of our files, what it refuses, and that failures leave nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from PIL import Image
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError
+from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import stage_onnx
+from opal_deploy.export.options import ExportOptions, onnx_path, plan_targets
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.verification import verify_test_vectors
+
+
+@pytest.fixture(scope="module")
+def fp16(fp32: Path, write_onnx: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = write_onnx(fp32, tmp_path_factory.mktemp("fp16") / "c.fp16.onnx", "fp16").path
+    return path
+
+
+class TestFromOnnx:
+    def test_metadata_says_fp16_and_against_what_it_was_verified(self, fp16: Path, fp32: Path) -> None:
+        metadata, source = onnx_file.read_metadata(fp16), onnx_file.read_metadata(fp32)
+        assert (metadata.precision, source.precision) == ("fp16", "fp32")
+        report = metadata.verification
+        assert report["reference"].startswith("c.onnx in ONNX Runtime")
+        assert report["candidate"].endswith("fp16 emulated: rounded after every operation")
+        assert report["worst_picture"].startswith("creature ")
+        assert 1e-6 < report["max_cosine"] < 2e-2
+        assert metadata.test_vectors == source.test_vectors
+        assert metadata.source == source.source
+
+    def test_it_reproduces_the_references_test_vectors(self, fp16: Path) -> None:
+        assert verify_test_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
+
+    def test_it_needs_no_torch(self, fp32: Path, tmp_path: Path) -> None:
+        program = (
+            "import sys; sys.modules['torch'] = None; sys.modules['torchvision'] = None\n"
+            "from pathlib import Path\n"
+            "from opal_deploy.export.exporter import export\n"
+            "from opal_deploy.export.onnx_source import OnnxSource\n"
+            "from opal_deploy.export.options import ExportOptions, ExportTargets\n"
+            "targets = ExportTargets({'fp16': Path(sys.argv[2])})\n"
+            "export(OnnxSource(Path(sys.argv[1])), targets, ExportOptions(threads=2))\n"
+        )
+        out = tmp_path / "x.onnx"
+        command = [sys.executable, "-c", program, str(fp32), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+        assert done.returncode == 0, done.stderr
+        assert onnx_file.read_metadata(out).precision == "fp16"
+
+    def test_a_damaged_source_is_refused(self, fp32: Path, write_onnx: Any, tmp_path: Path) -> None:
+        content = bytearray(fp32.read_bytes())
+        content[len(content) // 3] ^= 1
+        path = tmp_path / "c.onnx"
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError):
+            write_onnx(path, tmp_path / "c.fp16.onnx", "fp16")
+        assert [p.name for p in tmp_path.iterdir()] == ["c.onnx"]
+
+    @pytest.mark.parametrize(
+        ("source", "precision", "options", "message"),
+        [
+            ("fp32", "fp32", {}, "it is fp32 already; choose --precision"),
+            ("fp32", "fp16", {"attention": True}, "inputs and outputs are fixed"),
+            ("fp32", "fp16", {"input_kind": "float32"}, "inputs and outputs are fixed"),
+            ("fp32", "int8", {}, "needs --calibrate DIR"),
+            ("fp16", "fp16", {}, "it is fp16 already; give the fp32 file"),
+            ("fp16", "fp32", {}, "it is fp16, and what was rounded away is lost"),
+        ],
+    )
+    def test_what_a_file_cannot_become_is_refused(
+        self, request: Any, write_onnx: Any, tmp_path: Path, source: str, precision: str, options: Any, message: str
+    ) -> None:
+        with pytest.raises(UsageError, match=message):
+            write_onnx(request.getfixturevalue(source), tmp_path / "x.onnx", precision, **options)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_body_that_half_precision_ruins_is_rejected(
+        self, overflowing: Checkpoint, write_onnx: Any, tmp_path: Path
+    ) -> None:
+        out = write_onnx(overflowing, tmp_path / "c.onnx").path
+        with pytest.raises(VerificationError, match="was not written"):
+            write_onnx(out, tmp_path / "c.fp16.onnx", "fp16")
+        assert [path.name for path in tmp_path.iterdir()] == ["c.onnx"]
+
+
+class TestFromACheckpoint:
+    @pytest.mark.parametrize("kind", ["uint8", "float32"])
+    def test_its_body_is_cast_and_verified_against_pytorch(
+        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path, kind: Any
+    ) -> None:
+        done = write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", "fp16", input_kind=kind)
+        assert done.metadata.verification["reference"].startswith("PyTorch")
+        weights = {t.data_type for t in onnx.load(done.path).graph.initializer if "body" in t.name}
+        assert weights == {TensorProto.FLOAT16}
+
+    @pytest.mark.parametrize("name", ["resnet18", pytest.param("mobilenet_v3_small", marks=pytest.mark.slow)])
+    def test_real_architectures_pass_in_half_precision(
+        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path, name: str
+    ) -> None:
+        assert write_onnx(make_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
+
+    @pytest.mark.data
+    def test_photographs_can_take_the_place_of_creatures(
+        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path, photographs: Path
+    ) -> None:
+        done = write_onnx(make_checkpoint(), tmp_path / "c.onnx", images=photographs)
+        assert done.metadata.verification["pictures"] == "64 photographs of images"
+
+
+def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_same(
+    fp32: Path, write_onnx: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "c.fp16.onnx"
+    assert write_onnx(fp32, out, "fp16", verify=False).comparison is None
+    assert onnx_file.read_metadata(out).verification == {"skipped": "exported with --no-verify"}
+    assert verify_test_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")
+
+
+@pytest.mark.parametrize(
+    ("source", "precision", "name"),
+    [
+        ("a/ckpt.pt", "fp32", "ckpt.onnx"),
+        ("a/ckpt.pt", "fp16", "ckpt.fp16.onnx"),
+        ("ckpt.onnx", "fp16", "ckpt.fp16.onnx"),
+    ],
+)
+def test_files_are_named_by_the_rule(source: str, precision: Any, name: str) -> None:
+    assert onnx_path(Path(source), precision) == Path(source).with_name(name)
+
+
+def test_a_checkpoint_that_is_named_like_a_precision_is_refused(make_checkpoint: Any) -> None:
+    with pytest.raises(UsageError, match="its name ends like a precision"):
+        plan_targets(CheckpointSource(make_checkpoint(), Path("c.fp16.pt")), "fp32")
+
+
+@pytest.fixture(scope="module")
+def candidate(make_checkpoint: Any) -> ExportCandidate:
+    return CheckpointSource(make_checkpoint(), Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
+
+
+class TestPlaces:
+    @staticmethod
+    def stage(candidate: ExportCandidate, out: Path) -> None:
+        with stage_onnx(candidate, out, ExportOptions(threads=2)):
+            pass
+
+    def test_a_place_that_cannot_be_written_to_is_one_line(self, candidate: ExportCandidate, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UsageError, match="cannot be written"):
+            self.stage(candidate, tmp_path / "file" / "c.onnx")
+
+    def test_a_folder_of_that_name_is_left_alone(self, candidate: ExportCandidate, tmp_path: Path) -> None:
+        out = tmp_path / "c.onnx"
+        out.mkdir()
+        (out / "precious").write_text("")
+        with pytest.raises(UsageError, match="cannot be written"):
+            self.stage(candidate, out)
+        assert [path.name for path in tmp_path.iterdir()] == ["c.onnx"]
+        assert (out / "precious").exists()
+
+    def test_another_suffix_is_refused(self, candidate: ExportCandidate, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"ends in \.onnx"):
+            self.stage(candidate, tmp_path / "c.bin")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_too_few_images_to_verify_on_are_refused(self, fp32: Path, write_onnx: Any, tmp_path: Path) -> None:
+        folder = tmp_path / "images"
+        folder.mkdir()
+        for index in range(9):
+            Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(folder / f"{index}.png")
+        (folder / "broken.png").write_bytes(b"no image")
+        with pytest.raises(UsageError, match="9 readable images; verification needs at least 10"):
+            write_onnx(fp32, tmp_path / "c.fp16.onnx", "fp16", images=folder)

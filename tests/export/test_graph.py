@@ -1,0 +1,280 @@
+"""The contract of every exported graph (docs/contract.md), on real exports of a tiny network and of ResNet-18."""
+
+from __future__ import annotations
+
+import getpass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto
+from torch import nn
+
+from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.errors import UsageError
+from opal_deploy.export.exporter import ExportedOnnx
+from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.tensorrt.builder import Network
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.config import DISTANCES, HeadConfig
+from opal_deploy.model.head import OpalHead
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, Bindings, installed_version, load
+from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.synthetic import example_images
+
+
+@pytest.fixture(scope="module")
+def exported(resnet18: Checkpoint, write_onnx: Any, tmp_path_factory: pytest.TempPathFactory) -> ExportedOnnx:
+    done: ExportedOnnx = write_onnx(resnet18, tmp_path_factory.mktemp("resnet18") / "c.onnx")
+    return done
+
+
+@pytest.fixture(scope="module")
+def graph(exported: ExportedOnnx) -> onnx.ModelProto:
+    return onnx.load(exported.path)
+
+
+def _run(path: Path, count: int) -> dict[str, Any]:
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, {"images": example_images(count, 64, 96)}), strict=True))
+
+
+class TestResNet18:
+    def test_the_input_is_uint8_nhwc_with_dynamic_batch_and_cast_first(self, graph: onnx.ModelProto) -> None:
+        (images,) = graph.graph.input
+        dims = images.type.tensor_type.shape.dim
+        assert (images.name, images.type.tensor_type.elem_type) == ("images", TensorProto.UINT8)
+        assert [d.dim_value for d in dims[1:]] == [64, 96, 3]
+        assert dims[0].dim_param
+        # TensorRT refuses any other first operation on uint8
+        assert [node.op_type for node in graph.graph.node[:2]] == ["Cast", "Transpose"]
+        assert [node.op_type for node in graph.graph.node if "images" in node.input] == ["Cast"]
+
+    def test_outputs_have_the_contracts_names_order_and_types(self, graph: onnx.ModelProto) -> None:
+        outputs = [(value.name, value.type.tensor_type.elem_type) for value in graph.graph.output]
+        assert outputs == [
+            ("logits", TensorProto.FLOAT), ("argmax", TensorProto.INT32), ("scores", TensorProto.FLOAT),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("count", [1, 3, 16])
+    def test_any_batch_size_runs(self, exported: ExportedOnnx, count: int) -> None:
+        shapes = {name: value.shape for name, value in _run(exported.path, count).items()}
+        assert shapes == {"logits": (count, 4), "argmax": (count, 20), "scores": (count, 20)}
+
+    def test_it_is_one_valid_file_of_versions_that_runtimes_read(
+        self, exported: ExportedOnnx, graph: onnx.ModelProto
+    ) -> None:
+        onnx.checker.check_model(graph, full_check=True)
+        assert graph.ir_version == 10
+        assert [(o.domain, o.version) for o in graph.opset_import] == [("", 20)]
+        assert not [t.name for t in graph.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+        assert [path.name for path in exported.path.parent.iterdir()] == ["c.onnx"]
+
+    def test_the_head_has_no_operator_that_exports_badly(self, graph: onnx.ModelProto) -> None:
+        names = [node.op_type for node in graph.graph.node]
+        assert not {"MaxPool", "Gemm", "MatMul", "CDist", "Einsum"} & set(names[names.index("Softmax") :])
+
+    def test_nothing_of_the_exporting_machine_is_inside(self, exported: ExportedOnnx, graph: onnx.ModelProto) -> None:
+        # weights may spell anything
+        named = onnx.ModelProto()
+        named.CopyFrom(graph)
+        for tensor in named.graph.initializer:
+            tensor.raw_data = b""
+        content = named.SerializeToString().decode("latin-1")
+        here = (Path(__file__).parents[2], Path.home(), exported.path.parent, Path(torch.__file__).parent)
+        traces = [*map(str, here), "site-packages", ".py", f"/{getpass.getuser()}/"]
+        assert not [text for text in traces if text in content]
+        assert not [node.name for node in graph.graph.node if node.doc_string or node.metadata_props]
+
+    def test_metadata_is_the_only_property_and_describes_the_network(
+        self, exported: ExportedOnnx, graph: onnx.ModelProto
+    ) -> None:
+        assert [entry.key for entry in graph.metadata_props] == ["opal"]
+        metadata = onnx_file.read_metadata(exported.path)
+        assert metadata == exported.metadata
+        assert (metadata.backbone, metadata.grid, metadata.input_size) == ("resnet18", (2, 3), (64, 96))
+        assert (metadata.input_kind, metadata.precision, metadata.evidence) == ("uint8", "fp32", "exact")
+        assert metadata.class_names == ("Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>")
+        assert metadata.source["sha256"] == f"{0:064x}"
+        assert metadata.exporter["opset"] == 20
+        onnx_file.check_digest(exported.path, metadata)
+
+    def test_the_verification_report_says_what_was_compared(self, exported: ExportedOnnx) -> None:
+        report = exported.metadata.verification
+        assert report["passed"] is True
+        assert report["batches"] == [1, 2, 7]
+        assert (report["images"], report["pictures"]) == (64, "64 generated creatures")
+        assert report["reference"].startswith(f"PyTorch {torch.__version__}")
+        assert report["gate"]["cosine"] == 1e-6
+        assert report["max_cosine"] <= 1e-6
+        assert report["cells"] + report["cells_tied"] == 64 * 20
+        assert report["cells_different"] == 0
+
+    def test_the_test_vectors_are_pytorchs_outputs(self, exported: ExportedOnnx, resnet18: Checkpoint) -> None:
+        stored = test_vectors.unpack(exported.metadata.test_vectors, "c.onnx")
+        outputs = TorchSession(resnet18, device="cpu").run(stored.images)
+        assert len(stored.images) == 4
+        np.testing.assert_array_equal(stored.outputs.argmax, outputs.argmax)
+        np.testing.assert_allclose(stored.outputs.logits, outputs.logits, rtol=1e-6)
+
+    def test_normalisation_is_in_the_graph(self, exported: ExportedOnnx, resnet18: Checkpoint) -> None:
+        pixels = example_images(3, 64, 96)
+        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+        images = ((torch.from_numpy(pixels) / 255 - mean) / std).permute(0, 3, 1, 2)
+        with torch.no_grad():
+            expected = resnet18.network(images)
+        np.testing.assert_allclose(_run(exported.path, 3)["logits"], expected, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def tensorrt() -> Bindings | None:
+    return None if installed_version(TENSORRT_RTX) is None else load(TENSORRT_RTX, "a test")
+
+
+# every head of the paper's ablation: distances, then pooling and softmax, then those without anchors
+ANCHORED = [
+    *(HeadConfig(distance=distance) for distance in DISTANCES),
+    *(HeadConfig(cws=cws, pooling=pooling) for cws, pooling in [(True, "avg"), (False, "max"), (False, "avg")]),
+    *(HeadConfig(distance=distance, prototypes_per_class=1) for distance in ("l2", "linf", "tropical")),
+]
+WITHOUT_ANCHORS = [
+    HeadConfig(projection=projection, pooling=pooling, cws=cws, anchors=False)
+    for projection, pooling, cws in product((True, False), ("max", "avg"), (True, False))
+    if (projection, pooling, cws) != (True, "max", True)
+]
+
+
+def _id(head: HeadConfig) -> str:
+    parts = [head.distance, head.pooling, f"m{head.prototypes_per_class}"]
+    flags = {"no cws": not head.cws, "no projection": not head.projection, "no anchors": not head.anchors}
+    return " ".join([*parts, *(name for name, on in flags.items() if on)])
+
+
+def _added_epsilons(model: onnx.ModelProto) -> int:
+    constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    scalars = [
+        constants[name]
+        for node in model.graph.node
+        if node.op_type == "Add"
+        for name in node.input
+        if name in constants and constants[name].size == 1
+    ]
+    return sum(0 < scalar.item() < 1e-7 for scalar in scalars)
+
+
+@pytest.mark.parametrize("head", [*ANCHORED, *WITHOUT_ANCHORS], ids=_id)
+def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(
+    make_checkpoint: Any, write_onnx: Any, tensorrt: Bindings | None, tmp_path: Path, head: HeadConfig
+) -> None:
+    single = head.prototypes_per_class == 1
+    checkpoint: Checkpoint = make_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
+    done = write_onnx(checkpoint, tmp_path / "c.onnx")
+    names = ("logits", "argmax", "scores") if head.anchors else ("logits",)
+    assert (done.metadata.outputs, done.metadata.distance) == (names, head.distance)
+    assert done.metadata.evidence == ("none" if not head.anchors else "exact" if head.pooling == "max" else "map")
+    model = onnx.load(done.path)
+    assert tuple(value.name for value in model.graph.output) == names
+    if head.anchors:
+        # ONNX optimisers take a scalar of 1e-8 for zero, and x + 0 for x
+        assert _added_epsilons(model) == (2 if head.distance == "kl" else 1)
+    _assert_reproduces_torch(done, checkpoint)
+    if tensorrt is not None:
+        network = Network(tensorrt, done.path.read_bytes(), "c.onnx")
+        assert tuple(output.name for output in network.outputs) == names
+
+
+def _assert_reproduces_torch(done: ExportedOnnx, checkpoint: Checkpoint) -> None:
+    """By ONNX Runtime and PyTorch, outside the exporter's own comparison; logits relative to their size."""
+    pixels = example_images(9, *checkpoint.network.config.input_size)
+    outputs = OnnxSession(done.path, device="cpu", threads=2).run(pixels)
+    expected = TorchSession(checkpoint, device="cpu").run(pixels)
+    # where the two differ by rounding alone, the root of l2 and l3 may magnify it near an anchor
+    np.testing.assert_allclose(outputs.logits, expected.logits, rtol=2e-5, atol=2e-5)
+    if expected.scores is not None:
+        np.testing.assert_allclose(outputs.scores, expected.scores, rtol=1e-4, atol=1e-6)  # type: ignore[arg-type]
+        assert (outputs.argmax == expected.argmax).mean() > 0.99  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cws", [True, False])
+def test_attention_is_output_on_request(
+    make_checkpoint: Any, write_onnx: Any, tensorrt: Bindings | None, tmp_path: Path, cws: bool
+) -> None:
+    # without the softmax, attention and projection are one tensor under two names
+    done = write_onnx(make_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", attention=True)
+    outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(2, 64, 96))
+    assert outputs.attention is not None
+    assert outputs.attention.shape == (2, 20, 2, 3)
+    np.testing.assert_array_equal(outputs.attention.reshape(2, 20, 6).max(2), outputs.scores)  # type: ignore[arg-type]
+    if tensorrt is not None:
+        network = Network(tensorrt, done.path.read_bytes(), "c.onnx")
+        assert [output.name for output in network.outputs] == ["logits", "argmax", "scores", "attention"]
+
+
+def test_an_image_without_any_feature_gets_the_bias_and_not_nan(
+    make_checkpoint: Any, write_onnx: Any, tmp_path: Path
+) -> None:
+    # all features zero: the norm is zero, and only its epsilon keeps 0 / 0 out of the graph
+    checkpoint = make_checkpoint(head=HeadConfig(projection=False, cws=False, pooling="avg", anchors=False))
+    with torch.no_grad():
+        for parameter in checkpoint.network.backbone.parameters():
+            parameter.zero_()
+    done = write_onnx(checkpoint, tmp_path / "c.onnx")
+    outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(1, 64, 96))
+    np.testing.assert_allclose(outputs.logits[0], checkpoint.network.head.classifier.bias.detach(), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [((32, 32), "uint8"), ((96, 64), "float32"), ((160, 32), "uint8"), ((32, 32), "float32")]
+)
+def test_a_size_and_kind_of_input_export(
+    make_checkpoint: Any, write_onnx: Any, tensorrt: Bindings | None, tmp_path: Path, size: Any, kind: Any
+) -> None:
+    checkpoint = make_checkpoint(size=size)
+    done = write_onnx(checkpoint, tmp_path / "c.onnx", input_kind=kind)
+    assert (done.metadata.input_size, done.metadata.input_kind) == (size, kind)
+    (images,) = onnx.load(done.path).graph.input
+    shape = [d.dim_value for d in images.type.tensor_type.shape.dim[1:]]
+    assert shape == ([*size, 3] if kind == "uint8" else [3, *size])
+    _assert_reproduces_torch(done, checkpoint)
+    if tensorrt is not None:
+        assert Network(tensorrt, done.path.read_bytes(), "c.onnx").inputs[0].shape == (-1, *shape)
+
+
+@pytest.mark.parametrize("part", ["parameters", "buffers"])
+def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(make_checkpoint: Any, part: str) -> None:
+    network = make_checkpoint(sharp=False).network
+    if part == "parameters":
+        with torch.device("meta"):
+            network.head = OpalHead(2048, 60_000, network.config.head)
+    else:
+        network.register_buffer("large", nn.Parameter(torch.empty(1 << 29, device="meta")).detach())
+    size = r"2\.5 GB" if part == "parameters" else r"2\.1 GB"
+    with pytest.raises(UsageError, match=rf"{size} of parameters, over ONNX's limit of 2 GB"):
+        trace(ExportGraph(network, "uint8", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shufflenet_v2_x0_5", "resnet50", "resnet101", "resnet152",
+        "efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l",
+        "convnext_tiny", "convnext_small", "convnext_base",
+    ],
+)  # fmt: skip
+def test_a_random_checkpoint_of_a_backbone_passes_the_gate(
+    make_checkpoint: Any, write_onnx: Any, tmp_path: Path, name: str
+) -> None:
+    done = write_onnx(make_checkpoint(name, size=(224, 224), sharp=False), tmp_path / "c.onnx")
+    assert done.comparison
+    # a gate that had to be widened says so
+    gate = done.metadata.verification["gate"]
+    assert ("rounding" in done.metadata.verification) == (gate["cosine"] > 1e-6 or gate["score"] > 1e-5)
