@@ -1,4 +1,9 @@
-"""Records as other programs take them: pandas, COCO, Label Studio."""
+"""Records: the answer or the error of one image, as a line of results.jsonl and as `Model.explain` returns it.
+
+`record` defines a record's fields and builds it from a model's outputs; `names` makes text of any file name; `schema`
+holds the published JSON schema. `opal_deploy.inference.run.results` writes records and reads them back,
+`opal_deploy.auditing` compares them, and `tables` (CSV, Parquet, pandas), `coco` and `label_studio` convert them.
+"""
 
 from __future__ import annotations
 

@@ -3,59 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from opal_deploy.records.names import file_name
-from opal_deploy.records.record import Record, Slot
+from opal_deploy.records.names import readable_name
+
+if TYPE_CHECKING:
+    from opal_deploy.records.record import Record, Slot
 
 Categories = Literal["class", "slot"]
 
 
 def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict[str, Any]:
-    """A COCO document (`images`, `annotations`, `categories`), one annotation a slot of each answered image.
+    """Return a COCO document (`images`, `annotations`, `categories`), one annotation a slot of each answered image.
 
-    `bbox` is [x, y, width, height] in pixels of the whole oriented picture; `score` the slot's score; `attributes` hold
-    slot, channel, cell, contribution and the predicted label. Identifiers begin with 1, as in COCO's own files. An
-    image with an error has no size, and is left out; `info` says how many were.
+    `bbox` is [x, y, width, height] in pixels of the whole oriented image, `score` the slot's score; `attributes` hold
+    slot, channel, cell, contribution and the predicted label. Identifiers begin with 1, as in COCO's own files. Images
+    with an error have no size and are left out; `info` has their number.
 
     Args:
-        records: of `Model.explain`, or the lines of a results.jsonl.
-        categories: `class`: the predicted class, its identifier is class_id + 1. `slot`: the slot, channel + 1, whose
-            supercategory is the class. Only those that occur are listed.
+        records: from `Model.explain`, or the lines of a results.jsonl.
+        categories: `class`: a category is the predicted class, its identifier class_id + 1. `slot`: a category is the
+            slot, its identifier channel + 1 and its supercategory the class. Only those that occur are listed.
     """
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    found: dict[int, dict[str, Any]] = {}
-    left_out = 0
+    used: dict[int, dict[str, Any]] = {}
+    unanswered = 0
     for record in records:
         if "prediction" not in record:
-            left_out += 1
+            unanswered += 1
             continue
         image_id = len(images) + 1
         images.append(
             {
                 "id": image_id,
-                "file_name": file_name(record["image"]),
+                "file_name": readable_name(record["image"]),
                 "width": record["width"],
                 "height": record["height"],
             }
         )
         for slot in record.get("evidence", []):
-            category = _category(record, slot, categories)
-            found.setdefault(category["id"], category)
-            annotations.append(_annotation(len(annotations) + 1, image_id, category["id"], record, slot))
+            category = _build_category(record, slot, categories)
+            used.setdefault(category["id"], category)
+            annotations.append(_build_annotation(len(annotations) + 1, image_id, category["id"], record, slot))
     return {
         "info": {
             "description": "The evidence for each predicted class, by opal-deploy",
-            "images_without_an_answer": left_out,
+            "images_without_an_answer": unanswered,
         },
         "images": images,
         "annotations": annotations,
-        "categories": [found[number] for number in sorted(found)],
+        "categories": [used[number] for number in sorted(used)],
     }
 
 
-def _category(record: Record, slot: Slot, categories: Categories) -> dict[str, Any]:
+def _build_category(record: Record, slot: Slot, categories: Categories) -> dict[str, Any]:
     answer = record["prediction"]
     if categories == "class":
         return {"id": answer["class_id"] + 1, "name": answer["label"], "supercategory": ""}
@@ -63,7 +65,7 @@ def _category(record: Record, slot: Slot, categories: Categories) -> dict[str, A
     return {"id": slot["channel"] + 1, "name": name, "supercategory": answer["label"]}
 
 
-def _annotation(number: int, image_id: int, category_id: int, record: Record, slot: Slot) -> dict[str, Any]:
+def _build_annotation(number: int, image_id: int, category_id: int, record: Record, slot: Slot) -> dict[str, Any]:
     x0, y0, x1, y1 = slot["box"]
     return {
         "id": number,

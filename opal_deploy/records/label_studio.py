@@ -1,31 +1,33 @@
-"""Records as Label Studio's tasks with predictions, for its JSON import."""
+"""Records as Label Studio tasks with predictions, for its JSON import."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from opal_deploy.records.names import file_name
-from opal_deploy.records.record import Record, Slot
+from opal_deploy.records.names import readable_name
+
+if TYPE_CHECKING:
+    from opal_deploy.records.record import Record, Slot
 
 
 def to_label_studio(records: Iterable[Record], prefix: str = "") -> list[dict[str, Any]]:
-    """One task an image, for a project with the labelling interface of `label_config`.
+    """Return one task an image, for a project with the labelling interface of `label_config`.
 
-    The predicted class is a choice, each slot a rectangle in percent of the whole oriented picture, labelled
+    The predicted class is a choice, each slot a rectangle in percent of the whole oriented image, labelled
     `slot 0`, `slot 1`, ... The prediction's `score` is the margin, so that a project may be sorted by it, the least
     certain first. An image with an error is a task without a prediction: a person can still label it.
 
     Args:
-        records: of `Model.explain`, or the lines of a results.jsonl.
-        prefix: comes before each image's path, such as `/data/local-files/?d=` for its local storage.
+        records: from `Model.explain`, or the lines of a results.jsonl.
+        prefix: text before each image's path, such as `/data/local-files/?d=` for its local storage.
     """
-    return [_task(record, prefix) for record in records]
+    return [_build_task(record, prefix) for record in records]
 
 
 def label_config(records: Iterable[Record]) -> str:
-    """The labelling interface that shows what `to_label_studio` makes: XML, with the classes and slots that occur."""
+    """Return the labelling interface for the tasks of `to_label_studio`: XML with the classes and slots that occur."""
     labels: dict[str, None] = {}
     slots = 0
     for record in records:
@@ -40,13 +42,13 @@ def label_config(records: Iterable[Record]) -> str:
     )
 
 
-def _task(record: Record, prefix: str) -> dict[str, Any]:
-    name = file_name(record["image"])
+def _build_task(record: Record, prefix: str) -> dict[str, Any]:
+    name = readable_name(record["image"])
     task: dict[str, Any] = {"data": {"image": prefix + name}, "meta": {"status": record["status"]}}
     if "prediction" not in record:
         return task
     size = {"original_width": record["width"], "original_height": record["height"], "image_rotation": 0}
-    answer = {
+    choice = {
         "id": "class",
         "type": "choices",
         "from_name": "class",
@@ -60,28 +62,28 @@ def _task(record: Record, prefix: str) -> dict[str, Any]:
             "from_name": "slots",
             "to_name": "image",
             **size,
-            "value": _rectangle(record, slot),
+            "value": _build_rectangle(record, slot),
             "score": slot["score"],
         }
         for slot in record.get("evidence", [])
     ]
     prediction: dict[str, Any] = {
         "model_version": f"sha256 {record.get('model_sha256') or 'unknown'}",
-        "result": [answer, *rectangles],
+        "result": [choice, *rectangles],
     }
     if record["margin"] is not None:
         prediction["score"] = record["margin"]
     return {**task, "predictions": [prediction]}
 
 
-def _rectangle(record: Record, slot: Slot) -> dict[str, Any]:
+def _build_rectangle(record: Record, slot: Slot) -> dict[str, Any]:
     x0, y0, x1, y1 = slot["box"]
-    across, down = 100 / record["width"], 100 / record["height"]
+    percent_x, percent_y = 100 / record["width"], 100 / record["height"]
     return {
-        "x": x0 * across,
-        "y": y0 * down,
-        "width": (x1 - x0) * across,
-        "height": (y1 - y0) * down,
+        "x": x0 * percent_x,
+        "y": y0 * percent_y,
+        "width": (x1 - x0) * percent_x,
+        "height": (y1 - y0) * percent_y,
         "rotation": 0,
         "rectanglelabels": [f"slot {slot['slot']}"],
     }

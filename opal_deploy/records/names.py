@@ -16,7 +16,7 @@ _ESCAPED = re.compile(r"\\(\\|x([0-9a-f]{2}))")
 
 
 def escape_name(name: str) -> str:
-    """A name from `os.fsdecode` (undecodable bytes as lone surrogates) as encodable text."""
+    """Return a name from `os.fsdecode` (undecodable bytes as lone surrogates) as encodable text."""
     doubled = name.replace("\\", "\\\\")
     return "".join(
         "\\x00"
@@ -29,24 +29,24 @@ def escape_name(name: str) -> str:
 
 
 def unescape_name(text: str) -> str:
-    """The inverse of `escape_name`."""
+    """Return the name whose escaped text is given: the inverse of `escape_name`."""
 
-    def original(match: re.Match[str]) -> str:
+    def unescape(match: re.Match[str]) -> str:
         if match[1] == "\\":
             return "\\"
         value = int(match[2], 16)
         return chr(_SURROGATE_BASE + value if value >= 0x80 else value)
 
-    return _ESCAPED.sub(original, text)
+    return _ESCAPED.sub(unescape, text)
 
 
 def source_name(source: object) -> str | None:
-    """How a record names what `decode` takes: a path as `infer` does, everything else not at all."""
+    """Return the name in the record of an argument for `decode`: a path as text, None for anything else."""
     return escape_name(str(Path(source))) if isinstance(source, str | os.PathLike) else None
 
 
-def file_name(image: str | None) -> str:
-    """The image's own path where it is text; as the record escapes it where it is not."""
+def readable_name(image: str | None) -> str:
+    """Return the unescaped path of a record's image; the escaped one if the path is not UTF-8, "" for None."""
     if image is None:
         return ""
     plain = unescape_name(image)

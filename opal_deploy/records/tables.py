@@ -1,9 +1,8 @@
-"""`results.parquet` and `results.csv`: the records as tables, made from results.jsonl when a run is complete.
+"""Records as tables: `results.parquet` and `results.csv`, made from a complete results.jsonl, and pandas.
 
-Both have the columns of `COLUMNS`, one row an image, in the order of the input; what a record lacks is null in Parquet
-and empty in CSV. Then come the two lists: `top` and `evidence`, in Parquet as lists of structs, in CSV as JSON.
-
-Records as a table for pandas."""
+A table has the columns of `COLUMNS`, one row an image, in the order of the input; a field that the record lacks is null
+in Parquet and empty in CSV. The two lists of `LISTS` follow: in Parquet as lists of structs, in CSV as JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +11,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import StoppedEarly, UsageError, require
-from opal_deploy.records.record import Record
 
+if TYPE_CHECKING:
+    from opal_deploy.records.record import Record
+
+Rows = Literal["images", "evidence"]
 Format = Literal["parquet", "csv"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TABLES: dict[Format, str] = {"parquet": "results.parquet", "csv": "results.csv"}
 
-# name: Arrow's type
+# name: type in Arrow
 COLUMNS = {
     "image": "string",
     "status": "string",
@@ -58,31 +60,32 @@ LISTS: dict[str, dict[str, str]] = {
         "y1": "float64",
     },
 }
-# rows of a row group: a few megabytes in memory
-_ROWS = 5_000
+# rows of a Parquet row group: a few megabytes in memory
+_GROUP_ROWS = 5_000
 
 
 def check_formats(names: Iterable[str]) -> tuple[Format, ...]:
-    """The formats meant, each once.
+    """Return the formats of `--format`, each once.
 
     Raises:
-        UsageError: an unknown one. MissingExtra: what writes it is not installed.
+        UsageError: a format is unknown.
+        MissingExtra: the library that writes it is not installed.
     """
-    chosen = []
+    formats = []
     for name in dict.fromkeys(names):
         if name not in FORMATS:
             raise UsageError(f"--format {name!r}: expected {' or '.join(FORMATS)}; results.jsonl is always written")
-        chosen.append(name)
-    if "parquet" in chosen:
+        formats.append(name)
+    if "parquet" in formats:
         require("pyarrow", "tables", "--format parquet")
-    return tuple(chosen)
+    return tuple(formats)
 
 
 def write_table(records: Iterable[Record], out: Path, kind: Format) -> None:
-    """Write `records` to the folder `out` as a table, as a whole or not at all.
+    """Write `records` to the folder `out` as a table, whole or not at all.
 
     Raises:
-        StoppedEarly: the disk is full; the records are safe.
+        StoppedEarly: the table cannot be written, as on a full disk; the records are safe.
     """
     path = out / TABLES[kind]
     try:
@@ -93,7 +96,7 @@ def write_table(records: Iterable[Record], out: Path, kind: Format) -> None:
 
 
 def record_to_row(record: Record) -> dict[str, Any]:
-    """A record as one row of the table."""
+    """Return a record as one row of the table."""
     answer: Any = record.get("prediction", {})
     problem: Any = record.get("error", {})
     truth = record.get("truth")
@@ -117,11 +120,11 @@ def record_to_row(record: Record) -> dict[str, Any]:
         "file_sha256": record.get("file_sha256"),
         "model_sha256": record.get("model_sha256"),
         "top": record.get("top"),
-        "evidence": None if evidence is None else [_flat(slot) for slot in evidence],
+        "evidence": None if evidence is None else [_flatten_slot(slot) for slot in evidence],
     }
 
 
-def _flat(slot: Any) -> dict[str, Any]:
+def _flatten_slot(slot: Any) -> dict[str, Any]:
     (row, col), (x0, y0, x1, y1) = slot["cell"], slot["box"]
     return {
         "slot": slot["slot"],
@@ -138,7 +141,7 @@ def _flat(slot: Any) -> dict[str, Any]:
     }
 
 
-def _csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def _write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
         writer = csv.DictWriter(stream, [*COLUMNS, *LISTS], lineterminator="\n")
         writer.writeheader()
@@ -151,7 +154,7 @@ def _csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             writer.writerow(row)
 
 
-def _parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -159,51 +162,48 @@ def _parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     lists = {name: pa.list_(pa.struct([(key, types[t]) for key, t in LISTS[name].items()])) for name in LISTS}
     schema = pa.schema([(name, types[t]) for name, t in COLUMNS.items()] + list(lists.items()))
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for group in _groups(rows, _ROWS):
-            writer.write_table(pa.Table.from_pylist([_encodable(row) for row in group], schema=schema))
+        for group in _split_into_groups(rows, _GROUP_ROWS):
+            writer.write_table(pa.Table.from_pylist([_escape_surrogates(row) for row in group], schema=schema))
 
 
-def _encodable(value: Any) -> Any:
-    """Lone surrogates, which a label from a file may hold, as \\udcff: Arrow's texts are UTF-8."""
+def _escape_surrogates(value: Any) -> Any:
+    """Escape lone surrogates, which a label from a file may hold, as \\udcff: Arrow's texts are UTF-8."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
-        return {key: _encodable(entry) for key, entry in value.items()}
+        return {key: _escape_surrogates(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_encodable(entry) for entry in value]
+        return [_escape_surrogates(entry) for entry in value]
     return value
 
 
-def _groups(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+def _split_into_groups(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
     iterator = iter(rows)
     while group := list(islice(iterator, size)):
         yield group
 
 
-_WRITERS: dict[Format, Callable[[Path, Iterable[dict[str, Any]]], None]] = {"parquet": _parquet, "csv": _csv}
-
-
-Rows = Literal["images", "evidence"]
-DIGESTS = ("file_sha256", "model_sha256")
+_WRITERS: dict[Format, Callable[[Path, Iterable[dict[str, Any]]], None]] = {
+    "parquet": _write_parquet,
+    "csv": _write_csv,
+}
 
 
 def to_table(records: Iterable[Record], rows: Rows = "images") -> tuple[list[str], list[dict[str, object]]]:
-    """The columns and the rows of `to_pandas`, without pandas."""
+    """Return the columns and the rows of `to_pandas`, without pandas."""
     if rows == "evidence":
-        columns = ["image", "class_id", "label", *LISTS["evidence"], "name"]
-        return columns, [row for record in records for row in _slots(record)]
-    columns = list(dict.fromkeys([*COLUMNS, *DIGESTS, *LISTS]))
-    # a later key wins: what the row has of these already is the same
-    return columns, [{**{name: record.get(name) for name in DIGESTS}, **record_to_row(record)} for record in records]
+        columns = ["image", "class_id", "label", *LISTS["evidence"]]
+        return columns, [row for record in records for row in _slot_rows(record)]
+    return [*COLUMNS, *LISTS], [record_to_row(record) for record in records]
 
 
 def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
-    """Records as a `pandas.DataFrame`.
+    """Return records as a `pandas.DataFrame`.
 
     Args:
-        records: of `Model.explain`, or the lines of a results.jsonl.
-        rows: `images`: one row an image, with the columns of `infer --format csv` and the two digests; `top` and
-            `evidence` are lists. `evidence`: one row a slot of each answered image.
+        records: from `Model.explain`, or the lines of a results.jsonl.
+        rows: `images`: one row an image, with the columns of `infer --format csv`; `top` and `evidence` are lists.
+            `evidence`: one row a slot of each answered image.
 
     Raises:
         MissingExtra: pandas is not installed.
@@ -211,12 +211,11 @@ def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
     require("pandas", "pandas", "to_pandas")
     import pandas
 
-    columns, found = to_table(records, rows)
-    return pandas.DataFrame(found, columns=columns)
+    columns, data = to_table(records, rows)
+    return pandas.DataFrame(data, columns=columns)
 
 
-def _slots(record: Record) -> list[dict[str, object]]:
-    flat = record_to_row(record)
-    names = [slot.get("name") for slot in record.get("evidence", [])]
-    about = {name: flat[name] for name in ("image", "class_id", "label")}
-    return [{**about, **slot, "name": name} for slot, name in zip(flat["evidence"] or [], names, strict=True)]
+def _slot_rows(record: Record) -> list[dict[str, object]]:
+    row = record_to_row(record)
+    image = {name: row[name] for name in ("image", "class_id", "label")}
+    return [{**image, **slot} for slot in row["evidence"] or []]

@@ -115,7 +115,7 @@ def test_rows_an_image_and_rows_a_slot() -> None:
         [0, 0, 1, 50.0, None],
         [1, 3, 3, 150.0, "beak"],
     ]
-    assert all(set(row) == set(columns) for row in rows)
+    assert all(sorted(row) == sorted(columns) for row in rows)
 
 
 def test_pandas_has_the_same_rows() -> None:

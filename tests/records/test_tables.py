@@ -114,7 +114,7 @@ def test_a_run_without_images_has_an_empty_table(tmp_path: Path) -> None:
 
 def test_many_records_are_written_group_by_group(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet_room = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(tables, "_ROWS", 2)
+    monkeypatch.setattr(tables, "_GROUP_ROWS", 2)
     write_table(read_records(out / "results.jsonl"), out, "parquet")
     file = parquet_room.ParquetFile(out / "results.parquet")
     assert file.metadata.num_row_groups == 2
