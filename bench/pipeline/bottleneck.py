@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from opal_deploy.inference.timing import STAGES, STATIONS, Stage, StageTimes, ThreadRole
+from opal_deploy.inference.timing import STAGES, THREAD_ROLES, Stage, StageTimes, ThreadRole
 
 # from here on something is called busy all the time
 BUSY = 0.8
@@ -109,7 +109,7 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
     # its writing is work of the loop's own
     looped = seconds - sum(waited for what, waited in waits.items() if what != "disk")
     busy: dict[ThreadRole, float] = {}
-    for station in STATIONS:
+    for station in THREAD_ROLES:
         if work := _stages_of(passes, station):
             busy[station] = sum(work.values()) / (seconds * threads.get(station, 1))
     busy["loop"] = max(looped, 0.0) / seconds
@@ -132,7 +132,7 @@ def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], c
 def _stages_of(passes: Sequence[Pass], station: ThreadRole) -> dict[Stage, float]:
     found: dict[Stage, float] = {}
     for one in passes:
-        for row in one.times.of_station(station):
+        for row in one.times.select_role(station):
             found[row.stage] = found.get(row.stage, 0.0) + row.wall
     return found
 
@@ -149,7 +149,7 @@ def _cpu_shares(passes: Sequence[Pass], cpu_seconds: float) -> dict[str, float]:
         return {}
     shares: dict[str, float] = {}
     for stage in STAGES:
-        rows = [row for one in passes if (row := one.times.of_stage(stage)) is not None]
+        rows = [row for one in passes if (row := one.times.sum_stage(stage)) is not None]
         if rows:
             shares[stage] = sum(row.cpu for row in rows) / cpu_seconds
     # two clocks of the system, read apart: their difference may fall a little short

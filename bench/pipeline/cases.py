@@ -18,9 +18,9 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import prepare
-from opal_deploy.inference.run.run import requests
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode
+from opal_deploy.inference.types import InferenceOptions, build_requests
+from opal_deploy.preprocess.decode import Decoding, decode
 from opal_deploy.runtime.session import ImageBatch
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ def decode_batches(items: list[Item], input_size: tuple[int, int], batch: int) -
     Raises:
         UsageError: fewer usable pictures than a batch.
     """
-    prepared = (prepare(r, input_size, MAX_PIXELS, keep_picture=False) for r in requests(items, None))
+    prepared = (prepare(request, input_size, InferenceOptions()) for request in build_requests(items))
     pixels = [entry.pixels for entry in prepared if entry.pixels is not None]
     if len(pixels) < batch:
         raise UsageError(f"{len(pixels)} usable pictures, and a batch takes {batch}; give more, or a smaller --batch")

@@ -128,11 +128,11 @@ def _cpu_ms(one: Pass) -> float:
 
 
 def _stages(variant: Variant) -> list[Stage]:
-    return [stage for stage in STAGES if any(one.times.of_stage(stage) for one in variant.passes)]
+    return [stage for stage in STAGES if any(one.times.sum_stage(stage) for one in variant.passes)]
 
 
 def _stage_ms(one: Pass, stage: Stage, kind: str) -> float:
-    row: StageTime | None = one.times.of_stage(stage)
+    row: StageTime | None = one.times.sum_stage(stage)
     return 0.0 if row is None else 1000 * float(getattr(row, kind)) / one.images
 
 

@@ -27,10 +27,11 @@ from opal_deploy.bench.memory import MemoryCurve, MemorySampler
 from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
 from opal_deploy.bench.pipeline.cases import Case, decode_batches
 from opal_deploy.bench.targets.loading import LoadedTarget, Setup, load_file
-from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.inference.timing import StageTimer, ThreadRole
+from opal_deploy.inference.timing import ThreadRole
+from opal_deploy.inference.types import InferenceOptions, build_requests
 from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.session import ImageBatch, Session, check_batch
@@ -176,14 +177,14 @@ def _infer(
 ) -> tuple[Pass, MemoryCurve]:
     out = scratch / name
     out.mkdir()
-    explain = name == EXPLAIN
-    engine = InferenceOptions(
-        batch=case.batch, fixed_batch=True, workers=case.workers, keep_pictures=explain, time_transfers=True,
+    inference = InferenceOptions(
+        batch=case.batch, fixed_batch=True, workers=case.workers, time_transfers=True,
         decode=case.decode, gpus=tuple(gpus), isolate=case.isolate,
     )  # fmt: skip
     with MemorySampler(interval) as watch:
         cpu = _processor_seconds()
-        summary = run(iter(items), [session], RunOptions(out, explain, engine=engine), clock=StageTimer())
+        options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
+        summary = run(build_requests(items), [session], options)
         cpu = _processor_seconds() - cpu
     shutil.rmtree(out)
     return Pass(images, summary.seconds, cpu, summary.times), watch.curve

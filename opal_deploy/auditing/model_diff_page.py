@@ -10,7 +10,7 @@ from html import escape
 from PIL import Image
 
 from opal_deploy.auditing.model_diff import KINDS, DiffReport, ImageChange
-from opal_deploy.inference.explanation import line_of
+from opal_deploy.inference.explanation import format_line
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.text import escape_unprintable
@@ -70,7 +70,7 @@ def _render_section(
 
 
 def _render_figure(title: str, record: Record, load_image: Callable[[Record], Image.Image | None]) -> str:
-    text = _escape(f"{title}: {line_of({**record, 'image': None}).removeprefix('image: ')}")
+    text = _escape(f"{title}: {format_line({**record, 'image': None}).removeprefix('image: ')}")
     image = load_image(record) if "prediction" in record else None
     shown = "<p>(no image: the file is not at hand, or is another by now)</p>" if "prediction" in record else ""
     if image is not None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.run.directory import RUN
-from opal_deploy.inference.run.results import RESULTS, read_record
+from opal_deploy.inference.run.results import parse_record
+from opal_deploy.inference.run_files import RESULTS, RUN
 from opal_deploy.records.record import Record
 
 SUFFIX = ".jsonl"
@@ -67,7 +67,7 @@ def read_numbered_records(path: Path) -> Iterator[tuple[int, Record | None]]:
     try:
         with path.open("rb") as stream:
             for line_number, (_, line) in enumerate(_read_lines(stream), 1):
-                yield line_number, read_record(line)
+                yield line_number, parse_record(line)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
 
@@ -94,7 +94,7 @@ class RecordIndex:
         try:
             with path.open("rb") as stream:
                 for line_number, (offset, line) in enumerate(_read_lines(stream), 1):
-                    record = read_record(line)
+                    record = parse_record(line)
                     if record is None:
                         raise UsageError(f"{path}: line {line_number} is not a whole record; the file is damaged")
                     self._add(record["image"], offset)
@@ -112,7 +112,7 @@ class RecordIndex:
 
     def __getitem__(self, name: str) -> Record:
         self._stream.seek(self.offsets[name])
-        record = read_record(self._stream.readline(_MAX_LINE))
+        record = parse_record(self._stream.readline(_MAX_LINE))
         if record is None:
             raise UsageError(f"{self._path}: it changed while it was read; try again")
         return record

@@ -13,12 +13,11 @@ import numpy as np
 from opal_deploy.auditing.record_diff import Difference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results_reader import read_numbered_records
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, Result, predict_stream
-from opal_deploy.inference.run.image_files import overlay_name
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.run_files import overlay_name
 from opal_deploy.inference.sources.annotations import Boxes, Labels
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.preprocess.geometry import Box
+from opal_deploy.inference.types import InferenceOptions, Request, Result, build_requests
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
@@ -189,20 +188,15 @@ def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsRep
 def _build_request(record: Record, check: CheckOptions) -> Request:
     name = record["image"]
     if not isinstance(name, str):
-        return Request(None, b"", ImageError("not_found", "the record names no image"))
+        return Request(None, b"", error=ImageError("not_found", "the record names no image"))
     item = check.items.get(name)
     if item is None:
         item = Item(Path(unescape_name(name)), Path(unescape_name(name)).name)
         source: Any = check.root / item.path
     else:
         source = item.source
-    box: Box | ImageError | None = item.problem
-    if box is None and check.boxes is not None:
-        try:
-            box = check.boxes.find(item)
-        except ImageError as error:
-            box = error
-    return Request(name, source, box)
+    (request,) = build_requests([item], check.boxes)
+    return replace(request, name=name, source=source)
 
 
 def _compare(

@@ -80,8 +80,8 @@ def atlas(
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.cli.infer import setup
     from opal_deploy.inference.atlas import collect, write_patches
-    from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.inference.sheets import check_exact_evidence
+    from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.visualization.atlas.page import write_page
     from opal_deploy.visualization.atlas.storage import check_out_dir, write_atlas
@@ -89,8 +89,8 @@ def atlas(
     if not data.exists():
         raise UsageError(f"{data}: no such file or folder")
     check_out_dir(out, overwrite=overwrite)
-    path = model or setup.found_model(device)
-    setup.raise_pillows_limit(max_pixels)
+    path = model or setup.find_default_model(device)
+    setup.raise_pillow_limit(max_pixels)
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
     check_exact_evidence(metadata, str(path))
@@ -127,7 +127,7 @@ def atlas(
             "images": counts.images, "answered": counts.counted, "failed": counts.failed,
             "wrong": counts.wrong, "unlabelled": counts.unlabelled,
         }  # fmt: skip
-        built = write_patches(collector, out, setup.model_identity(path), about)
+        built = write_patches(collector, out, setup.fingerprint_model(path), about)
         write_atlas(built)
         write_page(built)
         seconds = time.perf_counter() - started
@@ -190,7 +190,7 @@ def _pictures(data: Path, how: _Reading) -> _Found:
     def pictures() -> Iterator[Labelled]:
         from opal_deploy.datasets.samples import display_path
         from opal_deploy.inference.atlas import Labelled
-        from opal_deploy.inference.decoding.prepare import Request
+        from opal_deploy.inference.types import Request
         from opal_deploy.records.names import escape_name
 
         for sample in samples:
@@ -206,17 +206,17 @@ def _pictures(data: Path, how: _Reading) -> _Found:
 
 def _plain(data: Path) -> _Found:
     from opal_deploy.inference.atlas import Labelled
-    from opal_deploy.inference.decoding.prepare import Request
     from opal_deploy.inference.sources.annotations import FolderLabels
     from opal_deploy.inference.sources.discovery import discover
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import Request
     from opal_deploy.records.names import escape_name
 
     labels = FolderLabels()
 
     def pictures() -> Iterator[Labelled]:
         for item in discover([str(data)], Skipped()):
-            request = Request(escape_name(item.relative), item.source, item.problem)
+            request = Request(escape_name(item.relative), item.source, error=item.problem)
             yield Labelled(request, labels.find(item.path.as_posix()))
 
     return _Found(pictures(), f"{data.name or data} (a folder a class)", None, None, cropped=False)

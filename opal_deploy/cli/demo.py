@@ -135,10 +135,11 @@ def _export(checkpoint: Path) -> Path:
 
 
 def _explain(out: Path, model: Path) -> Summary:
-    from opal_deploy.inference.executor import InferenceOptions
+    from opal_deploy.inference.run.drawing import ReportOptions
     from opal_deploy.inference.run.run import RunOptions, run
     from opal_deploy.inference.sources.discovery import discover
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import InferenceOptions, build_requests
     from opal_deploy.runtime.select import open_sessions
 
     sessions = open_sessions(model, device="cpu")
@@ -149,10 +150,10 @@ def _explain(out: Path, model: Path) -> Summary:
         ("Runtime", sessions[0].description),
         ("Pictures", "generated creatures; the classes differ in two of five parts each"),
     )
-    job = RunOptions(folder, explain=True, engine=InferenceOptions(batch=16, keep_pictures=True), facts=facts)
-    items = discover([str(out / "data" / "test")], Skipped())
+    options = RunOptions(folder, InferenceOptions(batch=16), report=ReportOptions(facts))
+    requests = build_requests(discover([str(out / "data" / "test")], Skipped()))
     with progress("explaining") as advance:
-        return run(items, sessions, job, lambda done: advance(done.total))
+        return run(requests, sessions, options, report_progress=lambda done: advance(done.total))
 
 
 def judge(data: Path, results: Path) -> EvidenceSummary:

@@ -68,7 +68,7 @@ def diff(
 
     if fail_on is not None and fail_on not in (*KINDS[:-1], "any"):
         raise UsageError(f"--fail-on {fail_on!r}: expected {', '.join(KINDS[:-1])} or any")
-    setup.raise_pillows_limit(max_pixels)
+    setup.raise_pillow_limit(max_pixels)
     sides: list[Path] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))
@@ -102,12 +102,12 @@ def _write_records(
 ) -> None:
     """Write a model's records of the images to `out`."""
     from opal_deploy.artifact.files import compute_sha256
-    from opal_deploy.inference.executor import InferenceOptions, predict_stream
+    from opal_deploy.inference.executor import predict_stream
     from opal_deploy.inference.run.results import RecordWriter
-    from opal_deploy.inference.run.run import requests
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import InferenceOptions, build_requests
     from opal_deploy.runtime.select import open_sessions
 
     if "-" in images:
@@ -123,9 +123,9 @@ def _write_records(
         isolate=True,
         model_sha256=compute_sha256(model),
     )
-    image_requests = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
+    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     with RecordWriter(out) as writer, progress(model.name) as advance:
-        for result in predict_stream(image_requests, sessions, options, say=print_message):
+        for result in predict_stream(requests, sessions, options, print_message=print_message):
             writer.write(result.record)
             advance(writer.count)
 

@@ -14,8 +14,8 @@ from opal_deploy.errors import ImageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opal_deploy.inference.decoding.prepare import Request
     from opal_deploy.inference.sheets import SheetBuilder
+    from opal_deploy.inference.types import Request
     from opal_deploy.visualization.atlas.storage import Atlas
 
 SOME_IMAGES_FAILED = 3
@@ -71,32 +71,32 @@ def explain(
     """
     from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import setup
-    from opal_deploy.inference.run.run import requests
     from opal_deploy.inference.sheets import SheetBuilder
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import build_requests
     from opal_deploy.runtime.select import open_sessions
 
     discovery.check_inputs(images)
     place = _Place.of(images, out, file_format, overwrite=overwrite)
     crops = read_boxes(boxes) if boxes else None
-    path = model or setup.found_model(device)
-    setup.raise_pillows_limit(max_pixels)
+    path = model or setup.find_default_model(device)
+    setup.raise_pillow_limit(max_pixels)
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
     session = open_sessions(path, device=device, threads=threads)[0]
     metadata = session.metadata
     neighbours = None
     if atlas is not None:
-        neighbours = setup.atlas_of(path, metadata, setup.model_identity(path), atlas)
-    names = setup.names_of(metadata, setup.names_file(slot_names, atlas))
+        neighbours = setup.load_atlas(path, metadata, setup.fingerprint_model(path), atlas)
+    names = setup.load_slot_names(metadata, setup.find_names_file(slot_names, atlas))
     maker = SheetBuilder(
         session, heatmap=heatmap, min_margin=min_margin, names=names, max_pixels=max_pixels, model=str(path)
     )
-    setup.say_cautions(metadata, boxed=crops is not None)
-    asked = requests(discovery.discover(images, Skipped(), sys.stdin), crops)
-    _explain_all(asked, maker, place, neighbours, rows, as_json=as_json)
+    setup.print_cautions(metadata, boxed=crops is not None)
+    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
+    _explain_all(requests, maker, place, neighbours, rows, as_json=as_json)
 
 
 class _Place:
@@ -144,7 +144,7 @@ class _Place:
 
     def of_image(self, index: int, name: str | None) -> Path:
         """The file of one picture's sheet."""
-        from opal_deploy.inference.run.image_files import overlay_name
+        from opal_deploy.inference.run_files import overlay_name
 
         if self.one:
             return self.path
@@ -152,7 +152,7 @@ class _Place:
 
 
 def _explain_all(
-    asked: Iterator[Request], maker: SheetBuilder, place: _Place, atlas: Atlas | None, rows: int, *, as_json: bool
+    requests: Iterator[Request], maker: SheetBuilder, place: _Place, atlas: Atlas | None, rows: int, *, as_json: bool
 ) -> None:
     """Draw and write every sheet.
 
@@ -163,7 +163,7 @@ def _explain_all(
     documents: list[dict[str, Any]] = []
     failed = 0
     with progress("sheets") as advance:
-        for index, request in enumerate(asked):
+        for index, request in enumerate(requests):
             try:
                 path = place.of_image(index, request.name)
                 place.check(path)

@@ -17,7 +17,7 @@ from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.auditing.verify_records import CheckOptions, RecordsReport
-    from opal_deploy.inference.executor import InferenceOptions
+    from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.runtime.session import Session
 
 _SAMPLE = 100
@@ -178,7 +178,7 @@ def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) ->
 
 def _inference_options(run_options: dict[str, Any], options: _ResultsOptions, session: Session) -> InferenceOptions:
     """Return how the run prepared images; the defaults for what run.json does not state."""
-    from opal_deploy.inference.executor import InferenceOptions
+    from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.runtime.devices import gpu_names

@@ -13,9 +13,9 @@ import numpy as np
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import ProgressCallback, Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.decoding.prepare import Pixels, Prepared, Request, prepare
+from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.executor import prefetch
-from opal_deploy.preprocess.decode import MAX_PIXELS
+from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
 from opal_deploy.preprocess.geometry import Geometry
 
 
@@ -90,7 +90,7 @@ def prepared_batches(
     """
 
     def prepared(request: Request) -> Prepared:
-        return prepare(request, size, MAX_PIXELS, keep_picture=False)
+        return prepare(request, size, InferenceOptions())
 
     with ThreadPoolExecutor(workers, "decode") as pool:
         ready = prefetch((pool.submit(prepared, request) for request in requests), 2 * batch)
@@ -101,6 +101,6 @@ def prepared_batches(
 
 def _usable(entry: Prepared) -> tuple[Pixels, Geometry]:
     if entry.pixels is None or entry.geometry is None:
-        message = entry.error["error"]["message"] if entry.error else "unusable"
+        message = entry.error or "unusable"
         raise UsageError(f"{entry.request.name}: {message}; take it out of the data set")
     return entry.pixels, entry.geometry

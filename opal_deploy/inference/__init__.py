@@ -1,1 +1,18 @@
-""""""
+"""Images in, records out: everything between a call and its results, on one machine.
+
+In the order in which an image passes them:
+
+    sources      find images in folders, lists and archives, with their boxes and labels
+    types        `Request`, `Prepared`, `Result`, and `InferenceOptions`: start reading here
+    decoding     from a `Request` to a `Prepared`
+    prediction   from a batch of `Prepared` to their `Result` and record
+    executor     `predict_stream`: all of it, with decoding ahead of the sessions
+    run          a run directory with records, drawings and a report, as `opal-deploy infer` writes it
+    run_files    names of a run directory's files
+    model        `opal_deploy.load` and `Model.explain`
+    service      images that come one by one, for servers
+    explanation  records that show themselves in a notebook
+    sheets       evidence sheets
+    atlas        the best patches of every slot over many images
+    timing       seconds by stage and by thread
+"""

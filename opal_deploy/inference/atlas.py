@@ -14,9 +14,10 @@ from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import Request, content_sha256
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.decoding.prepare import content_sha256
+from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sheets import check_exact_evidence
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.runtime.session import Session
 from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate, list_findings
@@ -90,7 +91,9 @@ def collect(
                 labels[index] = picture.label
             yield picture.request
 
-    for result in predict_stream(requests(), sessions, replace(options, keep_pictures=True), say=lambda _: None):
+    for result in predict_stream(
+        requests(), sessions, replace(options, keep_images=True), print_message=lambda _: None
+    ):
         label = labels.pop(counts.images, None)
         record, request = result.record, result.prepared.request
         counts.images += 1
@@ -103,7 +106,7 @@ def collect(
             counts.wrong += 1
         else:
             try:
-                collector.add(record, partial(content_sha256, request.source), result.prepared.picture, request.source)
+                collector.add(record, partial(content_sha256, request.source), result.prepared.image, request.source)
             except ImageError as error:
                 counts.fail(f"{record['image']}: {error}")
     _cut(list(collector.uncut()), options)

@@ -1,4 +1,4 @@
-"""Records as Python hands them out: plain dictionaries that print in one line and show themselves in a notebook."""
+"""Records as the Python API returns them: dictionaries that print in one line and show themselves in a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import read_whole
+from opal_deploy.inference.decoding.prepare import read_small_file
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answer, Record, Slot
@@ -22,25 +22,25 @@ from opal_deploy.visualization.text import escape_unprintable
 if TYPE_CHECKING:
     from opal_deploy.records.tables import Rows
 
-# of a drawing in a notebook, pixels
-_SIDE = 420
+# width of an overlay in a notebook, pixels
+_WIDTH = 420
 # rows of a list's table
-_SHOWN = 50
+_MAX_ROWS = 50
 
 
 class Explanation(dict[str, Any]):
     """A record; equal to, and in JSON the same as, the plain dictionary."""
 
     def __str__(self) -> str:
-        """One line for a person."""
-        return line_of(cast(Record, self))
+        """Return one line of text: image, label and margin, or the error."""
+        return format_line(cast(Record, self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the answer, the slots, and the drawing where the file is still the one explained."""
+        """Return the HTML of a notebook: prediction, slots, and the overlay where the file is still the same."""
         record = cast(Record, self)
-        parts = [f"<p><strong>{_safe(line_of(record))}</strong></p>"]
-        if drawing := _drawing(record):
-            parts.append(drawing)
+        parts = [f"<p><strong>{_safe(format_line(record))}</strong></p>"]
+        if overlay := _overlay_html(record):
+            parts.append(overlay)
         if slots := record.get("evidence"):
             rows = "".join(map(_slot_row, slots))
             parts.append(
@@ -54,45 +54,45 @@ class Explanations(list[Record]):
     """Records of several images; equal to the plain list."""
 
     def to_pandas(self, rows: Rows = "images") -> Any:
-        """As `opal_deploy.to_pandas`."""
+        """Return `opal_deploy.to_pandas` of the records."""
         from opal_deploy.records.tables import to_pandas
 
         return to_pandas(self, rows)
 
     def __str__(self) -> str:
-        """A line an image."""
-        return "\n".join(map(line_of, self))
+        """Return one line an image."""
+        return "\n".join(map(format_line, self))
 
     def _repr_html_(self) -> str:
-        rows = "".join(f"<tr><td>{_safe(line_of(record))}</td></tr>" for record in self[:_SHOWN])
-        more = f"<p>and {len(self) - _SHOWN} more</p>" if len(self) > _SHOWN else ""
+        rows = "".join(f"<tr><td>{_safe(format_line(record))}</td></tr>" for record in self[:_MAX_ROWS])
+        more = f"<p>and {len(self) - _MAX_ROWS} more</p>" if len(self) > _MAX_ROWS else ""
         return f"<div><table><tbody>{rows}</tbody></table>{more}</div>"
 
 
-def explained(record: Record) -> Record:
-    """The record as an Explanation, which is what a `Record` is to a type checker."""
+def to_explanation(record: Record) -> Record:
+    """Return the record as an Explanation, which a type checker sees as a `Record`."""
     return cast(Record, Explanation(record))
 
 
-def explained_all(records: Iterable[Record]) -> Explanations:
-    """The records as Explanations."""
-    return Explanations(map(explained, records))
+def to_explanations(records: Iterable[Record]) -> Explanations:
+    """Return the records as Explanations."""
+    return Explanations(map(to_explanation, records))
 
 
-def line_of(record: Record) -> str:
-    """One line for a person, which no name from outside can break."""
+def format_line(record: Record) -> str:
+    """Return the record in one line, which no character of a file name can break."""
     name = escape_unprintable(record["image"]) if record["image"] is not None else "image"
     if "error" in record:
         return f"{name}: error {record['error']['code']}: {escape_unprintable(record['error']['message'])}"
     margin = record.get("margin")
-    sure = "" if margin is None else f", margin {margin:.4f}"
+    margin_text = "" if margin is None else f", margin {margin:.4f}"
     mark = " (abstained)" if record["status"] == "abstained" else ""
-    return f"{name}: {_answer(record['prediction'])}{sure}{mark}"
+    return f"{name}: {_format_answer(record['prediction'])}{margin_text}{mark}"
 
 
-def _answer(answer: Answer) -> str:
-    how = f"logit {answer['logit']:.4f}" if answer["cosine"] is None else f"cosine {answer['cosine']:.4f}"
-    return f"{escape_unprintable(answer['label'])}, {how}"
+def _format_answer(answer: Answer) -> str:
+    value = f"logit {answer['logit']:.4f}" if answer["cosine"] is None else f"cosine {answer['cosine']:.4f}"
+    return f"{escape_unprintable(answer['label'])}, {value}"
 
 
 def _safe(text: str) -> str:
@@ -102,35 +102,41 @@ def _safe(text: str) -> str:
 def _slot_row(slot: Slot) -> str:
     swatch = f'<span style="color:{to_hex(slot_color(slot["slot"]))}">&#9632;</span>'
     name = f" {_safe(slot['name'])}" if slot.get("name") else ""
-    part = "" if slot["contribution"] is None else f"{slot['contribution']:.4f}"
+    contribution = "" if slot["contribution"] is None else f"{slot['contribution']:.4f}"
     row, col = slot["cell"]
-    cells = (f"{swatch} {slot['slot']}{name}", f"{row}, {col}", f"{slot['score']:.4f}", part)
+    cells = (f"{swatch} {slot['slot']}{name}", f"{row}, {col}", f"{slot['score']:.4f}", contribution)
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
-def _drawing(record: Record) -> str:
-    """The overlay as an element with the picture in it; empty where the file is gone, or another by now."""
+def _overlay_html(record: Record) -> str:
+    """Return the overlay as an <img> element; empty where the file is gone or has changed."""
     name = record["image"]
     if "prediction" not in record or name is None:
         return ""
-    picture = load_record_image(record, unescape_name(name))
-    if picture is None:
+    image = load_record_image(record, unescape_name(name))
+    if image is None:
         return ""
-    overlay = draw_overlay(picture, record)
-    overlay.thumbnail((2 * _SIDE, 2 * _SIDE), Image.Resampling.BILINEAR)
+    overlay = draw_overlay(image, record)
+    overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
     data = base64.b64encode(encode_jpeg(overlay)).decode()
-    return f'<img alt="{_safe(line_of(record))}" style="max-width:{_SIDE}px" src="data:image/jpeg;base64,{data}">'
+    return f'<img alt="{_safe(format_line(record))}" style="max-width:{_WIDTH}px" src="data:image/jpeg;base64,{data}">'
 
 
 def load_record_image(record: Record, source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
-    """The photograph that a record is about, where its file is at hand and still the same; else None."""
+    """Return the image of a record, RGB and oriented; None where its file is gone or has changed.
+
+    Args:
+        record: with the digest and size of the file.
+        source: where the file is now.
+        max_pixels: width times height above which it is not decoded.
+    """
     if isinstance(source, Image.Image | np.ndarray):
         return None
-    data, digest = read_whole(source)
+    data, digest = read_small_file(source)
     if digest is None or digest != record.get("file_sha256"):
         return None
     try:
-        picture = decode(data, max_pixels=max_pixels)
+        image = decode(data, max_pixels=max_pixels)
     except ImageError:
         return None
-    return picture if picture.size == (record.get("width"), record.get("height")) else None
+    return image if image.size == (record.get("width"), record.get("height")) else None

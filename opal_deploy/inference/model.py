@@ -1,4 +1,4 @@
-"""The library's front door: `opal_deploy.load(path).explain(images)`."""
+"""The public `Model`: `opal_deploy.load(path).explain(images)`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from PIL import Image
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
-from opal_deploy.inference.explanation import Explanations, explained_all
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.explanation import Explanations, to_explanations
 from opal_deploy.inference.service import Service
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.preprocess.gpu import open_gpu_decoders
@@ -27,15 +27,16 @@ from opal_deploy.runtime.session import Session
 
 
 class Model:
-    """A loaded model that explains pictures; its methods may be called from any thread.
+    """A loaded model that classifies and explains images; its methods may be called from any thread.
 
     Attributes:
-        metadata: classes, m, grid, input size, evidence kind, verification report, ...
-        description: engine, device, threads and precision, one line.
-        sha256: of the model's file.
+        metadata: class names, prototypes per class, grid, input size, kind of evidence, verification report, ...
+        description: engine, device, threads and precision, in one line.
+        sha256: hex digest of the model's file; None for a model without one.
     """
 
     def __init__(self, sessions: Sequence[Session], sha256: str | None = None, gpus: Sequence[str] = ()) -> None:
+        """Wrap open sessions of one model; `load` opens them. `gpus` are the names of their devices."""
         self._sessions, self._gpus = list(sessions), list(gpus)
         self.sha256 = sha256
         self.metadata: Metadata = sessions[0].metadata
@@ -75,40 +76,42 @@ class Model:
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
     ) -> Record | Explanations:
-        """The records that `opal-deploy infer` writes, for one image or many.
+        """Return the records that `opal-deploy infer` writes, for one image or many.
 
         Args:
             images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array
                 [N, H, W, 3] is a sequence of N.
-            boxes: to crop to first, (x0, y0, x1, y1) in pixels of the whole oriented picture; one an image.
-            top: classes listed in `top`.
-            min_margin: answers whose margin is below it are marked `abstained`.
+            boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one an image, None for no
+                crop.
+            top: classes listed in the record's `top`.
+            min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
             batch: images a forward pass.
             max_pixels: width times height above which an image gets an error record.
 
         Returns:
             A record, or a list of records in the order of the images: plain dictionaries and a plain list in every
             respect, which print in a line each and show themselves in a notebook. `image` is the path where one was
-            given, else None. An image that cannot be used has an error record and raises nothing.
+            given, else None. An image that cannot be classified has an error record and raises nothing.
 
         Raises:
-            ValueError: as many boxes as images are needed. StoppedEarly: the device was lost.
+            ValueError: the number of boxes is not that of the images.
+            StoppedEarly: the device was lost.
         """
         one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim < 4
         )
         sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
         if one:
-            given = [cast("Box | None", boxes)]
+            box_list = [cast("Box | None", boxes)]
         else:
-            given = [None] * len(sources) if boxes is None else list(cast("Sequence[Box | None]", boxes))
-        if len(given) != len(sources):
-            raise ValueError(f"{len(given)} boxes for {len(sources)} images; give one for each, None for none")
+            box_list = [None] * len(sources) if boxes is None else list(cast("Sequence[Box | None]", boxes))
+        if len(box_list) != len(sources):
+            raise ValueError(f"{len(box_list)} boxes for {len(sources)} images; give one for each, None for none")
         options = InferenceOptions(
             batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
         )
-        requests = (Request(source_name(s), s, box) for s, box in zip(sources, given, strict=True))
-        records = explained_all(result.record for result in predict_stream(requests, self._sessions, options))
+        requests = (Request(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True))
+        records = to_explanations(result.record for result in predict_stream(requests, self._sessions, options))
         return records[0] if one else records
 
     def serve(
@@ -125,20 +128,25 @@ class Model:
         decode_timeout: float | None = 30.0,
         isolate: bool = False,
     ) -> Service:
-        """Start answering pictures that come one by one, from any thread; the result's `submit` takes them.
+        """Start a service that classifies images as they come, from any thread; its `submit` takes them.
 
         Args:
             batch: images a forward pass at most.
-            max_wait_ms: how long an image waits at most until its batch is full.
-            capacity: images that were taken and are not answered yet; `submit` waits or raises beyond that.
-            workers: threads or processes that decode.
-            top, min_margin, max_pixels: as for `explain`.
-            decode: which decode path; `gpu` needs the model on a GPU.
+            max_wait_ms: milliseconds that an image waits at most until its batch is full.
+            capacity: images that may be in work; `submit` waits or raises beyond that.
+            workers: images that are decoded at a time, in threads or processes.
+            top: classes listed in a record's `top`.
+            min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
+            max_pixels: width times height above which an image gets an error record.
+            decode: the decode path; `gpu` needs the model on a GPU.
             decode_timeout: seconds for one image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
 
         Returns:
             A service; close it, or use it as a context manager. `explain` may be called beside it.
+
+        Raises:
+            UsageError: `decode` is `gpu`, and the model is on no GPU that can decode.
         """
         options = InferenceOptions(
             batch=batch,
@@ -155,21 +163,22 @@ class Model:
         return Service(self._sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
 
     def __repr__(self) -> str:
-        about = self.metadata
-        return f"<opal_deploy.Model {about.backbone}, {about.num_classes} classes, {self.description}>"
+        metadata = self.metadata
+        return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
 
 
 def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:
     """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
 
     Args:
-        path: of the model.
+        path: the model's file.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
-        threads: on the CPU; None: as many as this process may use.
+        threads: of the runtime on the CPU; None: as many as this process may use.
 
     Raises:
-        ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
-        UsageError: a device that is not there.
+        ArtifactError: there is no such file, or it is damaged or no model of opal-deploy.
+        MissingExtra: its runtime is not installed.
+        UsageError: there is no such device.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
     return Model(sessions, compute_sha256(Path(path)), gpu_names(device))

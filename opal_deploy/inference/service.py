@@ -1,4 +1,4 @@
-"""Answers for pictures that come one by one, from any thread: what a server is built on.
+"""A service that classifies images as they come, one by one, from any thread: for servers to build on.
 
 >>> with opal_deploy.load("model.onnx").serve(batch=8) as service:  # doctest: +SKIP
 ...     record = service.submit("bird.jpg").result()
@@ -16,11 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
-from opal_deploy.inference.decoding.gpu import open_decoders
-from opal_deploy.inference.decoding.prepare import Prepared, Request
-from opal_deploy.inference.executor import InferenceOptions
-from opal_deploy.inference.explanation import explained
+from opal_deploy.inference.decoding.gpu import open_decoder_pool
+from opal_deploy.inference.explanation import to_explanation
 from opal_deploy.inference.prediction import BatchPredictor
+from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
@@ -30,15 +29,17 @@ from opal_deploy.runtime.session import Session
 
 @dataclass(frozen=True)
 class _Job:
+    """A prepared image, and the future of its record."""
+
     prepared: Prepared
     future: Future[Record]
 
 
 class Service:
-    """Gathers pictures into batches as they come, and answers each with its record.
+    """Threads that gather images into batches as they come, and turn each into its record.
 
-    A batch is as large as what waits when a session becomes free, up to `options.batch`; a picture that comes alone
-    waits `max_wait` for company. Every method may be called from any thread; `close` ends its threads.
+    A batch holds the images that wait when a session becomes free, up to `options.batch`; an image that comes alone
+    waits up to `max_wait` for others. Every method may be called from any thread; `close` ends the threads.
     """
 
     def __init__(
@@ -48,29 +49,29 @@ class Service:
         *,
         max_wait: float = 0.005,
         capacity: int = 256,
-        say: Callable[[str], None] = lambda _: None,
+        print_message: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Start; `Model.serve` does.
+        """Start the threads; `Model.serve` calls this.
 
         Args:
-            sessions: of one model; each answers on a thread of its own.
-            options: how pictures are prepared and answered.
-            max_wait: seconds that a picture waits at most until its batch is full.
-            capacity: pictures that were taken and are not answered yet.
-            say: is told, from any thread, that memory was short and batches are smaller now.
+            sessions: of one model; each runs on a thread of its own.
+            options: how images are decoded, batched and predicted.
+            max_wait: seconds that an image waits at most until its batch is full.
+            capacity: images that may be in work, from `submit` to their record.
+            print_message: is called, from any thread, when memory was short and batches are smaller from then on.
         """
         options = InferenceOptions() if options is None else options
         self._batch, self._max_wait, self._capacity = options.batch, max_wait, capacity
         self._slots = threading.BoundedSemaphore(capacity)
         self._state = threading.Condition()
         self._closed, self._decoding = False, 0
-        # as long as `capacity` at most: a picture holds its slot until it is answered
+        # as long as `capacity` at most: an image holds its slot until its record is there
         self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._decoders = open_decoders(options, sessions[0].metadata.input_size, say=say)
+        self._decoders = open_decoder_pool(options, sessions[0].metadata.input_size, print_message=print_message)
         self._threads = [
             threading.Thread(
                 target=self._work,
-                args=(BatchPredictor(session, options, say=say),),
+                args=(BatchPredictor(session, options, print_message=print_message),),
                 name=f"service-{index}",
                 daemon=True,
             )
@@ -80,22 +81,23 @@ class Service:
             thread.start()
 
     def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Record]:
-        """Take one picture.
+        """Begin to classify one image.
 
         Args:
-            image: as `Model.explain` takes it. An array or a PIL image must not be changed until it is answered.
-            box: to crop to first.
-            wait: where `capacity` pictures are in work, wait until one is answered; else raise.
+            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB. An array or a PIL image must not be
+                changed until the future is done.
+            box: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image.
+            wait: where `capacity` images are in work, wait until one is done; else raise.
 
         Returns:
-            A future of its record; that of an image that cannot be used is an error record. It raises StoppedEarly if
+            A future of its record; an image that cannot be classified has an error record. It raises StoppedEarly if
             the device was lost. It can be cancelled until its batch begins.
 
         Raises:
-            queue.Full: `capacity` pictures are in work, and `wait` is False. RuntimeError: the service is closed.
+            queue.Full: `capacity` images are in work, and `wait` is False. RuntimeError: the service is closed.
         """
         if not self._slots.acquire(blocking=wait):
-            raise queue.Full(f"{self._capacity} pictures are in work; try again later")
+            raise queue.Full(f"{self._capacity} images are in work; try again later")
         try:
             with self._state:
                 if self._closed:
@@ -110,7 +112,7 @@ class Service:
         return future
 
     def close(self) -> None:
-        """Take no more pictures, answer those that were taken, end the threads. May be called more than once."""
+        """Refuse new images, finish those in work, and end the threads. May be called more than once."""
         with self._state:
             first, self._closed = not self._closed, True
             self._state.wait_for(lambda: not self._decoding)
@@ -141,20 +143,20 @@ class Service:
             self._decoding -= 1
             self._state.notify_all()
 
-    def _work(self, answerer: BatchPredictor) -> None:
-        while jobs := self._gathered():
-            self._answer(answerer, jobs)
-            # or a quiet service would keep its last pictures
+    def _work(self, predictor: BatchPredictor) -> None:
+        while jobs := self._gather_batch():
+            self._predict(predictor, jobs)
+            # or a quiet service would keep its last images
             del jobs
 
-    def _gathered(self) -> list[_Job]:
-        """The next batch, waited for; empty once the service is closed and everything is answered."""
+    def _gather_batch(self) -> list[_Job]:
+        """Wait for the next batch and return it; empty once the service is closed and everything is done."""
         jobs: list[_Job] = []
-        until = 0.0
+        deadline = 0.0
         while len(jobs) < self._batch:
             try:
-                # what is there already is taken without waiting
-                job = self._ready.get(timeout=max(0.0, until - time.monotonic()) if jobs else None)
+                # images that are there already are taken without waiting
+                job = self._ready.get(timeout=max(0.0, deadline - time.monotonic()) if jobs else None)
             except queue.Empty:
                 break
             if job is None:
@@ -165,18 +167,18 @@ class Service:
                 self._slots.release()
                 continue
             if not jobs:
-                until = time.monotonic() + self._max_wait
+                deadline = time.monotonic() + self._max_wait
             jobs.append(job)
         return jobs
 
-    def _answer(self, answerer: BatchPredictor, jobs: list[_Job]) -> None:
+    def _predict(self, predictor: BatchPredictor, jobs: list[_Job]) -> None:
         try:
-            results = answerer.answer([job.prepared for job in jobs])
-        except Exception as error:  # whatever it is, somebody waits for each of these, and the next may do better
+            results = predictor.predict([job.prepared for job in jobs])
+        except Exception as error:  # a caller waits for each of these futures, and the next batch may succeed
             for job in jobs:
                 self._slots.release()
                 job.future.set_exception(error)
             return
         for job, result in zip(jobs, results, strict=True):
             self._slots.release()
-            job.future.set_result(explained(result.record))
+            job.future.set_result(to_explanation(result.record))

@@ -16,8 +16,8 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly, UsageError
-from opal_deploy.inference.decoding.prepare import Request, content_sha256
-from opal_deploy.inference.prediction import Result
+from opal_deploy.inference.decoding.prepare import content_sha256
+from opal_deploy.inference.types import Request, Result
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
@@ -67,13 +67,13 @@ class SheetBuilder:
         Raises:
             ImageError: the picture cannot be used, or the answer is not finite. StoppedEarly: the device was lost.
         """
-        if isinstance(request.box, ImageError):
-            raise request.box
+        if request.error is not None:
+            raise request.error
         photograph = decode(request.source, max_pixels=self._max_pixels)
         geometry = compute_geometry(photograph, request.box)
         outputs = self._run(to_input(photograph, geometry, self._metadata.input_size)[None])
         if not np.isfinite(outputs.logits).all():
-            raise ImageError("not_finite", "the model's answer for it is not a finite number")
+            raise ImageError("not_finite", "the model's logits for it are NaN or infinite")
         content = build_sheet_content(
             request.name, geometry, outputs, 0, self._metadata, min_margin=self._min_margin, names=self._names
         )

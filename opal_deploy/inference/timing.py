@@ -1,14 +1,15 @@
-"""Where a run's time goes: seconds by stage and by thread, and who waited for whom.
+"""Measure where a run's time goes: seconds by stage and by thread, and which thread waited for which.
 
-Each thread adds to sums of its own, so that the work itself takes no lock; they are put together when somebody asks.
-A stage begun inside another takes its time from it: reading happens while a picture is decoded, and is not decoding.
+Each thread adds to sums of its own, so that the work itself takes no lock; `StageTimer.read` puts them together. A
+stage that is entered inside another takes its time from the outer one: reading a file while it is decoded counts as
+reading, not as decoding.
 """
 
 from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from time import perf_counter as _wall_seconds
 from time import thread_time as _cpu_seconds
 from typing import Any, Literal, get_args
@@ -19,74 +20,81 @@ WaitReason = Literal["pictures", "session", "drawing", "disk"]
 
 # in the order in which an image passes them
 STAGES: tuple[Stage, ...] = get_args(Stage)
-STATIONS: tuple[ThreadRole, ...] = get_args(ThreadRole)
+THREAD_ROLES: tuple[ThreadRole, ...] = get_args(ThreadRole)
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """What one stage took on one kind of threads.
+    """The time of one stage on the threads of one role.
 
     Attributes:
-        station: threads that do the same work: those that decode, those that hold a session, those that draw, and the
-            one that runs the loop.
-        stage: `read` opens and reads files; `draw` makes overlays, their JPEG and the report's thumbnails; `compute`
-            is all of `Session.run` where `transfer` is not told apart.
-        wall: seconds, summed over threads. cpu: seconds of processor time of these threads; a runtime's own threads
-            are not among them. calls: how often it was entered.
+        role: of the threads: those that decode, those that hold a session, those that draw, and the one that runs the
+            loop.
+        stage: `read` opens and reads files; `draw` makes overlays, sheets, their files and the report's thumbnails;
+            `compute` is all of `Session.run` where `transfer` is not measured apart.
+        wall: seconds, summed over threads.
+        cpu: seconds of processor time of these threads; without those of a runtime's own threads.
+        calls: number of times that the stage was entered.
     """
 
-    station: ThreadRole
+    role: ThreadRole
     stage: Stage
     wall: float
     cpu: float
     calls: int
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values under the keys of summary.json."""
+        return {
+            "station": self.role, "stage": self.stage, "wall": self.wall, "cpu": self.cpu, "calls": self.calls
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Everything a clock has seen.
+    """All times that a timer has measured.
 
     Attributes:
-        stages: in the order of stations, then of stages; those that never happened are absent.
-        waits: seconds that the loop stood still, by what it waited for; `disk` is its writing of records.
+        stages: in the order of THREAD_ROLES, then of STAGES; those that were never entered are absent.
+        waits: seconds that the loop waited, by reason; `disk` is its own writing of records.
     """
 
     stages: tuple[StageTime, ...] = ()
     waits: tuple[tuple[WaitReason, float], ...] = ()
 
-    def of_stage(self, stage: Stage) -> StageTime | None:
-        """A stage's sum over all stations, under the first one's name; None if it never happened."""
-        found = [row for row in self.stages if row.stage == stage]
-        if not found:
+    def sum_stage(self, stage: Stage) -> StageTime | None:
+        """Return a stage's sum over all roles, under the first one's name; None if it was never entered."""
+        rows = [row for row in self.stages if row.stage == stage]
+        if not rows:
             return None
         return StageTime(
-            found[0].station,
+            rows[0].role,
             stage,
-            sum(row.wall for row in found),
-            sum(row.cpu for row in found),
-            sum(row.calls for row in found),
+            sum(row.wall for row in rows),
+            sum(row.cpu for row in rows),
+            sum(row.calls for row in rows),
         )
 
-    def of_station(self, station: ThreadRole) -> tuple[StageTime, ...]:
-        """The rows of one kind of threads."""
-        return tuple(row for row in self.stages if row.station == station)
+    def select_role(self, role: ThreadRole) -> tuple[StageTime, ...]:
+        """Return the times of the threads of one role."""
+        return tuple(row for row in self.stages if row.role == role)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"stages": [asdict(row) for row in self.stages], "waits": dict(self.waits)}
+        """Return the JSON value that summary.json holds."""
+        return {"stages": [row.to_dict() for row in self.stages], "waits": dict(self.waits)}
 
 
 class StageTimer:
-    """Adds up stages and waits of one run; every method may be called from any thread."""
+    """A stopwatch of one run's stages and waits; every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self._local = threading.local()
         self._threads: list[_Thread] = []
         self._lock = threading.Lock()
 
-    def join(self, station: ThreadRole) -> None:
-        """Count the calling thread to `station`; a thread that never joined is the loop's."""
-        self._thread().station = station
+    def register_thread(self, role: ThreadRole) -> None:
+        """Count the calling thread's stages under `role`; those of a thread never registered are the loop's."""
+        self._thread().role = role
 
     def stage(self, name: Stage) -> AbstractContextManager[None]:
         """Time the block as one call of a stage, whether it ends well or by an exception."""
@@ -94,7 +102,7 @@ class StageTimer:
         return _Timer(thread, name)
 
     def attribute(self, name: Stage, seconds: float) -> None:
-        """Count `seconds` of the block that is being timed to another stage: what a device reports of its own work."""
+        """Count `seconds` of the stage that is being timed under another: the time that a device reports itself."""
         thread = self._thread()
         row = thread.sums(name)
         row.wall += seconds
@@ -103,65 +111,65 @@ class StageTimer:
             thread.running.inner_wall += seconds
 
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Count what another process took for a stage while the calling thread waited for it."""
+        """Count the time that another process took for a stage while the calling thread waited for it."""
         row = self._thread().sums(name)
         row.wall += wall
         row.cpu += cpu
         row.calls += calls
 
-    def waiting(self, what: WaitReason) -> AbstractContextManager[None]:
+    def waiting(self, reason: WaitReason) -> AbstractContextManager[None]:
         """Time the block as waiting; it takes no time from stages, nor they from it."""
-        return _Wait(self._thread().waits, what)
+        return _Wait(self._thread().waits, reason)
 
     def read(self) -> StageTimes:
-        """The sums so far; exact once the threads have ended, within the calls in work before."""
+        """Return the sums so far; a stage that a thread is in counts once it is left."""
         stages: dict[tuple[ThreadRole, Stage], _Sums] = {}
         waits: dict[WaitReason, float] = {}
         with self._lock:
             threads = list(self._threads)
         for thread in threads:
             for stage, sums in list(thread.stages.items()):
-                stages.setdefault((thread.station, stage), _Sums()).add(sums)
-            for what, seconds in list(thread.waits.items()):
-                waits[what] = waits.get(what, 0.0) + seconds
+                stages.setdefault((thread.role, stage), _Sums()).add(sums)
+            for reason, seconds in list(thread.waits.items()):
+                waits[reason] = waits.get(reason, 0.0) + seconds
         return StageTimes(
             tuple(
-                StageTime(station, stage, row.wall, row.cpu, row.calls)
-                for station in STATIONS
+                StageTime(role, stage, row.wall, row.cpu, row.calls)
+                for role in THREAD_ROLES
                 for stage in STAGES
-                if (row := stages.get((station, stage))) is not None
+                if (row := stages.get((role, stage))) is not None
             ),
-            tuple((what, waits[what]) for what in get_args(WaitReason) if what in waits),
+            tuple((reason, waits[reason]) for reason in get_args(WaitReason) if reason in waits),
         )
 
     def _thread(self) -> _Thread:
         try:
-            thread: _Thread = self._mine.thread
+            thread: _Thread = self._local.thread
         except AttributeError:
-            thread = self._mine.thread = _Thread()
+            thread = self._local.thread = _Thread()
             with self._lock:
                 self._threads.append(thread)
         return thread
 
 
 class NoOpTimer(StageTimer):
-    """Times nothing and costs next to nothing."""
+    """A StageTimer that measures nothing and costs next to nothing."""
 
-    def join(self, station: ThreadRole) -> None:
-        """Nothing."""
+    def register_thread(self, role: ThreadRole) -> None:
+        """Do nothing."""
 
     def stage(self, name: Stage) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Do nothing."""
         return _NOTHING
 
     def attribute(self, name: Stage, seconds: float) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def waiting(self, what: WaitReason) -> AbstractContextManager[None]:
-        """Nothing."""
+    def waiting(self, reason: WaitReason) -> AbstractContextManager[None]:
+        """Do nothing."""
         return _NOTHING
 
 
@@ -178,12 +186,12 @@ class _Sums:
 
 
 class _Thread:
-    """One thread's sums, and its innermost stage in work."""
+    """One thread's sums, and the innermost stage that it is in."""
 
-    __slots__ = ("running", "stages", "station", "waits")
+    __slots__ = ("role", "running", "stages", "waits")
 
     def __init__(self) -> None:
-        self.station: ThreadRole = "loop"
+        self.role: ThreadRole = "loop"
         self.stages: dict[Stage, _Sums] = {}
         self.waits: dict[WaitReason, float] = {}
         self.running: _Timer | None = None
@@ -222,16 +230,16 @@ class _Timer:
 
 
 class _Wait:
-    __slots__ = ("_started", "_waits", "_what")
+    __slots__ = ("_reason", "_started", "_waits")
 
-    def __init__(self, waits: dict[WaitReason, float], what: WaitReason) -> None:
-        self._waits, self._what = waits, what
+    def __init__(self, waits: dict[WaitReason, float], reason: WaitReason) -> None:
+        self._waits, self._reason = waits, reason
 
     def __enter__(self) -> None:
         self._started = _wall_seconds()
 
     def __exit__(self, *_: object) -> None:
-        self._waits[self._what] = self._waits.get(self._what, 0.0) + _wall_seconds() - self._started
+        self._waits[self._reason] = self._waits.get(self._reason, 0.0) + _wall_seconds() - self._started
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -7,7 +7,8 @@ outputs; nothing is looked up, smoothed or recomputed from pixels.
 from __future__ import annotations
 
 import math
-from typing import Literal, NotRequired, TypedDict
+from collections.abc import Callable
+from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -18,6 +19,18 @@ from opal_deploy.preprocess.geometry import Geometry
 RECORD_SCHEMA = 1
 # inside both logarithms of the kl distance, as in the head
 KL_EPSILON = 1e-8
+
+
+Status: TypeAlias = Literal["ok", "abstained", "error"]
+# (class_id, slot) to the slot's name, where it has one
+SlotName: TypeAlias = Callable[[int, int], str | None]
+
+
+class Digests(NamedTuple):
+    """Hex sha256 of an image's file and of the model's file; None where there is no file, or it was not hashed."""
+
+    file_sha256: str | None
+    model_sha256: str | None
 
 
 class Answer(TypedDict):
@@ -65,7 +78,7 @@ class Record(TypedDict):
 
     schema: int
     image: str | None
-    status: Literal["ok", "abstained", "error"]
+    status: Status
     file_sha256: NotRequired[str | None]
     model_sha256: NotRequired[str | None]
     width: NotRequired[int]
@@ -114,12 +127,27 @@ def build_record(
     *,
     top: int = 5,
     min_margin: float | None = None,
+    digests: Digests | None = None,
+    slot_name: SlotName = lambda class_id, slot: None,
+    truth: str | None = None,
 ) -> Record:
-    """The record of image `row` of a batch's outputs.
+    """Return the record of image `row` of a batch's outputs.
 
     `margin` is the cosine of the predicted class minus that of the runner-up by logit. Evidence is that of the
     predicted class, in slot order; the key is absent unless the model's evidence is `exact`: elsewhere no single cell
     decided.
+
+    Args:
+        image: its name; None for an image without one.
+        geometry: its size and crop.
+        outputs: of the batch.
+        row: of the image in the batch.
+        metadata: the model's.
+        top: classes listed.
+        min_margin: a smaller margin has the status `abstained`; None: none has.
+        digests: of the image's file and the model's; None: the record has neither key.
+        slot_name: names the slots of the evidence.
+        truth: the image's label; None: the record has no such key.
     """
     logits = outputs.logits[row]
     scores = None if outputs.scores is None else outputs.scores[row]
@@ -138,18 +166,18 @@ def build_record(
     answers = [answer(int(c)) for c in order]
     margin = None if cosine is None or len(order) < 2 else float(cosine[order[0]] - cosine[order[1]])
     abstained = min_margin is not None and margin is not None and margin < min_margin
-    record: Record = {
-        "schema": RECORD_SCHEMA,
-        "image": image,
-        "status": "abstained" if abstained else "ok",
-        "width": geometry.width,
-        "height": geometry.height,
-        "prediction": answers[0],
-        "margin": margin,
-        "top": answers[:top],
-    }
+    record = _start_record(image, "abstained" if abstained else "ok", digests)
+    record["width"], record["height"] = geometry.width, geometry.height
+    record["prediction"] = answers[0]
+    record["margin"] = margin
+    record["top"] = answers[:top]
     if metadata.evidence == "exact" and scores is not None and outputs.argmax is not None:
         record["evidence"] = class_evidence(int(order[0]), geometry, outputs, row, metadata)
+        for slot in record["evidence"]:
+            if (name := slot_name(int(order[0]), slot["slot"])) is not None:
+                slot["name"] = name
+    if truth is not None:
+        record["truth"] = truth
     return record
 
 
@@ -183,18 +211,19 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int
     return slots
 
 
-def error_record(image: str | None, code: str, message: str) -> Record:
-    """The record of an image that could not be used."""
-    return {"schema": RECORD_SCHEMA, "image": image, "status": "error", "error": {"code": code, "message": message}}
+def error_record(
+    image: str | None, code: str, message: str, *, digests: Digests | None = None, truth: str | None = None
+) -> Record:
+    """Return the record of an image that could not be classified; `digests` and `truth` as in `build_record`."""
+    record = _start_record(image, "error", digests)
+    record["error"] = {"code": code, "message": message}
+    if truth is not None:
+        record["truth"] = truth
+    return record
 
 
-def with_digests(record: Record, file_sha256: str | None, model_sha256: str | None) -> Record:
-    """The record with the sha256 of the file that it is about, and of the model that answered."""
-    head: Record = {
-        "schema": record["schema"],
-        "image": record["image"],
-        "status": record["status"],
-        "file_sha256": file_sha256,
-        "model_sha256": model_sha256,
-    }
-    return {**head, **record}
+def _start_record(image: str | None, status: Status, digests: Digests | None) -> Record:
+    record: Record = {"schema": RECORD_SCHEMA, "image": image, "status": status}
+    if digests is not None:
+        record["file_sha256"], record["model_sha256"] = digests.file_sha256, digests.model_sha256
+    return record

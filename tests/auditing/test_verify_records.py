@@ -14,8 +14,8 @@ from PIL import Image
 import opal_deploy
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.auditing.verify_records import CheckOptions, RecordsReport, sample_lines, verify_records
-from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.sources.annotations import FolderLabels
+from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 
 # what no model computes; `image` is found by the file that it names instead

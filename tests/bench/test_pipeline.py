@@ -78,7 +78,7 @@ def test_a_slow_session_is_the_bound(items: list[Item]) -> None:
     plain, explained = found.variants
     for variant in (plain, explained):
         assert (variant.bound.station, variant.bound.stage) == ("session", "compute")
-        compute = variant.passes[0].times.of_stage("compute")
+        compute = variant.passes[0].times.sum_stage("compute")
         assert compute is not None
         assert 6 * 0.1 <= compute.wall <= variant.passes[0].seconds
     # the loop stands and waits for it
@@ -111,9 +111,9 @@ def test_slow_reading_is_told_apart_from_slow_decoding(items: list[Item], monkey
 
 
 def test_slow_drawing_bounds_only_where_there_are_overlays(items: list[Item], monkeypatch: pytest.MonkeyPatch) -> None:
-    from opal_deploy.inference.run import run as infer
+    from opal_deploy.inference.run import drawing
 
-    monkeypatch.setattr(infer, "draw_overlay", slowed(infer.draw_overlay, 0.05))
+    monkeypatch.setattr(drawing, "draw_overlay", slowed(drawing.draw_overlay, 0.05))
 
     plain, explained = measured(SleepingSession(0.01), items).variants
 
@@ -169,7 +169,7 @@ def test_without_the_network_its_time_is_gone_and_there_is_nothing_to_compare_wi
     found = measured(SleepingSession(0.2), items, network=False)
 
     assert found.bare == ()
-    compute = found.variants[0].passes[0].times.of_stage("compute")
+    compute = found.variants[0].passes[0].times.sum_stage("compute")
     assert compute is not None
     assert compute.calls == 6
     assert compute.wall < 0.2

@@ -49,7 +49,7 @@ def test_everything_beside_the_records_agrees_with_them(
     assert [record["truth"] for record in found] == ["ash"] * 2 + ["birch"] * 2 + ["lion"] * 2
 
     correct = sum(r["truth"] == r["prediction"]["label"] for r in found if "prediction" in r and r["truth"] != "lion")
-    assert f"Accuracy: {correct / 3:.2%} of 3 answers" in done.stderr
+    assert f"Accuracy: {correct / 3:.2%} of 3 predictions" in done.stderr
     assert "1 labelled images failed and are not counted" in done.stderr
     assert "2 images have a label that is no class of the model (lion)" in done.stderr
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.onnx_file import read_metadata
-from opal_deploy.cli.infer.setup import least_margin
+from opal_deploy.cli.infer.setup import parse_min_margin
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
@@ -27,17 +27,17 @@ def test_anything_else_is_refused_in_one_line(text: str) -> None:
 
 
 def test_a_margin_is_taken_as_it_is(exact_model: Path) -> None:
-    assert least_margin("0.05", exact_model, read_metadata(exact_model)) == 0.05
+    assert parse_min_margin("0.05", exact_model, read_metadata(exact_model)) == 0.05
 
 
 def test_what_is_neither_a_margin_nor_a_rate_is_refused(exact_model: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
-        least_margin("some", exact_model, read_metadata(exact_model))
+        parse_min_margin("some", exact_model, read_metadata(exact_model))
 
 
 def test_a_model_without_validation_pictures_says_how_to_choose(exact_model: Path) -> None:
     with pytest.raises(UsageError, match=r"remembers no validation pictures.*--target-error 5%"):
-        least_margin("5%", exact_model, replace(read_metadata(exact_model), risk={}))
+        parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk={}))
 
 
 def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_model: Path) -> None:
@@ -47,11 +47,11 @@ def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_mode
     metadata = replace(read_metadata(exact_model), risk=summary)
     expected = choose_threshold(summary, 0.05).min_margin
     assert expected is not None
-    assert least_margin("5%", exact_model, metadata) == expected
+    assert parse_min_margin("5%", exact_model, metadata) == expected
     assert 0 < expected <= 0.11
 
 
 def test_a_rate_that_they_cannot_support_is_refused(exact_model: Path) -> None:
     summary = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
     with pytest.raises(UsageError, match="20 validation pictures"):
-        least_margin("5%", exact_model, replace(read_metadata(exact_model), risk=summary))
+        parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk=summary))

@@ -12,11 +12,11 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.atlas import Labelled, collect, write_patches
-from opal_deploy.inference.decoding.prepare import Request, content_sha256
-from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.exemplars import find_exemplars
 from opal_deploy.visualization.atlas.storage import Atlas, write_atlas
 

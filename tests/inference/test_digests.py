@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from opal_deploy.inference.decoding import prepare
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
 
 
@@ -75,8 +75,8 @@ def test_a_large_picture_is_hashed_too_and_what_is_far_too_long_is_not(
     picture: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = picture.stat().st_size
-    monkeypatch.setattr(prepare, "READ_WHOLE_BYTES", size - 1)
-    monkeypatch.setattr(prepare, "HASHED_BYTES", size)
+    monkeypatch.setattr(prepare, "MAX_READ_BYTES", size - 1)
+    monkeypatch.setattr(prepare, "MAX_HASHED_BYTES", size)
     (record,) = records([Request("a", picture)], bright_session())
     assert record["file_sha256"] == sha256(picture)
     with picture.open("ab") as stream:

@@ -18,8 +18,8 @@ from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream, prefetch
+from opal_deploy.inference.executor import predict_stream, prefetch
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import ImageBatch, Session
@@ -252,7 +252,7 @@ def test_a_picture_that_memory_cannot_hold_is_an_error_of_its_own(
 
 
 def test_a_wanted_box_that_is_missing_is_the_images_error(bright_session: Callable) -> None:
-    request = Request("a", shade(1), ImageError("no_box", "boxes.csv has no box for it"))
+    request = Request("a", shade(1), error=ImageError("no_box", "boxes.csv has no box for it"))
     (record,) = records(iter([request]), [bright_session()], InferenceOptions())
     assert record == {
         "schema": 1,
@@ -395,20 +395,20 @@ def test_out_of_memory_halves_the_batch_once_and_for_all_and_says_so(
     asked = too_large(session, 4, error)
     said: list[str] = []
     options = InferenceOptions(batch=16, fixed_batch=fixed)
-    found = [r.record for r in predict_stream(shades(range(38)), [session], options, say=said.append)]
+    found = [r.record for r in predict_stream(shades(range(38)), [session], options, print_message=said.append)]
     clean = records(shades(range(38)), [bright_session()], InferenceOptions(batch=16))
     assert lines(found) == lines(clean)
     assert asked == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4 if fixed else 2]
     assert said == [
-        "brightness on CPU: out of memory with 16 pictures at a time; going on with 8",
-        "brightness on CPU: out of memory with 8 pictures at a time; going on with 4",
+        "brightness on CPU: out of memory with a batch of 16; going on with 8",
+        "brightness on CPU: out of memory with a batch of 8; going on with 4",
     ]
 
 
 def test_memory_that_is_too_small_for_one_picture_stops_the_run(bright_session: Callable) -> None:
     session = bright_session()
     asked = too_large(session, 0, OutOfMemory("CUDA is full"))
-    with pytest.raises(StoppedEarly, match=r"out of memory with a single picture \(CUDA is full\); free memory there"):
+    with pytest.raises(StoppedEarly, match=r"out of memory with a single image \(CUDA is full\); free memory there"):
         records(shades(range(8)), [session], InferenceOptions(batch=8))
     assert asked == [8, 4, 2, 1]
 
@@ -471,9 +471,7 @@ def test_a_slow_consumer_lets_no_pictures_pile_up(bright_session: Callable) -> N
             yield Request(str(number), picture)
 
     batch = 4
-    results = predict_stream(
-        endless(), [bright_session()], InferenceOptions(batch=batch, workers=4, keep_pictures=True)
-    )
+    results = predict_stream(endless(), [bright_session()], InferenceOptions(batch=batch, workers=4, keep_images=True))
     most = 0
     for _ in range(40):
         next(results)
@@ -503,8 +501,8 @@ _SHORT_OF_MEMORY = """
 import json, resource, sys
 from pathlib import Path
 from opal_deploy.synthetic import example_images
-from opal_deploy.inference.executor import EngineOptions, explain_all
-from opal_deploy.inference.decoding.prepare import Request
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.runtime.select import open_sessions
 
 sessions = open_sessions(Path(sys.argv[1]), device="cpu", threads=1)
@@ -513,8 +511,8 @@ said = []
 
 def run(batch):
     asked = (Request(str(number), picture) for number, picture in enumerate(pictures))
-    options = EngineOptions(batch=batch)
-    return [json.dumps(r.record) for r in explain_all(asked, sessions, options, say=said.append)]
+    options = InferenceOptions(batch=batch)
+    return [json.dumps(r.record) for r in predict_stream(asked, sessions, options, print_message=said.append)]
 
 clean = run(4)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -531,4 +529,4 @@ def test_onnx_runtime_without_memory_for_a_batch_goes_on_with_half(resnet: Path)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["same"]
-    assert "out of memory with 64 pictures at a time; going on with 32" in told["said"][0]
+    assert "out of memory with a batch of 64; going on with 32" in told["said"][0]

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input

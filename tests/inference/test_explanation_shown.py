@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 import opal_deploy
-from opal_deploy.inference.explanation import Explanation, Explanations, explained_all
+from opal_deploy.inference.explanation import Explanation, Explanations, to_explanations
 from opal_deploy.records.record import Record, error_record
 
 HOSTILE = "<script>alert(1)</script>\"'\n&.png"
@@ -93,7 +93,7 @@ def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, make_pict
     for shown in (
         Explanation(record),
         Explanation(failed),
-        explained_all([cast(Record, record), cast(Record, failed)]),
+        to_explanations([cast(Record, record), cast(Record, failed)]),
     ):
         assert {tag for tag, _ in page(shown)} <= {
             "div",

@@ -18,10 +18,10 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.memory import MemoryCurve, MemorySampler, release_memory
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
-from opal_deploy.inference.run.run import requests
+from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions, build_requests
 from opal_deploy.runtime.session import ImageBatch, Session
 
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows of a process")
@@ -72,7 +72,7 @@ def write_tar(path: Path, count: int) -> Path:
 
 
 def explained(path: Path, session: Session, *, isolate: bool = False) -> Iterator[str]:
-    asked = requests(discover([str(path)], Skipped()), None)
+    asked = build_requests(discover([str(path)], Skipped()), None)
     for result in predict_stream(asked, [session], InferenceOptions(batch=16, workers=2, isolate=isolate)):
         yield result.record["status"]
 

@@ -16,8 +16,8 @@ import pytest
 
 import opal_deploy
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.executor import InferenceOptions
 from opal_deploy.inference.service import Service
+from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.records.record import Record
 
 
@@ -134,7 +134,7 @@ def test_a_full_service_raises_or_waits(bright_session: Callable) -> None:
     hold = threading.Event()
     with Service([bright_session(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
         taken = [service.submit(array(shade)) for shade in range(5)]
-        with pytest.raises(queue.Full, match="5 pictures are in work"):
+        with pytest.raises(queue.Full, match="5 images are in work"):
             service.submit(array(5), wait=False)
         late: list[Future[Record]] = []
         waiting = threading.Thread(target=lambda: late.append(service.submit(array(5))))

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sheets import SheetBuilder
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.visualization.sheet.layout import layout_sheet
 from opal_deploy.visualization.sheet.rendering import encode_png

@@ -15,17 +15,18 @@ from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import Request, timed_open
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.decoding.prepare import timed_open
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
-from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer, StageTimes
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.runtime.session import BatchTimes, ImageBatch
 
 
 def wall(times: StageTimes, stage: Stage) -> float:
-    row = times.of_stage(stage)
+    row = times.sum_stage(stage)
     return 0.0 if row is None else row.wall
 
 
@@ -118,15 +119,15 @@ def test_threads_add_up_under_the_station_that_they_joined() -> None:
             with clock.stage("decode"):
                 pass
 
-    with ThreadPoolExecutor(3, initializer=clock.join, initargs=("decoders",)) as pool:
+    with ThreadPoolExecutor(3, initializer=clock.register_thread, initargs=("decoders",)) as pool:
         list(pool.map(work, range(3)))
     with clock.stage("decode"):
         pass
 
     times = clock.read()
 
-    assert [(row.station, row.calls) for row in times.stages] == [("decoders", 600), ("loop", 1)]
-    both = times.of_stage("decode")
+    assert [(row.role, row.calls) for row in times.stages] == [("decoders", 600), ("loop", 1)]
+    both = times.sum_stage("decode")
     assert both is not None
     assert both.calls == 601
 
@@ -153,21 +154,21 @@ def test_a_clock_can_be_read_while_it_runs() -> None:
 
 
 def test_the_null_clock_keeps_nothing() -> None:
-    NO_OP_TIMER.join("decoders")
+    NO_OP_TIMER.register_thread("decoders")
     with NO_OP_TIMER.stage("decode"), NO_OP_TIMER.waiting("disk"):
         NO_OP_TIMER.attribute("transfer", 1.0)
     assert NO_OP_TIMER.read() == StageTimes()
 
 
 def test_a_run_times_every_stage_where_it_happens(tmp_path: Path, bright_session: Callable) -> None:
-    items = [Item(photograph(tmp_path / f"{n}.jpg"), f"{n}.jpg") for n in range(9)]
+    requests = (Request(str(n), photograph(tmp_path / f"{n}.jpg")) for n in range(9))
     out = tmp_path / "out"
     out.mkdir()
-    options = InferenceOptions(batch=4, workers=2, keep_pictures=True)
+    options = RunOptions(out, InferenceOptions(batch=4, workers=2), ReportOptions())
 
-    summary = run(items, [bright_session()], RunOptions(out, explain=True, engine=options))
+    summary = run(requests, [bright_session()], options)
 
-    found = {(row.station, row.stage): row.calls for row in summary.times.stages}
+    found = {(row.role, row.stage): row.calls for row in summary.times.stages}
     # opened, and read at least once
     assert found.pop(("decoders", "read")) >= 18
     assert found == {
@@ -187,19 +188,19 @@ def test_a_run_times_every_stage_where_it_happens(tmp_path: Path, bright_session
 def test_no_station_is_busier_than_its_threads(
     tmp_path: Path, bright_session: Callable, workers: int, sessions: int
 ) -> None:
-    items = [Item(photograph(tmp_path / f"{n}.jpg"), f"{n}.jpg") for n in range(24)]
+    requests = (Request(str(n), photograph(tmp_path / f"{n}.jpg")) for n in range(24))
     out = tmp_path / "out"
     out.mkdir()
 
     summary = run(
-        items,
+        requests,
         [bright_session() for _ in range(sessions)],
-        RunOptions(out, engine=InferenceOptions(batch=4, workers=workers)),
+        RunOptions(out, InferenceOptions(batch=4, workers=workers)),
     )
 
     threads = {"decoders": workers, "session": sessions, "loop": 1}
     for station, count in threads.items():
-        spent = sum(row.wall for row in summary.times.stages if row.station == station)
+        spent = sum(row.wall for row in summary.times.stages if row.role == station)
         assert 0 < spent <= summary.seconds * count
     assert sum(seconds for _, seconds in summary.times.waits) <= summary.seconds
 
@@ -211,13 +212,11 @@ def test_a_picture_decoded_again_for_its_overlay_is_timed_where_it_happens(
     photograph(tmp_path / "large.jpg", (2000, 1100))
     out = tmp_path / "out"
     out.mkdir()
-    options = InferenceOptions(keep_pictures=True)
+    requests = iter([Request("large.jpg", tmp_path / "large.jpg")])
 
-    summary = run(
-        [Item(tmp_path / "large.jpg", "large.jpg")], [bright_session()], RunOptions(out, explain=True, engine=options)
-    )
+    summary = run(requests, [bright_session()], RunOptions(out, InferenceOptions(), ReportOptions()))
 
-    assert {row.stage for row in summary.times.of_station("drawers")} == {"read", "decode", "draw", "write"}
+    assert {row.stage for row in summary.times.select_role("drawers")} == {"read", "decode", "draw", "write"}
 
 
 def test_transfers_come_from_a_session_that_can_tell_and_only_when_asked_for(bright_session: Callable) -> None:
@@ -232,9 +231,9 @@ def test_transfers_come_from_a_session_that_can_tell_and_only_when_asked_for(bri
         return clock.read()
 
     session = bright_session()
-    assert timed(asked=True).of_stage("transfer") is None
+    assert timed(asked=True).sum_stage("transfer") is None
     session.run_staged = staged
-    assert timed(asked=False).of_stage("transfer") is None
+    assert timed(asked=False).sum_stage("transfer") is None
     times = timed(asked=True)
     assert wall(times, "transfer") == pytest.approx(0.03)
     assert wall(times, "compute") >= 0.03
@@ -246,7 +245,7 @@ def test_a_session_that_knows_no_transfers_has_none_invented(bright_session: Cal
     clock = StageTimer()
     requests = iter([Request("a", Image.new("RGB", (40, 40)))])
     list(predict_stream(requests, [session], InferenceOptions(time_transfers=True), clock))
-    assert clock.read().of_stage("transfer") is None
+    assert clock.read().sum_stage("transfer") is None
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.gif", "a.webp", "a.bmp"])

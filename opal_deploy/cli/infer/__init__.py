@@ -1,9 +1,7 @@
-"""`opal-deploy infer`: explain pictures."""
+"""`opal-deploy infer`: classify images and explain the predictions."""
 
 from __future__ import annotations
 
-import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,11 +17,10 @@ if TYPE_CHECKING:
     from opal_deploy.inference.run.interrupt import Interrupt
     from opal_deploy.inference.run.run import RunOptions
     from opal_deploy.inference.run.summary import Summary
-    from opal_deploy.inference.sources.items import Item
+    from opal_deploy.inference.types import Request
     from opal_deploy.runtime.session import Session
 
 SOME_IMAGES_FAILED = 3
-INTERRUPTED = 130
 
 
 def infer(
@@ -82,7 +79,7 @@ def infer(
         str | None,
         typer.Option(
             help="Mark answers with a smaller margin as abstained. Or an error rate such as 5%: the margin that "
-            "keeps it, by the validation pictures that the model remembers.",
+            "keeps it, by the validation images that the model remembers.",
             show_default=False,
         ),
     ] = None,
@@ -122,7 +119,7 @@ def infer(
     expect_sha256: Annotated[
         str | None, typer.Option("--expect-sha256", help="Of the model's file, as given to you by a trusted way.")
     ] = None,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
     shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,
     report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 10_000,
     report_images: Annotated[
@@ -134,115 +131,95 @@ def infer(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Write summary.json's document to stdout too.")] = False,
 ) -> None:
-    """Classify pictures and say why: one record an image, in results.jsonl.
+    """Classify images and say why: one record an image, in results.jsonl.
 
-    With --explain also an overlay an image (the forward pass's own evidence for its answer) and report.html; with
+    With --explain also an overlay an image (the forward pass's own evidence for its prediction) and report.html; with
     --sheets an evidence sheet an image, as `opal-deploy explain` draws it.
     A run that ended early, however it ended, goes on when the same command is given again.
     """
-    from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import output, setup
-    from opal_deploy.cli.infer.setup import settle
-    from opal_deploy.inference.executor import InferenceOptions
     from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
-    from opal_deploy.inference.run.interrupt import signals
+    from opal_deploy.inference.run.drawing import ReportOptions
+    from opal_deploy.inference.run.interrupt import handle_signals
     from opal_deploy.inference.run.run import RunOptions
-    from opal_deploy.inference.run.summary import ErrorLimit
-    from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+    from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.records.tables import check_formats
     from opal_deploy.runtime.devices import gpu_names
-    from opal_deploy.runtime.select import open_sessions
 
-    with signals(print_message) as interrupt:
-        discovery.check_inputs(images)
-        index, count = parse_shard(shard) if shard else (1, 1)
-        path_of_pixels = parse_decoding(decode)
+    with handle_signals(print_message) as interrupt:
+        # everything that the call may have wrong is checked before the model is loaded
+        inputs = setup.Inputs.read(images, shard=shard, recursive=recursive, boxes=boxes, labels=labels)
+        decoding = parse_decoding(decode)
         tables = check_formats(formats or [])
-        pictures = setup.check_pictures(report_images)
-        limit = None if max_errors is None else ErrorLimit.parse(max_errors)
+        embedding = setup.parse_report_images(report_images)
+        error_limit = None if max_errors is None else ErrorLimit.parse(max_errors)
         if overwrite and out is None:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
-        crops = read_boxes(boxes) if boxes else None
-        truths = read_labels(labels) if labels else None
-        path = model or setup.found_model(device)
-        setup.raise_pillows_limit(max_pixels)
-        if expect_sha256 is not None:
-            check_sha256(path, expect_sha256)
-        sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
-        readers = workers or default_workers()
+        setup.raise_pillow_limit(max_pixels)
+        num_workers = workers or default_workers()
+
+        loaded = setup.load_model(
+            model, device=device, threads=threads, cuda_graphs=cuda_graphs, expect_sha256=expect_sha256
+        )
+        metadata = loaded.metadata
         gpus: tuple[GpuDecoder, ...] = ()
-        if path_of_pixels is Decoding.gpu:
-            gpus = open_gpu_decoders(gpu_names(device), readers, "leave --decode out to decode on the CPU")
-        metadata = sessions[0].metadata
-        setup.check_model(path, metadata, explain=explain, margin=min_margin is not None, boxed=crops is not None)
-        least = None if min_margin is None else setup.least_margin(min_margin, path, metadata)
-        identity_of_model = setup.model_identity(path)
-        wanted = settle(
-            path, sessions, identity_of_model,
-            sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=least,
+        if decoding is Decoding.gpu:
+            gpus = open_gpu_decoders(gpu_names(device), num_workers, "leave --decode out to decode on the CPU")
+        setup.check_model(
+            loaded.path, metadata, explain=explain, margin=min_margin is not None, boxed=inputs.boxes is not None
+        )
+        margin = None if min_margin is None else setup.parse_min_margin(min_margin, loaded.path, metadata)
+        drawing = setup.prepare_sheets(
+            loaded, sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=margin
+        )
+        sessions = drawing.sessions
+        inference = InferenceOptions(
+            batch=batch or default_batch(sessions[0]), fixed_batch=True,
+            workers=num_workers, max_pixels=max_pixels, decode=decoding, gpus=gpus,
+            isolate=isolate, decode_timeout=decode_timeout or None,
+            top=top, min_margin=margin, model_sha256=loaded.fingerprint["sha256"], slot_names=drawing.slot_names,
         )  # fmt: skip
-        sessions = wanted.sessions
-        identity = {
+        # the options that decide the records and drawings: a run with other ones is another run
+        config = {
             IMAGES: images,
-            "model": identity_of_model,
+            "model": loaded.fingerprint,
             "explain": explain,
-            "boxes": setup.file_identity(boxes),
-            "labels": None if truths is None else truths.identity,
-            "min_margin": least,
+            "boxes": setup.fingerprint_file(boxes),
+            "labels": None if inputs.labels is None else inputs.labels.identity,
+            "min_margin": margin,
             "top": top,
             "max_pixels": max_pixels,
             "decode": decode,
-            "shard": f"{index}/{count}" if count > 1 else None,
+            "shard": "{}/{}".format(*inputs.shard) if inputs.shard[1] > 1 else None,
             "recursive": recursive,
-            **wanted.identity,
+            **drawing.config,
         }
         skipped = Skipped()
-        found = discovery.discover(images, skipped, sys.stdin, recursive=recursive)
-        # a call that names no image at all fails here, before anything is written
-        items = discovery.shard(itertools.chain([next(found)], found), index, count)
-        options = InferenceOptions(
-            batch=batch or default_batch(sessions[0]),
-            fixed_batch=True,
-            workers=readers,
-            max_pixels=max_pixels,
-            top=top,
-            min_margin=least,
-            keep_pictures=explain or wanted.sheets is not None,
-            decode=path_of_pixels,
-            gpus=gpus,
-            decode_timeout=decode_timeout or None,
-            isolate=isolate,
-            model_sha256=identity_of_model["sha256"],
-            keep_outputs=wanted.sheets is not None,
-        )
-        with acquire_run_dir(out, identity, resume=resume, overwrite=overwrite) as folder:
-            if folder.state == "finished":
-                document = output.tell_finished(folder, tables)
+        # a call without a single image fails here, before anything is written
+        requests = inputs.build_requests(skipped)
+        with acquire_run_dir(out, config, resume=resume, overwrite=overwrite) as directory:
+            if directory.state == "finished":
+                document = output.print_finished(directory, tables)
             else:
-                print_message(f"Explaining with {path} in {output.runtime(sessions)}, batches of {options.batch}")
-                job = RunOptions(
-                    folder.root,
-                    explain,
-                    crops,
-                    options,
-                    tuple(output.facts(path, metadata, sessions)),
-                    report_limit,
-                    truths,
-                    limit,
-                    tables,
-                    folder.state == "unfinished",
-                    print_message,
-                    pictures,
-                    wanted.sheets,
-                    wanted.names,
-                )
-                about = output.about(identity, sessions)
-                document, summary = _run(items, sessions, job, folder, interrupt, about)
-                output.tell(summary, skipped, folder.root, job)
+                runtime = output.describe_runtime(sessions)
+                print_message(f"Explaining with {loaded.path} in {runtime}, batches of {inference.batch}")
+                facts = tuple(output.report_facts(loaded.path, metadata, sessions))
+                options = RunOptions(
+                    directory.root, inference,
+                    report=ReportOptions(facts, report_limit, embedding) if explain else None,
+                    sheets=drawing.sheets, formats=tables, max_errors=error_limit,
+                    resume=directory.state == "unfinished", print_message=print_message,
+                )  # fmt: skip
+                summary = Summary()
+                if inputs.labels is not None:
+                    summary.accuracy = Accuracy(frozenset(metadata.class_names))
+                context = output.summary_context(loaded.fingerprint, sessions)
+                document = _run(requests, sessions, options, summary, directory, interrupt, context)
+                output.print_summary(summary, skipped, options)
         if as_json:
             print_json(document)
         if document["errors"]:
@@ -250,51 +227,38 @@ def infer(
 
 
 def _run(
-    items: Iterator[Item],
+    requests: Iterator[Request],
     sessions: list[Session],
-    job: RunOptions,
-    folder: RunDirectory,
+    options: RunOptions,
+    summary: Summary,
+    directory: RunDirectory,
     interrupt: Interrupt,
-    about: dict[str, object],
-) -> tuple[dict[str, object], Summary]:
-    """Run, and write down what came of it, however it ends.
+    context: dict[str, object],
+) -> dict[str, object]:
+    """Run, and write summary.json, however the run ends; return its document.
 
     Raises:
-        typer.Exit: it was interrupted. StoppedEarly: the run was; both say how it is resumed.
+        typer.Exit: the run was interrupted.
+        StoppedEarly: the run ended early; the message says how it is resumed.
     """
     from opal_deploy.cli.infer import output
+    from opal_deploy.inference.run.interrupt import INTERRUPTED
     from opal_deploy.inference.run.run import run
-    from opal_deploy.inference.run.summary import Summary
 
-    summary = Summary()
-    folder.begin()
-    stopped: str | None = None
+    directory.write_config()
     try:
         with progress("images") as advance:
-            report = lambda done: advance(done.total, note=output.note(done))  # noqa: E731
-            run(items, sessions, job, report, None, summary, interrupt)
-        if interrupt.stopped:
-            stopped = "interrupted"
-        else:
-            return folder.end(summary, about), summary
+            run(
+                requests, sessions, options, summary=summary, interrupt=interrupt,
+                report_progress=lambda done: advance(done.total, note=output.progress_note(done)),
+            )  # fmt: skip
+        if not interrupt.stopped:
+            return directory.write_summary(summary, context)
     except KeyboardInterrupt:
-        stopped = "interrupted"
+        pass
     except StoppedEarly as error:
-        stopped = str(error)
-        output.note_end(folder, summary, about, stopped)
-        raise StoppedEarly(f"{error}; {output.how_to_resume()}") from None
-    output.note_end(folder, summary, about, stopped)
-    print_message(f"Interrupted: {summary.total} records are in {folder.root}; {output.how_to_resume()}")
+        output.write_early_summary(directory, summary, context, str(error))
+        raise StoppedEarly(f"{error}; {output.resume_hint()}") from None
+    output.write_early_summary(directory, summary, context, "interrupted")
+    print_message(f"Interrupted: {summary.total} records are in {directory.root}; {output.resume_hint()}")
     raise typer.Exit(INTERRUPTED)
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """`i/n`, i from 1 to n.
-
-    Raises:
-        UsageError: something else.
-    """
-    parts = text.split("/")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
-        raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
-    return int(parts[0]), int(parts[1])

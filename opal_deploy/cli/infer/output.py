@@ -1,4 +1,4 @@
-"""What `infer` tells people: in the report's head, in summary.json, and on the terminal."""
+"""The texts of `infer`: facts at the head of the report, context in summary.json, messages on the terminal."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import Any
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import one_line, print_message
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.run.directory import SUMMARY, RunDirectory
-from opal_deploy.inference.run.image_files import SHEETS
-from opal_deploy.inference.run.results import REPORT, RESULTS, read_records
+from opal_deploy.inference.run.directory import RunDirectory
+from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.run import RunOptions
 from opal_deploy.inference.run.summary import Accuracy, Summary
+from opal_deploy.inference.run_files import REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.records.tables import TABLES, Format, write_table
 from opal_deploy.runtime.session import Session
 
 
-def facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) -> list[tuple[str, str]]:
-    """The report's head: (name, value) pairs."""
+def report_facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) -> list[tuple[str, str]]:
+    """Return the (name, value) pairs at the head of the report."""
     head = [
         ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
          f"{metadata.prototypes_per_class} slots a class, distance {metadata.distance}"),
-        ("Runtime", runtime(sessions)),
+        ("Runtime", describe_runtime(sessions)),
     ]  # fmt: skip
     if metadata.file_sha256.strip("0"):
         head.append(("Model digest", metadata.file_sha256))
@@ -40,21 +40,21 @@ def facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) -> list[t
         head.append(
             ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['pictures']}")
         )
-    return [*head, ("Command", command())]
+    return [*head, ("Command", format_command())]
 
 
-def about(identity: Mapping[str, Any], sessions: Sequence[Session]) -> dict[str, object]:
-    """What summary.json says beside its counts."""
-    return {"model": identity["model"], "runtime": runtime(sessions), "command": command(short=True)}
+def summary_context(model: Mapping[str, str], sessions: Sequence[Session]) -> dict[str, object]:
+    """Return what summary.json holds beside its counts: model, runtime and command."""
+    return {"model": model, "runtime": describe_runtime(sessions), "command": format_command(short=True)}
 
 
-def runtime(sessions: Sequence[Session]) -> str:
-    """Engines and devices."""
+def describe_runtime(sessions: Sequence[Session]) -> str:
+    """Return the engines and devices in one line."""
     return "; ".join(session.description for session in sessions)
 
 
-def command(*, short: bool = False) -> str:
-    """This call, as a shell takes it; `short`: absolute paths as their last part, which names no one's home."""
+def format_command(*, short: bool = False) -> str:
+    """Return this call as a shell takes it; `short`: absolute paths as their last part, without home directories."""
     arguments = sys.argv[1:]
     if short:
         arguments = [_short(argument) for argument in arguments]
@@ -66,52 +66,54 @@ def _short(argument: str) -> str:
     return option + equals + (Path(value).name if os.path.isabs(value) else value)
 
 
-def how_to_resume() -> str:
-    """What to type, which is the same call again unless that would begin anew."""
-    anew = {"--overwrite", "--no-resume"}
-    if anew.isdisjoint(sys.argv):
-        return f"the same command resumes: {command()}"
+def resume_hint() -> str:
+    """Return how to resume the run: by the same call, unless that would begin a new one."""
+    restarting = {"--overwrite", "--no-resume"}
+    if restarting.isdisjoint(sys.argv):
+        return f"the same command resumes: {format_command()}"
     name, *arguments = sys.argv
-    return f"resume with: {shlex.join([Path(name).name, *(a for a in arguments if a not in anew)])}"
+    return f"resume with: {shlex.join([Path(name).name, *(a for a in arguments if a not in restarting)])}"
 
 
-def note(summary: Summary) -> str:
-    """Beside the progress bar."""
+def progress_note(summary: Summary) -> str:
+    """Return the text beside the progress bar."""
     failed = summary.statuses["error"]
     return f"{failed} failed" if failed else ""
 
 
-def note_end(folder: RunDirectory, summary: Summary, about: Mapping[str, object], stopped: str) -> None:
-    """Write summary.json of a run that ended early, if there is room for it."""
+def write_early_summary(directory: RunDirectory, summary: Summary, context: Mapping[str, object], stopped: str) -> None:
+    """Write summary.json of a run that ended early, if the disk has space for it."""
     with contextlib.suppress(UsageError):
-        folder.end(summary, about, stopped)
+        directory.write_summary(summary, context, stopped)
 
 
-def tell(summary: Summary, skipped: Skipped, out: Path, job: RunOptions) -> None:
-    """What came of a run."""
-    rate = f", {summary.rate:.1f} images/s" if summary.rate else ""
+def print_summary(summary: Summary, skipped: Skipped, options: RunOptions) -> None:
+    """Print what came of a run."""
+    rate = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
     counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.statuses.items()))
-    before = f" ({summary.kept} of them before)" if summary.kept else ""
+    before = f" ({summary.resumed} of them before)" if summary.resumed else ""
     print_message(f"{summary.total} images{before} in {summary.seconds:.1f} s{rate}: {counts or 'nothing to do'}")
     for code, count in summary.errors.most_common():
         print_message(f"  {code}: {count}")
     if summary.accuracy is not None:
-        _tell_accuracy(summary.accuracy)
+        _print_accuracy(summary.accuracy)
     if skipped.count:
         examples = one_line(", ".join(skipped.examples))
         print_message(f"Passed over {skipped.count} files that are hidden or no images by name ({examples})")
-    print_message(f"Records: {out / RESULTS}")
-    for kind in job.formats:
-        print_message(f"Table: {out / TABLES[kind]}")
-    if job.sheets is not None:
-        print_message(f"Sheets: {out / SHEETS}")
-    if job.explain:
-        print_message(f"Report: {out / REPORT}")
+    print_message(f"Records: {options.out / RESULTS}")
+    for kind in options.formats:
+        print_message(f"Table: {options.out / TABLES[kind]}")
+    if options.sheets is not None:
+        print_message(f"Sheets: {options.out / SHEETS}")
+    if options.report is not None:
+        print_message(f"Report: {options.out / REPORT}")
 
 
-def _tell_accuracy(accuracy: Accuracy) -> None:
+def _print_accuracy(accuracy: Accuracy) -> None:
     judged = accuracy.correct + accuracy.wrong
-    value = "no answer could be judged" if accuracy.value is None else f"{accuracy.value:.2%} of {judged} answers"
+    value = (
+        "no prediction could be judged" if accuracy.value is None else f"{accuracy.value:.2%} of {judged} predictions"
+    )
     print_message(f"Accuracy: {value}")
     if accuracy.failed:
         print_message(f"  {accuracy.failed} labelled images failed and are not counted")
@@ -122,20 +124,20 @@ def _tell_accuracy(accuracy: Accuracy) -> None:
         print_message(f"  {accuracy.unknown} images have a label that is no class of the model ({examples})")
 
 
-def tell_finished(folder: RunDirectory, formats: Sequence[Format]) -> dict[str, Any]:
-    """That there is nothing left to do, but for tables that were not asked for before; returns summary.json's document.
+def print_finished(directory: RunDirectory, formats: Sequence[Format]) -> dict[str, Any]:
+    """Print that the run is finished, write tables that are missing, and return the document of summary.json.
 
     Raises:
         StoppedEarly: a table cannot be written.
     """
-    document = folder.read_summary()
+    document = directory.read_summary()
     print_message(
-        f"{folder.root}: this run is finished ({document['images']} images, ended {document['ended']}); "
+        f"{directory.root}: this run is finished ({document['images']} images, ended {document['ended']}); "
         "nothing is computed again, unless with --overwrite"
     )
     for kind in formats:
-        if not (folder.root / TABLES[kind]).exists():
-            write_table(read_records(folder.root / RESULTS), folder.root, kind)
-            print_message(f"Table: {folder.root / TABLES[kind]}")
-    print_message(f"Summary: {folder.root / SUMMARY}")
+        if not (directory.root / TABLES[kind]).exists():
+            write_table(read_records(directory.root / RESULTS), directory.root, kind)
+            print_message(f"Table: {directory.root / TABLES[kind]}")
+    print_message(f"Summary: {directory.root / SUMMARY}")
     return document

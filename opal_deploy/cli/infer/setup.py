@@ -1,43 +1,150 @@
-"""What `infer` settles before a run: which model, whether it fits the call, and what makes the run what it is.
+"""Turn the parameters of `infer` into options: inputs, the model, how it predicts, and what sheets show.
 
-What `infer` settles before a run that draws evidence sheets or calls slots by name."""
+`explain`, `atlas`, `diff` and `verify` use the parts that they share with `infer`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.files import check_sha256, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import print_message
-from opal_deploy.cli.infer import setup
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.inference.sheets import SheetOptions
+    from opal_deploy.inference.sources.annotations import Boxes, Labels
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.types import Request
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.storage import Atlas
     from opal_deploy.visualization.report import ImageMode
     from opal_deploy.visualization.slot_names import SlotNames
 
-
 _NAMES = "names.toml"
 
 
-def raise_pillows_limit(max_pixels: int) -> None:
-    """Let Pillow read pictures that --max-pixels allows."""
+@dataclass(frozen=True)
+class Inputs:
+    """The images of a call, with what is known of them.
+
+    Attributes:
+        images: folders, files, globs, archives, lists.
+        shard: (i, n): every n-th image, beginning with the i-th, from 1.
+        recursive: look into the subfolders of folders.
+        boxes: crops by image; None: no image is cropped.
+        labels: labels by image; None: none is known.
+    """
+
+    images: list[str]
+    shard: tuple[int, int]
+    recursive: bool
+    boxes: Boxes | None
+    labels: Labels | None
+
+    @staticmethod
+    def read(
+        images: list[str], *, shard: str | None, recursive: bool, boxes: Path | None, labels: str | None
+    ) -> Inputs:
+        """Check the inputs and read the files of boxes and labels.
+
+        Raises:
+            UsageError: an input that is not there, another shard, boxes or labels that cannot be used.
+        """
+        from opal_deploy.inference.sources import discovery
+        from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+
+        discovery.check_inputs(images)
+        return Inputs(
+            images,
+            parse_shard(shard) if shard else (1, 1),
+            recursive,
+            read_boxes(boxes) if boxes else None,
+            read_labels(labels) if labels else None,
+        )
+
+    def build_requests(self, skipped: Skipped) -> Iterator[Request]:
+        """Return the requests of the images, in their order; `skipped` counts other files.
+
+        Raises:
+            UsageError: not one image was found.
+        """
+        from opal_deploy.inference.sources import discovery
+        from opal_deploy.inference.types import build_requests
+
+        items = discovery.discover(self.images, skipped, sys.stdin, recursive=self.recursive)
+        items = itertools.chain([next(items)], items)
+        return build_requests(discovery.shard(items, *self.shard), self.boxes, self.labels)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return (i, n) of `i/n`, i from 1 to n.
+
+    Raises:
+        UsageError: the text is something else.
+    """
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
+    return int(parts[0]), int(parts[1])
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in its runtime.
+
+    Attributes:
+        path: its file.
+        sessions: one a device.
+        fingerprint: name and digest of its file.
+    """
+
+    path: Path
+    sessions: list[Session]
+    fingerprint: dict[str, str]
+
+    @property
+    def metadata(self) -> Metadata:
+        """The model's metadata."""
+        return self.sessions[0].metadata
+
+
+def load_model(
+    path: Path | None, *, device: str, threads: int | None, cuda_graphs: bool, expect_sha256: str | None
+) -> LoadedModel:
+    """Open the model on its devices; without a path, the best one of the working directory.
+
+    Raises:
+        ArtifactError: there is no such model, it is damaged, or its digest is not `expect_sha256`.
+        UsageError: there is no such device. MissingExtra: its runtime is not installed.
+    """
+    from opal_deploy.runtime.select import open_sessions
+
+    path = path or find_default_model(device)
+    if expect_sha256 is not None:
+        check_sha256(path, expect_sha256)
+    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
+    return LoadedModel(path, sessions, fingerprint_model(path))
+
+
+def raise_pillow_limit(max_pixels: int) -> None:
+    """Let Pillow decode images that --max-pixels allows."""
     from PIL import Image
 
-    # Pillow refuses twice its own limit before ours is asked
+    # Pillow refuses twice its own limit before --max-pixels is checked
     if Image.MAX_IMAGE_PIXELS is not None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
 
 
-def found_model(device: str) -> Path:
-    """The best model of the working directory that this machine can run."""
+def find_default_model(device: str) -> Path:
+    """Return the best model of the working directory that this machine can run."""
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model
     from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility_here
@@ -54,10 +161,17 @@ def found_model(device: str) -> Path:
 
 
 def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool) -> None:
-    """Say what a person should know of the model beforehand.
+    """Check that the model has what the call needs, and print what a person should know of it beforehand.
+
+    Args:
+        path: the model's file.
+        metadata: the model's.
+        explain: overlays are drawn.
+        margin: predictions are marked by their margin.
+        boxed: images are cropped to boxes.
 
     Raises:
-        UsageError: the call asks for what the model does not have.
+        UsageError: the model has no evidence, or no margins.
     """
     if metadata.evidence == "none" and explain:
         raise UsageError(
@@ -68,51 +182,62 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, 
         raise UsageError(f"{path}: it has no cosines, so no margin; leave out --min-margin")
     if metadata.evidence == "map" and explain:
         print_message("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
-    say_cautions(metadata, boxed=boxed)
+    print_cautions(metadata, boxed=boxed)
 
 
-def say_cautions(metadata: Metadata, *, boxed: bool) -> None:
-    """What to bear in mind with a model's answers, whatever is made of them."""
+def print_cautions(metadata: Metadata, *, boxed: bool) -> None:
+    """Print what limits the use of a model's predictions: it is unverified, or was trained on crops."""
     if metadata.unverified:
         print_message(
             f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's"
         )
     if metadata.crop == "boxes" and not boxed:
-        print_message("This model was trained on pictures cropped to boxes; without --boxes expect it to lose accuracy")
+        print_message("This model was trained on images cropped to boxes; without --boxes expect it to lose accuracy")
 
 
-def atlas_of(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
-    """A folder's atlas, if it was built with this model; `model` is its identity.
+def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
+    """Load a model's atlas.
+
+    Args:
+        path: the model's file.
+        metadata: the model's.
+        model: name and digest of its file, see `fingerprint_model`.
+        folder: of the atlas.
 
     Raises:
-        ArtifactError: there is no atlas, or it is damaged. UsageError: it is another model's.
+        ArtifactError: there is no atlas, or it is damaged.
+        UsageError: it was built with another model.
     """
     from opal_deploy.visualization.atlas.storage import Atlas
 
-    found = Atlas.load(folder)
-    found.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
-    return found
+    atlas = Atlas.load(folder)
+    atlas.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
+    return atlas
 
 
-def names_file(given: Path | None, atlas: Path | None) -> Path | None:
-    """Where slots are named: the file that was given, or else the atlas's own, if it has one."""
-    if given is None and atlas is not None and (atlas / _NAMES).is_file():
+def find_names_file(path: Path | None, atlas: Path | None) -> Path | None:
+    """Return the file that names slots: `path`, or else the atlas's own, if it has one."""
+    if path is None and atlas is not None and (atlas / _NAMES).is_file():
         return atlas / _NAMES
-    return given
+    return path
 
 
-def names_of(metadata: Metadata, path: Path | None) -> SlotNames | None:
-    """What a file calls the slots of a model. Raises UsageError: it does not fit the model, or cannot be read."""
+def load_slot_names(metadata: Metadata, path: Path | None) -> SlotNames | None:
+    """Read the names of a model's slots; None without a file.
+
+    Raises:
+        UsageError: the file cannot be read, or does not fit the model.
+    """
     from opal_deploy.visualization.slot_names import read_slot_names
 
     return None if path is None else read_slot_names(path, metadata.class_names, metadata.prototypes_per_class)
 
 
-def least_margin(text: str, path: Path, metadata: Metadata) -> float:
-    """The margin under which answers are marked: given as a number, or chosen for an error rate such as `5%`.
+def parse_min_margin(text: str, path: Path, metadata: Metadata) -> float:
+    """Return the margin under which predictions abstain: a number, or the one that keeps an error rate such as `5%`.
 
     Raises:
-        UsageError: neither, or the model remembers too few validation pictures for that rate, or none.
+        UsageError: the text is neither, or the model has too few validation images for that rate, or none.
     """
     if not text.strip().endswith("%"):
         try:
@@ -126,33 +251,33 @@ def least_margin(text: str, path: Path, metadata: Metadata) -> float:
     rate = parse_rate("--min-margin", text)
     if not metadata.risk:
         raise UsageError(
-            f"--min-margin {text}: {path} remembers no validation pictures to choose a margin by; choose one with "
+            f"--min-margin {text}: {path} remembers no validation images to choose a margin by; choose one with "
             f"`opal-deploy evaluate DATA --model {path} --target-error {text}`, and give that"
         )
     chosen = choose_threshold(metadata.risk, rate)
     if chosen.min_margin is None:
         raise UsageError(
-            f"--min-margin {text}: {chosen.reason} ({chosen.images} validation pictures); allow a larger rate, or give "
+            f"--min-margin {text}: {chosen.reason} ({chosen.images} validation images); allow a larger rate, or give "
             "a margin"
         )
     print_message(
-        f"Margins under {chosen.min_margin:.4g} are marked: of {chosen.images} validation pictures that leaves "
+        f"Margins under {chosen.min_margin:.4g} are marked: of {chosen.images} validation images that leaves "
         f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; with {chosen.confidence:.0%} confidence at "
-        f"most {chosen.bound:.2%} on such pictures"
+        f"most {chosen.bound:.2%} on such images"
     )
     return chosen.min_margin
 
 
-def model_identity(path: Path) -> dict[str, str]:
-    """Which model: its file's name, and the sha256 of its bytes."""
+def fingerprint_model(path: Path) -> dict[str, str]:
+    """Return the name of a model's file, and its sha256."""
     return {"file": path.name, "sha256": compute_sha256(path)}
 
 
-def check_pictures(text: str | None) -> ImageMode | None:
-    """Where the report's pictures are to be, if somebody said so.
+def parse_report_images(text: str | None) -> ImageMode | None:
+    """Return the value of --report-images.
 
     Raises:
-        UsageError: neither of the places.
+        UsageError: there is no such value.
     """
     if text is None:
         return None
@@ -163,72 +288,76 @@ def check_pictures(text: str | None) -> ImageMode | None:
     raise UsageError(f"--report-images {text!r}: expected embed (in the page) or files (overlays/ beside it)")
 
 
-def file_identity(path: Path | None) -> str | None:
-    """Which file: its name, and a digest of what is in it."""
+def fingerprint_file(path: Path | None) -> str | None:
+    """Return the name and sha256 of a file, as run.json holds them; None without a file."""
     return None if path is None else f"{path.name}, sha256 {compute_sha256(path)}"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the call asks for.
+class SheetSetup:
+    """What a run with evidence sheets or named slots needs.
 
     Attributes:
-        sheets: what is on them; None: no sheets.
-        names: of slots; None: nobody named one.
-        sessions: that answer with all that the sheets show.
-        identity: what of it decides the records and drawings. Only what was asked for is in it, so that a run without
-            any of it is the run that it was before there were such options.
+        sheets: what is on the sheets; None: draw none.
+        slot_names: names of slots; None: none has one.
+        sessions: with all outputs that the sheets show.
+        config: its part of the run's configuration. It holds only options that were given, so that a run without them
+            is the run that it was before there were such options.
     """
 
     sheets: SheetOptions | None
-    names: SlotNames | None
+    slot_names: SlotNames | None
     sessions: list[Session]
-    identity: dict[str, object] = field(default_factory=dict)
+    config: dict[str, object]
 
 
-def settle(
-    path: Path,
-    sessions: list[Session],
-    model: Mapping[str, str],
+def prepare_sheets(
+    model: LoadedModel,
     *,
     sheets: bool,
     heatmap: bool,
     atlas: Path | None,
     slot_names: Path | None,
     min_margin: float | None,
-) -> Wanted:
-    """Check that the model can do what is asked for, and read what belongs to it.
+) -> SheetSetup:
+    """Check that the model can draw the sheets of a call, and read the files that belong to them.
 
     Args:
-        path: of the model. model: its identity.
-        sheets: draw them; `heatmap` and `atlas` ask for them too.
+        model: the model.
+        sheets: draw evidence sheets; `heatmap` and `atlas` imply it.
+        heatmap: show attention maps on them.
+        atlas: show patches of this atlas on them.
+        slot_names: names slots on them and in the records.
+        min_margin: predictions with a smaller margin abstain.
 
     Raises:
-        UsageError: the model has no evidence of single cells, no attention maps, is not the atlas's, or the names do
-            not fit it. ArtifactError: there is no such atlas, or it is damaged.
+        UsageError: no single cell of the model is evidence, it has no attention maps, it is not the atlas's, or the
+            names do not fit it.
+        ArtifactError: there is no such atlas, or it is damaged.
     """
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_exact_evidence, with_attention
     from opal_deploy.visualization.atlas.storage import ATLAS
 
     sheets = sheets or heatmap or atlas is not None
     if not sheets and slot_names is None:
-        return Wanted(None, None, sessions)
-    metadata = sessions[0].metadata
-    identity: dict[str, object] = {}
+        return SheetSetup(None, None, model.sessions, {})
+    path, metadata, sessions = model.path, model.metadata, model.sessions
+    config: dict[str, object] = {}
     check_exact_evidence(metadata, str(path))
     if heatmap:
         # it refuses a model that has no attention maps to show
         SheetBuilder(sessions[0], heatmap=True, model=str(path))
         sessions = with_attention(sessions)
     if sheets:
-        identity |= {"sheets": True} | ({"heatmap": True} if heatmap else {})
-    neighbours = None if atlas is None else setup.atlas_of(path, metadata, model, atlas)
+        config |= {"sheets": True} | ({"heatmap": True} if heatmap else {})
+    loaded_atlas = None
     if atlas is not None:
+        loaded_atlas = load_atlas(path, metadata, model.fingerprint, atlas)
         # it names every patch by the digest of its bytes
-        identity["atlas"] = setup.file_identity(atlas / ATLAS)
-    slot_names = setup.names_file(slot_names, atlas)
-    names = setup.names_of(metadata, slot_names)
+        config["atlas"] = fingerprint_file(atlas / ATLAS)
+    slot_names = find_names_file(slot_names, atlas)
+    names = load_slot_names(metadata, slot_names)
     if slot_names is not None:
-        identity["slot_names"] = setup.file_identity(slot_names)
-    drawn = SheetOptions(metadata, heatmap, neighbours, names, min_margin) if sheets else None
-    return Wanted(drawn, names, sessions, identity)
+        config["slot_names"] = fingerprint_file(slot_names)
+    sheet_options = SheetOptions(metadata, heatmap, loaded_atlas, names, min_margin) if sheets else None
+    return SheetSetup(sheet_options, names, sessions, config)

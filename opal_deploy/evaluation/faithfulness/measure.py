@@ -31,7 +31,7 @@ from opal_deploy.evaluation.faithfulness.perturbation import (
 from opal_deploy.evaluation.faithfulness.rankings import GRAD_CAM, RANDOM, RANKINGS, Foreground, build_rankings
 from opal_deploy.evaluation.faithfulness.stability import Kept, changes, stability
 from opal_deploy.evaluation.predictions import prepared_batches
-from opal_deploy.inference.decoding.prepare import Request
+from opal_deploy.inference.types import Request
 from opal_deploy.runtime.session import Session
 
 # pictures measured before the next ones: each makes dozens of passes, which fill batches of their own

@@ -1,10 +1,10 @@
-"""Decoders that give plain JPEG files to a GPU, in batches, and everything else to decoders on the CPU.
+"""A pool that decodes plain JPEG files on GPUs, in batches, and prepares everything else on the CPU.
 
-Files are read, hashed and looked at by threads of their own; one thread a GPU takes what waits, decodes and resizes it.
-What the GPU is not given, or refuses, is prepared as without one, so that an image's errors are the same on every path.
-A picture on which a GPU fails is decoded on the CPU; a GPU that decodes nothing any more costs its speed and no image.
-
-Files that wait for a GPU: handed out in batches, with a limit on what their bytes take."""
+Threads of their own read and hash the files and read their headers; one thread a GPU takes files from a queue, decodes
+and resizes them. An image that no GPU is given, or that the GPU refuses, is prepared as without one, so that its errors
+are the same on every path. An image on which a GPU fails is decoded on the CPU; a GPU that decodes nothing any more
+costs its speed and no image.
+"""
 
 from __future__ import annotations
 
@@ -14,96 +14,86 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from opal_deploy.inference.decoding.pool import DecoderOptions, DecoderPool, Decoders
-from opal_deploy.inference.decoding.prepare import KEEP_PIXELS, Prepared, Request, read_whole, timed_open
+from opal_deploy.inference.decoding.pool import CpuDecoderPool, DecoderPool
+from opal_deploy.inference.decoding.prepare import MAX_KEPT_PIXELS, read_small_file, timed_open
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_out_of_memory, read_header
 
 if TYPE_CHECKING:
     import torch
 
+# of one call of the codec: files, and pixels of all files together (150 MB once decoded)
+_MAX_FILES, _MAX_PIXELS = 64, 50_000_000
+# of all files that wait or are being decoded; a single larger file is always taken
+_MAX_QUEUE_BYTES = 256 << 20
 
-# one call of the codec: as many files, and as many of their pixels (150 MB once decoded), at most
-_MOST_FILES, _MOST_PIXELS = 64, 50_000_000
 
+def open_decoder_pool(
+    options: InferenceOptions,
+    input_size: tuple[int, int],
+    timer: StageTimer = NO_OP_TIMER,
+    print_message: Callable[[str], None] = lambda _: None,
+) -> DecoderPool:
+    """Return a pool with GPUs if the options name any, else one on the CPU alone.
 
-class GpuOptions(DecoderOptions, Protocol):
-    """What `open_decoders` reads of its options.
-
-    Attributes:
-        gpus: decode plain JPEG files; none: the CPU decodes everything.
+    Args:
+        options: how images are decoded.
+        input_size: (H0, W0) of the model.
+        timer: gets the times of the stages, under the role `decoders`.
+        print_message: is called, from any thread, when a GPU failed.
     """
-
-    @property
-    def gpus(self) -> Sequence[GpuDecoder]: ...
-
-
-@dataclass
-class GpuWorker:
-    """One GPU, and how many pixels its memory takes at a time."""
-
-    gpu: GpuDecoder
-    most_pixels: int = _MOST_PIXELS
+    if options.gpus:
+        return GpuDecoderPool(options, input_size, timer, print_message)
+    return CpuDecoderPool(options, input_size, timer)
 
 
-class GpuDecoders:
-    """What `Decoders` is, with a GPU or several; a context manager."""
+class GpuDecoderPool(DecoderPool):
+    """A pool that prepares images on GPUs and the CPU."""
 
     def __init__(
         self,
-        gpus: Sequence[GpuDecoder],
-        options: DecoderOptions,
+        options: InferenceOptions,
         input_size: tuple[int, int],
-        clock: StageTimer = NO_OP_TIMER,
-        say: Callable[[str], None] = lambda _: None,
+        timer: StageTimer = NO_OP_TIMER,
+        print_message: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Start.
+        """Start a thread for each of `options.gpus`.
 
-        Args:
-            gpus: one or more; each is used by a thread of its own.
-            options: of the decoders on the CPU, too; `workers` files are read at a time. Neither `isolate` nor
-                `decode_timeout` holds for what a GPU decodes.
-            input_size: (H0, W0).
-            clock: is told what the stages take, under the station `decoders`.
-            say: is told, from any thread, that a GPU failed or has too little memory.
+        `options.workers` files are read at a time. Neither `isolate` nor `decode_timeout` holds for what a GPU decodes.
+        The other arguments are those of `open_decoder_pool`.
         """
-        self._options, self._input_size, self._clock, self._say = options, input_size, clock, say
-        self._cpu = Decoders(options, input_size, clock)
-        self._readers = ThreadPoolExecutor(options.workers, "read", initializer=clock.join, initargs=("decoders",))
-        self._waiting = DecodeQueue()
-        self._usable, self._lock = len(gpus), threading.Lock()
+        self._options, self._input_size = options, input_size
+        self._timer, self._print_message = timer, print_message
+        self._cpu = CpuDecoderPool(options, input_size, timer)
+        self._readers = ThreadPoolExecutor(
+            options.workers, "read", initializer=timer.register_thread, initargs=("decoders",)
+        )
+        self._queue = DecodeQueue()
+        self._usable_gpus, self._lock = len(options.gpus), threading.Lock()
         self._threads = [
-            threading.Thread(target=self._work, args=(GpuWorker(gpu),), name=f"gpu-decode-{index}", daemon=True)
-            for index, gpu in enumerate(gpus)
+            threading.Thread(target=self._run_gpu, args=(GpuWorker(gpu),), name=f"gpu-decode-{index}", daemon=True)
+            for index, gpu in enumerate(options.gpus)
         ]
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> GpuDecoders:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def submit(self, request: Request) -> Future[Prepared]:
-        """Begin to prepare a picture; the future is as that of `Decoders.submit`."""
+        """See `DecoderPool.submit`."""
         future: Future[Prepared] = Future()
         reading = self._readers.submit(self._read, request, future)
-        # dropped before it began: nobody else will ever answer it
+        # dropped before it began: nothing else would ever end the future
         reading.add_done_callback(lambda done: future.cancel() if done.cancelled() else None)
         return future
 
     def close(self) -> None:
-        """Drop what waits, finish what is in work, and end the threads and the decoders on the CPU."""
-        self._waiting.close()
+        """See `DecoderPool.close`."""
+        self._queue.close()
         self._readers.shutdown(wait=True, cancel_futures=True)
         for thread in self._threads:
             thread.join()
@@ -113,111 +103,111 @@ class GpuDecoders:
         if future.cancelled():
             return
         try:
-            job = self._job(request, future)
-        except BaseException as error:  # a bug, and somebody waits
+            task = self._build_task(request, future)
+        except BaseException as error:  # a bug, and a caller waits for the future
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
             raise
-        if job is not None:
-            self._waiting.put(job)
+        if task is not None:
+            self._queue.put(task)
         elif future.set_running_or_notify_cancel():
-            self._on_the_cpu(request, future)
+            self._prepare_on_cpu(request, future)
 
-    def _job(self, request: Request, future: Future[Prepared]) -> Job | None:
-        source, box = request.source, request.box
-        if isinstance(source, Image.Image | np.ndarray) or isinstance(box, Exception):
+    def _build_task(self, request: Request, future: Future[Prepared]) -> DecodeTask | None:
+        """Return the task of a file that a GPU can decode; None for every other image."""
+        source = request.source
+        if isinstance(source, Image.Image | np.ndarray) or request.error is not None:
             return None
-        with self._clock.stage("read"):
-            data, digest = read_whole(source, timed_open(self._clock))
+        with self._timer.stage("read"):
+            data, digest = read_small_file(source, timed_open(self._timer))
         if not isinstance(data, bytes):
             return None
-        with self._clock.stage("decode"):
-            file = read_header(data, box, self._options.max_pixels)
+        with self._timer.stage("decode"):
+            file = read_header(data, request.box, self._options.max_pixels)
         if file is None or not file.can_resize_to(self._input_size):
             return None
-        return Job(request, file, digest, future)
+        return DecodeTask(request, file, digest, future)
 
-    def _all_on_the_cpu(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._on_the_cpu(job.request, job.future)
+    def _prepare_all_on_cpu(self, tasks: Sequence[DecodeTask]) -> None:
+        for task in tasks:
+            self._prepare_on_cpu(task.request, task.future)
 
-    def _on_the_cpu(self, request: Request, future: Future[Prepared]) -> None:
+    def _prepare_on_cpu(self, request: Request, future: Future[Prepared]) -> None:
         try:
-            self._cpu.submit(request).add_done_callback(lambda done: _hand_on(done, future))
+            self._cpu.submit(request).add_done_callback(lambda done: _copy_result(done, future))
         except RuntimeError as error:
             # it is being closed
             future.set_exception(error)
 
-    def _work(self, lane: GpuWorker) -> None:
-        self._clock.join("decoders")
-        while jobs := self._waiting.take(_MOST_FILES, lane.most_pixels):
-            why = self._answer(lane, [job for job in jobs if job.future.set_running_or_notify_cancel()])
-            self._waiting.done(jobs)
-            # or a quiet service would keep its last pictures
-            del jobs
-            if why:
-                self._give_up(lane.gpu, why)
+    def _run_gpu(self, worker: GpuWorker) -> None:
+        self._timer.register_thread("decoders")
+        while tasks := self._queue.take(_MAX_FILES, worker.max_pixels):
+            failure = self._finish_all(worker, [task for task in tasks if task.future.set_running_or_notify_cancel()])
+            self._queue.done(tasks)
+            # or a quiet service would keep its last images
+            del tasks
+            if failure:
+                self._retire_gpu(worker.gpu, failure)
                 return
 
-    def _answer(self, lane: GpuWorker, jobs: list[Job]) -> str:
-        """Answer every one of them; why the GPU is of no more use, empty if it is."""
+    def _finish_all(self, worker: GpuWorker, tasks: list[DecodeTask]) -> str:
+        """Finish every task, here or on the CPU; return the reason why the GPU cannot be used again, or nothing."""
         try:
-            refused = self._decoded(lane.gpu, jobs)
-            # of a device that is gone the codec tells as of a bad picture
-            doubtful = bool(jobs) and len(refused) == len(jobs)
+            refused = self._decode(worker.gpu, tasks)
+            # the codec reports a device that is gone as it reports a bad image
+            suspect = bool(tasks) and len(refused) == len(tasks)
         except Exception as error:  # the codec, CUDA, the driver
-            refused, doubtful = [job for job in jobs if not job.future.done()], True
+            refused, suspect = [task for task in tasks if not task.future.done()], True
             if is_out_of_memory(error):
-                lane.most_pixels = max(1, sum(job.file.pixels for job in refused) // 2)
-                lane.gpu.free_memory()
+                worker.max_pixels = max(1, sum(task.file.pixels for task in refused) // 2)
+                worker.gpu.free_memory()
             if len(refused) > 1:
-                # one picture may be at fault, or all of them together take too much memory
+                # one image may be at fault, or all of them together take too much memory
                 half = len(refused) // 2
-                why = self._answer(lane, refused[:half])
-                if not why:
-                    return self._answer(lane, refused[half:])
-                self._all_on_the_cpu(refused[half:])
-                return why
-        self._all_on_the_cpu(refused)
-        return lane.gpu.find_problem() if doubtful else ""
+                failure = self._finish_all(worker, refused[:half])
+                if not failure:
+                    return self._finish_all(worker, refused[half:])
+                self._prepare_all_on_cpu(refused[half:])
+                return failure
+        self._prepare_all_on_cpu(refused)
+        return worker.gpu.find_problem() if suspect else ""
 
-    def _decoded(self, gpu: GpuDecoder, jobs: list[Job]) -> list[Job]:
-        """Answer what the codec decodes; those that it refuses."""
-        with self._clock.stage("decode"):
-            found = gpu.decode([job.file for job in jobs])
-        answered = [(job, picture) for job, picture in zip(jobs, found, strict=True) if picture is not None]
-        if answered:
-            with self._clock.stage("resize"):
-                geometries = [job.file.geometry for job, _ in answered]
-                inputs = gpu.resize_to_inputs([picture for _, picture in answered], geometries, self._input_size)
-            for (job, picture), pixels in zip(answered, inputs, strict=True):
-                kept = self._kept(job, picture)
-                # of its own: one that is kept must not keep the batch
-                mine = Prepared(job.request, job.file.geometry, pixels.copy(), kept, file_sha256=job.sha256)
-                job.future.set_result(mine)
-        return [job for job, picture in zip(jobs, found, strict=True) if picture is None]
+    def _decode(self, gpu: GpuDecoder, tasks: list[DecodeTask]) -> list[DecodeTask]:
+        """Finish the tasks that the codec decodes; return those that it refuses."""
+        with self._timer.stage("decode"):
+            images = gpu.decode([task.file for task in tasks])
+        decoded = [(task, image) for task, image in zip(tasks, images, strict=True) if image is not None]
+        if decoded:
+            with self._timer.stage("resize"):
+                geometries = [task.file.geometry for task, _ in decoded]
+                inputs = gpu.resize_to_inputs([image for _, image in decoded], geometries, self._input_size)
+            for (task, image), pixels in zip(decoded, inputs, strict=True):
+                kept = self._keep_image(task, image)
+                # a copy: an image that is kept must not keep the batch
+                prepared = Prepared(task.request, task.file.geometry, pixels.copy(), kept, file_sha256=task.sha256)
+                task.future.set_result(prepared)
+        return [task for task, image in zip(tasks, images, strict=True) if image is None]
 
-    def _kept(self, job: Job, picture: torch.Tensor) -> Image.Image | None:
-        """The whole picture, where an overlay will be drawn of it."""
-        if not self._options.keep_pictures or job.file.pixels > KEEP_PIXELS:
+    def _keep_image(self, task: DecodeTask, image: torch.Tensor) -> Image.Image | None:
+        if not self._options.keep_images or task.file.pixels > MAX_KEPT_PIXELS:
             return None
-        return Image.fromarray(picture.cpu().numpy())
+        return Image.fromarray(image.cpu().numpy())
 
-    def _give_up(self, gpu: GpuDecoder, why: str) -> None:
+    def _retire_gpu(self, gpu: GpuDecoder, reason: str) -> None:
         with self._lock:
-            self._usable -= 1
-            last = not self._usable
-        others = "the other GPUs go on" if not last else "pictures are decoded on the CPU from here on"
-        # a listener that fails costs nobody a picture
+            self._usable_gpus -= 1
+            is_last = not self._usable_gpus
+        others = "images are decoded on the CPU from here on" if is_last else "the other GPUs go on"
+        # a callback that fails costs no image
         with contextlib.suppress(Exception):
-            self._say(f"decoding on {gpu.device} failed ({why}); {others}")
-        while last and (jobs := self._waiting.take(1, 1)):
-            if jobs[0].future.set_running_or_notify_cancel():
-                self._on_the_cpu(jobs[0].request, jobs[0].future)
-            self._waiting.done(jobs)
+            self._print_message(f"decoding on {gpu.device} failed ({reason}); {others}")
+        while is_last and (tasks := self._queue.take(1, 1)):
+            if tasks[0].future.set_running_or_notify_cancel():
+                self._prepare_on_cpu(tasks[0].request, tasks[0].future)
+            self._queue.done(tasks)
 
 
-def _hand_on(done: Future[Prepared], future: Future[Prepared]) -> None:
+def _copy_result(done: Future[Prepared], future: Future[Prepared]) -> None:
     try:
         error = done.exception()
     except CancelledError as cancelled:
@@ -229,25 +219,17 @@ def _hand_on(done: Future[Prepared], future: Future[Prepared]) -> None:
         future.set_result(done.result())
 
 
-def open_decoders(
-    options: GpuOptions,
-    input_size: tuple[int, int],
-    clock: StageTimer = NO_OP_TIMER,
-    say: Callable[[str], None] = lambda _: None,
-) -> DecoderPool:
-    """With GPUs if the options name any, else on the CPU alone. A context manager, which ends its workers."""
-    if options.gpus:
-        return GpuDecoders(options.gpus, options, input_size, clock, say)
-    return Decoders(options, input_size, clock)
+@dataclass
+class GpuWorker:
+    """One GPU, and the number of pixels that its memory takes at a time."""
 
-
-# of all files that wait or are being decoded; one larger file alone is always taken
-_MOST_BYTES = 256 << 20
+    gpu: GpuDecoder
+    max_pixels: int = _MAX_PIXELS
 
 
 @dataclass(frozen=True)
-class Job:
-    """A file, and who waits for its picture."""
+class DecodeTask:
+    """A file to decode, and the future of its image."""
 
     request: Request
     file: Jpeg
@@ -256,53 +238,53 @@ class Job:
 
 
 class DecodeQueue:
-    """A queue between readers and GPUs; every method may be called from any thread."""
+    """A queue between readers and GPUs, bounded by bytes; every method may be called from any thread."""
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        self._most_bytes, self._bytes = most_bytes, 0
-        self._jobs: deque[Job] = deque()
+    def __init__(self, max_bytes: int = _MAX_QUEUE_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._tasks: deque[DecodeTask] = deque()
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, job: Job) -> None:
-        """Add a file; waits while others take up the room. Once it is closed the file is dropped."""
-        size = len(job.file.data)
+    def put(self, task: DecodeTask) -> None:
+        """Add a file once there is space for its bytes; drop it if the queue is closed."""
+        size = len(task.file.data)
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + size <= self._most_bytes)
+            self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + size <= self._max_bytes)
             if self._closed:
-                job.future.cancel()
+                task.future.cancel()
                 return
             self._bytes += size
-            self._jobs.append(job)
+            self._tasks.append(task)
             self._changed.notify_all()
 
-    def take(self, most_files: int, most_pixels: int) -> list[Job]:
-        """What waits, up to the limits but at least one; waits for it; empty once it is closed.
+    def take(self, max_files: int, max_pixels: int) -> list[DecodeTask]:
+        """Wait for files and return some, within the limits but at least one; none once the queue is closed.
 
-        Whoever takes files calls `done` for them.
+        The caller calls `done` for them.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._jobs)
+            self._changed.wait_for(lambda: self._closed or self._tasks)
             if self._closed:
                 return []
-            jobs = [self._jobs.popleft()]
-            pixels = jobs[0].file.pixels
-            while self._jobs and len(jobs) < most_files and pixels + self._jobs[0].file.pixels <= most_pixels:
-                pixels += self._jobs[0].file.pixels
-                jobs.append(self._jobs.popleft())
-            return jobs
+            tasks = [self._tasks.popleft()]
+            pixels = tasks[0].file.pixels
+            while self._tasks and len(tasks) < max_files and pixels + self._tasks[0].file.pixels <= max_pixels:
+                pixels += self._tasks[0].file.pixels
+                tasks.append(self._tasks.popleft())
+            return tasks
 
-    def done(self, jobs: list[Job]) -> None:
-        """The files' bytes are needed no longer."""
+    def done(self, tasks: list[DecodeTask]) -> None:
+        """Free the space of files that were taken."""
         with self._changed:
-            self._bytes -= sum(len(job.file.data) for job in jobs)
+            self._bytes -= sum(len(task.file.data) for task in tasks)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop what waits; whoever waits for room or files goes on."""
+        """Drop the files that wait; every call that waits returns."""
         with self._changed:
             self._closed = True
-            for job in self._jobs:
-                job.future.cancel()
-            self._jobs.clear()
+            for task in self._tasks:
+                task.future.cancel()
+            self._tasks.clear()
             self._changed.notify_all()

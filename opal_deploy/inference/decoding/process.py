@@ -1,4 +1,8 @@
-"""One decode worker's process as its parent sees it: started, asked, timed, ended."""
+"""A decode worker process as its parent sees it: start, send a request, read the response, stop.
+
+Python's own process pools are not used: a worker that crashes breaks the whole `ProcessPoolExecutor`, neither it nor
+`multiprocessing.Pool` can stop one task that takes too long, and both unpickle what a worker sends.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,10 @@ from opal_deploy.inference.decoding.worker import LENGTH, READY, WorkerConfig
 
 # from its start until it can decode; a machine that is loaded or reads its packages over a network takes its time
 _START_SECONDS = 120.0
-_END_SECONDS = 2.0
-# an answer fits into the pipe, so that the child need not wait until it is taken; systems that refuse keep their 64 KiB
+_EXIT_SECONDS = 2.0
+# a response fits into the pipe, so that the worker need not wait until it is read; some systems keep their 64 KiB
 _PIPE_BYTES = 1 << 20
-_LONGEST_HEADER = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 
 # not `-m`, and no module of multiprocessing: both would import the caller's main module, or write beside it
 _CODE = (
@@ -31,19 +35,19 @@ _CODE = (
 )
 
 
-class Crashed(Exception):
-    """The process ended in the middle of a picture; the text says how, completing "its decoder ..."."""
+class DecoderCrashed(Exception):
+    """The process ended in the middle of an image; the text says how, completing "its decoder ..."."""
 
 
-class TimedOut(Exception):
-    """The process was ended because a picture took too long."""
+class DecodeTimeout(Exception):
+    """The process was killed because an image took too long."""
 
 
 class DecodeProcess:
-    """A process that prepares one picture at a time. Used by one thread at a time; any may call `stop_if_overdue`."""
+    """A process that prepares one image at a time. Used by one thread at a time; any may call `kill_if_overdue`."""
 
     def __init__(self) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
             StoppedEarly: it cannot be started.
@@ -51,13 +55,13 @@ class DecodeProcess:
         self._deadline: float | None = None
         self._overdue = False
         self._lock = threading.Lock()
-        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `prepare` or `end`)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `wait_until_ready` or `close`)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *_flags(), "-c", _CODE, json.dumps(sys.path)],
+                [sys.executable, *_interpreter_flags(), "-c", _CODE, json.dumps(sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._complaints,
+                stderr=self._stderr,
                 bufsize=0,
                 # one thread is all that it needs of numpy's libraries
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -65,42 +69,49 @@ class DecodeProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            self._complaints.close()
-            raise _cannot_start(error.strerror or str(error)) from None
-        self._requests = cast(BinaryIO, self._process.stdin)
-        self._answers = cast(BinaryIO, self._process.stdout)
-        _widen(self._answers)
+            self._stderr.close()
+            raise _start_error(error.strerror or str(error)) from None
+        self._stdin = cast(BinaryIO, self._process.stdin)
+        self._stdout = cast(BinaryIO, self._process.stdout)
+        _enlarge_pipe(self._stdout)
 
-    def prepare(self, config: WorkerConfig) -> None:
-        """Wait until it can be asked. Raises StoppedEarly: it never could."""
+    def wait_until_ready(self, config: WorkerConfig) -> None:
+        """Send the configuration and wait until requests can be sent.
+
+        Raises:
+            StoppedEarly: the process ended, or took too long.
+        """
         self._deadline = time.monotonic() + _START_SECONDS
         ready: bytes | None = b""
         with contextlib.suppress(OSError):
             self._send(pickle.dumps(config))
-            ready = self._answers.read(len(READY))
-        with self._complaints:
+            ready = self._stdout.read(len(READY))
+        with self._stderr:
             if ready != READY:
-                how = self._how_it_ended()
-                self._complaints.seek(0)
-                lines = self._complaints.read().decode(errors="replace").split("\n")
-                raise _cannot_start(next((line for line in reversed(lines) if line.strip()), f"it {how}"))
+                ending = self._describe_end()
+                self._stderr.seek(0)
+                lines = self._stderr.read().decode(errors="replace").split("\n")
+                raise _start_error(next((line for line in reversed(lines) if line.strip()), f"it {ending}"))
         self._deadline = None
 
-    def alive(self) -> bool:
-        """Whether it still runs."""
+    def is_running(self) -> bool:
+        """Return whether the process has not ended."""
         return self._process.poll() is None
 
-    def ask(self, message: bytes, seconds: float | None) -> dict[str, Any]:
-        """Send a request and return its answer's header; what follows is taken with `read_into`, then `answered`.
+    def request(self, message: bytes, timeout: float | None) -> dict[str, Any]:
+        """Send a request and return the header of its response.
+
+        The rest of the response is read with `read_into`; `finish_response` ends it.
 
         Args:
-            message: what `process` unpickles. seconds: until `answered` has to be called.
+            message: pickle of (source, box).
+            timeout: seconds until `finish_response` has to be called; None: no limit.
 
         Raises:
-            Crashed, TimedOut: there will be no answer, here or from `read_into`; the process is of no more use.
+            DecoderCrashed, DecodeTimeout: there is no response, and the process cannot be used again.
         """
-        if seconds is not None:
-            self._deadline = time.monotonic() + seconds
+        if timeout is not None:
+            self._deadline = time.monotonic() + timeout
         try:
             self._send(message)
         except OSError:
@@ -108,66 +119,66 @@ class DecodeProcess:
         header = bytearray(LENGTH.size)
         self.read_into(memoryview(header))
         (size,) = LENGTH.unpack(header)
-        if size > _LONGEST_HEADER:
-            raise Crashed("sent an answer that makes no sense")
+        if size > _MAX_HEADER_BYTES:
+            raise DecoderCrashed("sent an answer that makes no sense")
         header = bytearray(size)
         self.read_into(memoryview(header))
         try:
-            answer: dict[str, Any] = json.loads(header)
+            response: dict[str, Any] = json.loads(header)
         except ValueError:
-            raise Crashed("sent an answer that makes no sense") from None
-        return answer
+            raise DecoderCrashed("sent an answer that makes no sense") from None
+        return response
 
     def read_into(self, target: memoryview) -> None:
-        """Fill `target` with what the answer holds next. Raises as `ask`."""
+        """Fill `target` with the next bytes of the response; raises as `request`."""
         while target:
-            count = self._answers.readinto(target)  # type: ignore[attr-defined]
+            count = self._stdout.readinto(target)  # type: ignore[attr-defined]
             if not count:
                 raise self._failure()
             target = target[count:]
 
-    def answered(self) -> bool:
-        """Nothing is asked any more; False if its time was up in the same moment, and it is of no more use."""
+    def finish_response(self) -> bool:
+        """End the time limit; return False if it passed in the same moment, and the process was killed."""
         with self._lock:
             self._deadline = None
             return not self._overdue
 
-    def stop_if_overdue(self, now: float) -> None:
-        """End it if what it was asked takes too long; whoever waits for it is told."""
+    def kill_if_overdue(self, now: float) -> None:
+        """Kill the process if its request takes too long; the thread that waits for it gets a DecodeTimeout."""
         with self._lock:
             if self._deadline is not None and now > self._deadline:
                 self._deadline, self._overdue = None, True
                 self._process.kill()
 
-    def hang_up(self) -> None:
-        """Ask it to end."""
+    def close_stdin(self) -> None:
+        """Close its stdin, on which it ends by itself."""
         with contextlib.suppress(OSError):
-            self._requests.close()
+            self._stdin.close()
 
-    def end(self) -> None:
-        """End it, at once if it does not end by itself."""
-        self.hang_up()
+    def close(self) -> None:
+        """End the process, killing it if it does not end by itself soon."""
+        self.close_stdin()
         try:
-            self._process.wait(_END_SECONDS)
+            self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._answers.close()
-        self._complaints.close()
+        self._stdout.close()
+        self._stderr.close()
 
     def _send(self, message: bytes) -> None:
         data = memoryview(LENGTH.pack(len(message)) + message)
         while data:
-            data = data[self._requests.write(data) :]
+            data = data[self._stdin.write(data) :]
 
-    def _failure(self) -> Crashed | TimedOut:
-        how = self._how_it_ended()
+    def _failure(self) -> DecoderCrashed | DecodeTimeout:
+        ending = self._describe_end()
         with self._lock:
-            return TimedOut() if self._overdue else Crashed(how)
+            return DecodeTimeout() if self._overdue else DecoderCrashed(ending)
 
-    def _how_it_ended(self) -> str:
+    def _describe_end(self) -> str:
         try:
-            code = self._process.wait(_END_SECONDS)
+            code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -180,12 +191,12 @@ class DecodeProcess:
             return f"was ended by signal {-code}"
 
 
-def _flags() -> list[str]:
-    """As this interpreter was started, as far as names of files depend on it; -P: no module of the current folder."""
+def _interpreter_flags() -> list[str]:
+    """Return this interpreter's flags that file names depend on; -P: import no module of the current folder."""
     return ["-P", *(["-X", "utf8"] if sys.flags.utf8_mode else [])]
 
 
-def _widen(pipe: BinaryIO) -> None:
+def _enlarge_pipe(pipe: BinaryIO) -> None:
     try:
         import fcntl
 
@@ -195,5 +206,5 @@ def _widen(pipe: BinaryIO) -> None:
         pass
 
 
-def _cannot_start(reason: str) -> StoppedEarly:
+def _start_error(reason: str) -> StoppedEarly:
     return StoppedEarly(f"a decode worker cannot be started: {reason}; --no-isolate decodes without worker processes")

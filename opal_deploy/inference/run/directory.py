@@ -1,7 +1,7 @@
-"""The folder that a run writes to: whose it is, whether it can go on there, and what is told of it at the end.
+"""The directory that a run writes to: acquire it, find out what it holds, write run.json and summary.json.
 
-`run.json` says what the run is, before its first record; `summary.json` what came of it. A folder whose summary is
-missing, or not complete, holds a run that can be continued by the same call.
+run.json holds the options that decide the records, and is written before the first record; summary.json holds the
+counts. A directory whose summary is missing or not complete holds a run that the same command resumes.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from typing import Any, Literal, cast
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import lock_directory, remove_temporary_files, write_json
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.run.image_files import OVERLAYS, SHEETS, remove_drawings
-from opal_deploy.inference.run.results import REPORT, RESULTS
 from opal_deploy.inference.run.summary import Summary
+from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
 from opal_deploy.records.tables import TABLES
 
-RUN, SUMMARY = "run.json", "summary.json"
 SCHEMA = 1
-DEFAULT = "explanations"
-# the key of an identity that is no option
+DEFAULT_OUT = "explanations"
+# the key of a run's configuration that is no option
 IMAGES = "images"
 
 State = Literal["new", "unfinished", "finished"]
+# the options that decide the records and drawings, by their names, and `images`; values as in JSON
 RunConfig = Mapping[str, Any]
 
-_ADVICE = "choose another --out, or give --overwrite"
-_SHOWN = 60
+_HINT = "choose another --out, or give --overwrite"
+_MAX_SHOWN = 60
 
 
 @dataclass
 class RunDirectory:
-    """A folder that this process has for itself.
+    """A run directory that this process has for itself.
 
     Attributes:
-        root: the folder.
-        identity: what decides the records and drawings: the options by their names, and `images`; plain values.
-        state: what is there already.
-        started: when the run was begun. resumed: when it was taken up again.
+        root: the directory.
+        config: of the run.
+        state: of the run that is there already.
+        started: time when the run was begun, ISO 8601.
+        resumed: times when it was resumed.
     """
 
     root: Path
-    identity: RunConfig
+    config: RunConfig
     state: State = "new"
     started: str = ""
     resumed: list[str] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """Note that a run begins here, or goes on; before its first record.
+    def write_config(self) -> None:
+        """Write run.json, before the first record of a run that begins or is resumed here.
 
         Raises:
-            UsageError: the folder cannot be written to.
+            UsageError: the directory cannot be written to.
         """
         if self.state == "new":
             self.started = _now()
@@ -70,20 +70,20 @@ class RunDirectory:
             "opal_deploy": __version__,
             "started": self.started,
             "resumed": self.resumed,
-            "run": dict(self.identity),
+            "run": dict(self.config),
         }
         write_json(self.root / RUN, document)
 
-    def end(self, summary: Summary, about: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
-        """Write summary.json; returns what it holds.
+    def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
+        """Write summary.json, and return its document.
 
         Args:
             summary: the counts.
-            about: what else is to be said: the model, the runtime, the command.
-            stopped: why the run ended before its images did; None if it did not.
+            context: model, runtime and command.
+            stopped: the reason why the run ended before its images did; None if it did not.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: the directory cannot be written to.
         """
         document = {
             "schema": SCHEMA,
@@ -91,7 +91,7 @@ class RunDirectory:
             "stopped": stopped,
             "out": self.root.name if self.root.is_absolute() else str(self.root),
             **summary.to_dict(),
-            **about,
+            **context,
             "opal_deploy": __version__,
             "started": self.started,
             "resumed": self.resumed,
@@ -102,60 +102,58 @@ class RunDirectory:
         return document
 
     def read_summary(self) -> dict[str, Any]:
-        """What a finished run's summary.json holds."""
+        """Return the document of a finished run's summary.json."""
         return cast(dict[str, Any], json.loads((self.root / SUMMARY).read_text(encoding="utf-8")))
 
 
 @contextmanager
-def acquire_run_dir(
-    wanted: Path | None, identity: RunConfig, *, resume: bool, overwrite: bool
-) -> Iterator[RunDirectory]:
-    """The folder to write to, which no other process can claim while the block runs.
+def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwrite: bool) -> Iterator[RunDirectory]:
+    """Yield the directory to write to, which no other process can acquire while the block runs.
 
     Args:
-        wanted: None: the latest unfinished `explanations*` of the same identity, if `resume`; else the first of
-            `explanations`, `explanations-2`, ... that does not exist yet.
-        identity: see RunFolder.
-        resume: go on where an unfinished run of the same identity ended.
-        overwrite: an earlier run's files in `wanted` may go.
+        out: the directory. None: the latest unfinished `explanations*` of the same configuration, if `resume`; else the
+            first of `explanations`, `explanations-2`, ... that does not exist yet.
+        config: of the run.
+        resume: go on where an unfinished run of the same configuration ended.
+        overwrite: remove the files of an earlier run in `out`.
 
     Raises:
         UsageError: it holds another run, another process is at work there, or it cannot be written to.
     """
-    root = wanted or (_unfinished(Path(DEFAULT), identity) if resume else None) or _first_free(Path(DEFAULT))
+    root = out or (_find_unfinished(Path(DEFAULT_OUT), config) if resume else None) or _first_free(Path(DEFAULT_OUT))
     with lock_directory(root):
         for name in (RUN, SUMMARY, REPORT, *TABLES.values()):
             remove_temporary_files(root / name)
         if overwrite:
             _clear(root)
-        folder = inspect_run_dir(root, identity)
-        if folder.state == "unfinished" and not resume:
-            raise UsageError(f"{root}: it holds an unfinished run, and --no-resume was given; {_ADVICE}")
-        yield folder
+        directory = inspect_run_dir(root, config)
+        if directory.state == "unfinished" and not resume:
+            raise UsageError(f"{root}: it holds an unfinished run, and --no-resume was given; {_HINT}")
+        yield directory
 
 
-def inspect_run_dir(root: Path, identity: RunConfig) -> RunDirectory:
-    """What a folder holds.
+def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
+    """Return the directory with the state of the run in it.
 
     Raises:
-        UsageError: a run that is another, or results that nothing is known of.
+        UsageError: it holds another run, or results without a run.json.
     """
     if not os.path.lexists(root / RUN):
         if os.path.lexists(root / RESULTS):
-            raise UsageError(f"{root}: it holds the results of an earlier run; {_ADVICE}")
-        return RunDirectory(root, identity)
-    there = _read(root / RUN)
-    if there is None or not isinstance(there.get("run"), dict):
-        raise UsageError(f"{root / RUN}: damaged, or of another version, so nothing can be continued there; {_ADVICE}")
-    if different := _differences(there["run"], identity):
-        raise UsageError(f"{root}: it holds a run of its own: {'; '.join(different)}; {_ADVICE}")
+            raise UsageError(f"{root}: it holds the results of an earlier run; {_HINT}")
+        return RunDirectory(root, config)
+    document = _read(root / RUN)
+    if document is None or not isinstance(document.get("run"), dict):
+        raise UsageError(f"{root / RUN}: damaged, or of another version, so nothing can be continued there; {_HINT}")
+    if different := _differences(document["run"], config):
+        raise UsageError(f"{root}: it holds a run of its own: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
-    # a summary is of these results, or it says nothing
+    # a summary of other results says nothing of these
     finished = summary.get("complete") is True and summary.get("results_bytes") == _size(root / RESULTS)
-    started, resumed = there.get("started"), there.get("resumed")
+    started, resumed = document.get("started"), document.get("resumed")
     return RunDirectory(
         root,
-        identity,
+        config,
         "finished" if finished else "unfinished",
         str(started),
         [str(time) for time in resumed] if isinstance(resumed, list) else [],
@@ -167,35 +165,35 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
     here = json.loads(json.dumps(here))
     names = [*here, *(name for name in there if name not in here)]
     return [
-        f"{_option(name)} {_shown(there.get(name))} there, {_shown(here.get(name))} here"
+        f"{_option_name(name)} {_format_value(there.get(name))} there, {_format_value(here.get(name))} here"
         for name in names
         if there.get(name) != here.get(name)
     ]
 
 
-def _option(name: str) -> str:
+def _option_name(name: str) -> str:
     return name if name == IMAGES else "--" + name.replace("_", "-")
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, list | dict):
         value = " ".join(map(str, value.values() if isinstance(value, dict) else value))
     text = str(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
 
 
-def _unfinished(base: Path, identity: RunConfig) -> Path | None:
-    """The latest folder of `base`'s names that holds an unfinished run of this identity."""
+def _find_unfinished(base: Path, config: RunConfig) -> Path | None:
+    """Return the latest of `base`, `base-2`, ... that holds an unfinished run of this configuration."""
     numbered = []
     for path in base.parent.glob(f"{base.name}*"):
-        found = re.fullmatch(r"(?:-(\d+))?", path.name[len(base.name) :])
-        if found and (path / RUN).is_file():
-            numbered.append((int(found[1] or 1), path))
+        match = re.fullmatch(r"(?:-(\d+))?", path.name[len(base.name) :])
+        if match and (path / RUN).is_file():
+            numbered.append((int(match[1] or 1), path))
     for _, path in sorted(numbered, reverse=True):
         with contextlib.suppress(UsageError):
-            if inspect_run_dir(path, identity).state == "unfinished":
+            if inspect_run_dir(path, config).state == "unfinished":
                 return path
     return None
 
@@ -209,13 +207,13 @@ def _first_free(base: Path) -> Path:
 
 
 def _clear(root: Path) -> None:
-    """Take away an earlier run's files and no others."""
+    """Remove the files of an earlier run and no others."""
     try:
         # in this order: whenever this is cut short, nothing is left that looks like a finished run
         for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
             (root / name).unlink(missing_ok=True)
         for name in (OVERLAYS, SHEETS):
-            remove_drawings(root, name)
+            remove_image_files(root, name)
             with contextlib.suppress(OSError):  # there is none, or it holds something else
                 (root / name).rmdir()
     except OSError as error:

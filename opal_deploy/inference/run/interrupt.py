@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first ends a run in good order, the second at once."""
+"""Ctrl-C and SIGTERM: the first ends a run in good order, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
+# exit code of an interrupted command
 INTERRUPTED = 130
 
 
 class Interrupt:
-    """Whether somebody wants a run to end, and whether it ended because of that.
+    """A request to end a run early.
 
     Attributes:
-        requested: no more images are to be taken.
-        stopped: images were left because of it.
+        requested: no more images are taken.
+        stopped: images were left because of the request.
     """
 
     def __init__(self) -> None:
@@ -29,8 +30,8 @@ class Interrupt:
         self.stopped = False
         self._running = False
 
-    def until(self, items: Iterable[T]) -> Iterator[T]:
-        """`items`, which end once the end is requested."""
+    def stop_when_requested(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items until the end is requested."""
         iterator = iter(items)
         while not self.requested:
             try:
@@ -42,34 +43,34 @@ class Interrupt:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While the block runs, a first signal is a request; before and after it is a KeyboardInterrupt."""
+        """Take a first signal as a request while the block runs; before and after, it is a KeyboardInterrupt."""
         self._running = True
         try:
             yield
         finally:
             self._running = False
 
-    def signalled(self, say: Callable[[str], None]) -> None:
-        """What a handler does.
+    def handle_signal(self, print_message: Callable[[str], None]) -> None:
+        """Request the end of the run; at a second signal exit at once.
 
         Raises:
-            KeyboardInterrupt: nothing is being written that would have to be ended in good order.
+            KeyboardInterrupt: no run is in work that would have to be ended in good order.
         """
         if not self._running:
             raise KeyboardInterrupt
         if self.requested:
             # records are written by one call each, so they are whole lines now too
-            say("Interrupted again: ending at once")
+            print_message("Interrupted again: ending at once")
             if sys.stderr.isatty():
-                say("\x1b[?25h")  # a progress bar hides the cursor
+                print_message("\x1b[?25h")  # a progress bar hides the cursor
             os._exit(INTERRUPTED)
         self.requested = True
-        say("Interrupted: the batches in work are finished first (again: end at once)")
+        print_message("Interrupted: the batches in work are finished first (again: end at once)")
 
 
 @contextmanager
-def signals(say: Callable[[str], None]) -> Iterator[Interrupt]:
-    """Ctrl-C and SIGTERM go to the Interrupt while the block runs; afterwards they do what they did before.
+def handle_signals(print_message: Callable[[str], None]) -> Iterator[Interrupt]:
+    """Send Ctrl-C and SIGTERM to an Interrupt while the block runs; afterwards they do what they did before.
 
     Outside the main thread, where Python allows no handlers, nothing is installed.
     """
@@ -79,12 +80,12 @@ def signals(say: Callable[[str], None]) -> Iterator[Interrupt]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        interrupt.signalled(say)
+        interrupt.handle_signal(print_message)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield interrupt
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             # None: installed by something else than Python, which cannot be put back from here
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,8 +1,7 @@
-"""The file that a run appends its records to.
+"""The file of records, results.jsonl: appending to it, reading it, and where an interrupted run goes on.
 
-What an earlier, unfinished run left in `results.jsonl`, and whether the images are still the same.
-
-One pass over the records, beside the same pass over the images: memory does not grow with their number."""
+All are single passes: memory does not grow with the number of records.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +17,30 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.inference.decoding.prepare import Request
+from opal_deploy.inference.run_files import RESULTS
+from opal_deploy.inference.types import Request
 from opal_deploy.records.record import RECORD_SCHEMA, Record
 
-RESULTS = "results.jsonl"
-REPORT = "report.html"
-
-# so much work is lost at most when the power fails; a killed process loses none of what was written
+# work that is lost at most when the power fails; a killed process loses none of what was written
 SYNC_SECONDS = 5.0
+# a record is a few kilobytes; a damaged file may have no line ends at all
+_MAX_LINE_BYTES = 16 << 20
+# drawings may reach the disk later than records: after a power failure the last ones may be missing or empty
+_CHECKED_BYTES = 32 << 20
 
 # pipes and devices have nothing to sync
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 
 class RecordWriter:
-    """Appends records to a JSON Lines file; at any moment it holds whole lines only, after an error too.
+    """A JSON Lines file to append records to; at any moment it holds whole lines only, after an error too.
 
-    What was written survives the process at once, and a power failure after `SYNC_SECONDS` at the latest.
+    A written record survives the process at once, and a power failure after `SYNC_SECONDS` at the latest.
 
     Args:
-        path: of the file.
-        keep: bytes of it that stay; what comes after them is cut off.
-        count: records in these bytes.
+        path: the file.
+        keep: bytes of the file that stay; the bytes after them are cut off.
+        count: number of records in the bytes that stay.
     """
 
     def __init__(self, path: Path, keep: int = 0, count: int = 0) -> None:
@@ -59,7 +60,7 @@ class RecordWriter:
         """Append one record.
 
         Raises:
-            StoppedEarly: the disk is full or gone; the records so far are whole.
+            StoppedEarly: the disk is full or gone; the records before are whole.
         """
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
         start = self._stream.tell()
@@ -76,10 +77,10 @@ class RecordWriter:
             self.sync()
 
     def sync(self) -> None:
-        """Hand everything to the disk.
+        """Flush all records to the disk.
 
         Raises:
-            StoppedEarly: it does not take it.
+            StoppedEarly: the disk is full or gone.
         """
         try:
             os.fsync(self._stream.fileno())
@@ -110,97 +111,93 @@ class RecordWriter:
             self._stream.close()
 
 
-# a record is a few kilobytes; a damaged file may have no line ends at all
-_LONGEST_LINE = 16 << 20
-# drawings may reach the disk later than records: after a power failure the last ones may be missing or empty
-_DRAWINGS_CHECKED = 32 << 20
-
-
 @dataclass(frozen=True)
 class ResumePoint:
-    """Records that stay.
+    """The whole records at the beginning of a file, after which a run goes on.
 
     Attributes:
-        count: of them. size: bytes of the file that hold them. dropped: bytes after these, which go.
+        count: number of records.
+        size: bytes of the file that hold them.
+        damaged: bytes after these, which hold no whole record.
     """
 
     count: int = 0
     size: int = 0
-    dropped: int = 0
+    damaged: int = 0
 
 
 def load_resume_point(out: Path, requests: Iterator[Request], count: Callable[[Record], None]) -> ResumePoint:
-    """Read the records that are there, and as many requests, which need no answer any more.
+    """Read the records of an unfinished run, and take as many requests, which are done already.
 
     Reading ends at the first line that is not a whole record: a process may have been killed while it wrote it, or the
     power may have failed before it reached the disk.
 
     Args:
-        out: the run's folder.
-        requests: those after the last record are left in it.
-        count: is called with each record that stays.
+        out: the run directory.
+        requests: are left at the first one without a record.
+        count: is called with each whole record.
 
     Raises:
-        UsageError: the images are others than when the run was begun; nothing was changed.
+        UsageError: the images are not those of the run; nothing was changed.
     """
     path = out / RESULTS
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
-            end = _end_of_drawn(out, stream, size)
+            end = _find_missing_drawing(out, stream, size)
             stream.seek(0)
-            kept, offset = 0, 0
+            num_records, offset = 0, 0
             for line in _lines(stream, end):
-                record = read_record(line)
+                record = parse_record(line)
                 if record is None:
                     break
-                _check(out, kept, record, next(requests, None))
+                _check_same_image(out, num_records, record, next(requests, None))
                 count(record)
-                kept += 1
+                num_records += 1
                 offset += len(line)
     except FileNotFoundError:
         return ResumePoint()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); choose another --out") from None
-    return ResumePoint(kept, offset, size - offset)
+    return ResumePoint(num_records, offset, size - offset)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of a file, one at a time, up to the first line that is none."""
+    """Yield the records of a file, up to the first line that is not a whole record."""
     with path.open("rb") as stream:
         for line in _lines(stream, None):
-            record = read_record(line)
+            record = parse_record(line)
             if record is None:
                 return
             yield record
 
 
-def read_record(line: bytes) -> Record | None:
-    """The record that a line of results.jsonl holds; None if it is not a whole one."""
+def parse_record(line: bytes) -> Record | None:
+    """Return the record that a line of results.jsonl holds; None if it is not a whole one."""
     if not line.endswith(b"\n"):
         return None
     try:
-        found: Any = json.loads(line)
+        record: Any = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or found.get("schema") != RECORD_SCHEMA or "image" not in found:
+    if not isinstance(record, dict) or record.get("schema") != RECORD_SCHEMA or "image" not in record:
         return None
-    status = found.get("status")
-    needed = "error" if status == "error" else "prediction"
-    if status not in ("ok", "abstained", "error") or not isinstance(found.get(needed), dict):
+    status = record.get("status")
+    required = "error" if status == "error" else "prediction"
+    if status not in ("ok", "abstained", "error") or not isinstance(record.get(required), dict):
         return None
-    return cast(Record, found)
+    return cast(Record, record)
 
 
 def _lines(stream: BinaryIO, end: int | None) -> Iterator[bytes]:
     while end is None or stream.tell() < end:
-        line = stream.readline(_LONGEST_LINE)
+        line = stream.readline(_MAX_LINE_BYTES)
         if not line:
             return
         yield line
 
 
-def _check(out: Path, index: int, record: Record, request: Request | None) -> None:
+def _check_same_image(out: Path, index: int, record: Record, request: Request | None) -> None:
     if request is not None and request.name == record["image"]:
         return
     now = "there are no more images now" if request is None else f"now it is {request.name}"
@@ -210,23 +207,23 @@ def _check(out: Path, index: int, record: Record, request: Request | None) -> No
     )
 
 
-def _end_of_drawn(out: Path, stream: BinaryIO, size: int) -> int:
-    """Where the first of the last records begins of which a drawing is missing or empty; the file's size if none is."""
-    start = max(0, size - _DRAWINGS_CHECKED)
+def _find_missing_drawing(out: Path, stream: BinaryIO, size: int) -> int:
+    """Return the offset of the first record whose drawing is missing or empty, of the last ones; `size` if none is."""
+    start = max(0, size - _CHECKED_BYTES)
     stream.seek(start)
     if start:
-        stream.readline(_LONGEST_LINE)
+        stream.readline(_MAX_LINE_BYTES)
     while True:
         offset = stream.tell()
-        record = read_record(stream.readline(_LONGEST_LINE))
+        record = parse_record(stream.readline(_MAX_LINE_BYTES))
         if record is None:
             return size
-        drawn = (record.get("overlay"), record.get("sheet"))
-        if not all(_is_there(out / name) for name in drawn if name is not None):
+        drawings = (record.get("overlay"), record.get("sheet"))
+        if not all(_has_content(out / name) for name in drawings if name is not None):
             return offset
 
 
-def _is_there(path: Path) -> bool:
+def _has_content(path: Path) -> bool:
     try:
         return path.stat().st_size > 0
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a run comes to: counts over all its records, also over those of the times before it was resumed."""
+"""The summary of a run: counts over all its records, those written before it was resumed among them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.timing import StageTimes
 from opal_deploy.records.record import Record
 
-# a share of fewer images says little
-_SHARE_FROM = 100
+# a percentage of fewer images says little
+_MIN_IMAGES_FOR_PERCENT = 100
 
 
 @dataclass
 class Accuracy:
-    """How often answers agree with the labels that images were given with.
+    """The accuracy of predictions against the images' labels.
 
     Attributes:
         class_names: the model's; a label that is none of them cannot be right or wrong.
-        correct, wrong: answers, those that were marked as abstained among them.
-        failed: images with a label of the model's and no answer.
-        unknown: images whose label is no class of the model's. unlabelled: images without a label.
-        unknown_examples: the first few such labels.
+        correct: predictions that are the label; abstained ones are counted too.
+        wrong: predictions that are another class.
+        failed: images with a label of the model's and no prediction.
+        unknown: images whose label is no class of the model's.
+        unlabelled: images without a label.
+        unknown_examples: the first few labels that are no class of the model's.
     """
 
     class_names: frozenset[str]
@@ -36,7 +38,7 @@ class Accuracy:
 
     @property
     def value(self) -> float | None:
-        """Correct answers over answers to images with a label of the model's, 0 ... 1."""
+        """Correct predictions over all that can be judged, in [0, 1]; None where there are none."""
         judged = self.correct + self.wrong
         return self.correct / judged if judged else None
 
@@ -57,7 +59,7 @@ class Accuracy:
             self.wrong += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the JSON value that summary.json holds."""
         return {
             "accuracy": self.value,
             "correct": self.correct,
@@ -70,38 +72,41 @@ class Accuracy:
 
 @dataclass
 class Summary:
-    """What happened.
+    """Counts over a run's records, and its times.
 
     Attributes:
-        statuses: records by status. errors: error records by code. classes: answers by class id and label.
-        accuracy: where images have labels.
-        kept: records that were there already when this run was resumed; all other counts include them.
-        seconds: from the first image to the last record, of this time. to_first: until its first record was written.
-        times: where the time went; empty until the end.
+        statuses: number of records by status.
+        errors: number of error records by code.
+        classes: number of predictions by (class id, label).
+        accuracy: where images have labels; else None.
+        resumed: records that were there already when the run was resumed; all other counts include them.
+        seconds: from the first image to the last record, since the run was begun or resumed.
+        seconds_to_first_record: until the first record was written; None before.
+        times: seconds by stage; empty until the end.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     accuracy: Accuracy | None = None
-    kept: int = 0
+    resumed: int = 0
     seconds: float = 0.0
-    to_first: float | None = None
+    seconds_to_first_record: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
 
     @property
     def total(self) -> int:
-        """Records in all."""
+        """Number of records in all."""
         return self.statuses.total()
 
     @property
     def new(self) -> int:
-        """Records written this time."""
-        return self.total - self.kept
+        """Number of records written since the run was begun or resumed."""
+        return self.total - self.resumed
 
     @property
-    def rate(self) -> float | None:
-        """Records a second, of this time."""
+    def images_per_second(self) -> float | None:
+        """Records a second, since the run was begun or resumed."""
         return self.new / self.seconds if self.seconds else None
 
     def count(self, record: Record) -> None:
@@ -110,13 +115,13 @@ class Summary:
         if record["status"] == "error":
             self.errors[record["error"]["code"]] += 1
         else:
-            answer = record["prediction"]
-            self.classes[answer["class_id"], answer["label"]] += 1
+            prediction = record["prediction"]
+            self.classes[prediction["class_id"], prediction["label"]] += 1
         if self.accuracy is not None:
             self.accuracy.count(record)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; classes by their number of answers, the most first."""
+        """Return the JSON value that summary.json holds; classes by their number of predictions, the most first."""
         ranked = sorted(self.classes.items(), key=lambda entry: (-entry[1], entry[0]))
         return {
             "images": self.total,
@@ -126,19 +131,19 @@ class Summary:
             "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
             "new_images": self.new,
             "seconds": self.seconds,
-            "seconds_to_first_record": self.to_first,
-            "images_per_second": self.rate,
+            "seconds_to_first_record": self.seconds_to_first_record,
+            "images_per_second": self.images_per_second,
             "time": self.times.to_dict(),
         }
 
 
 @dataclass(frozen=True)
 class ErrorLimit:
-    """When so many images failed that a run is not worth going on with.
+    """The number of failed images at which a run is ended.
 
     Attributes:
         number: of images, or percent of all.
-        percent: which of the two; judged from a hundred images on.
+        percent: whether `number` is a percentage, which is checked from a hundred images on.
     """
 
     number: float
@@ -146,10 +151,10 @@ class ErrorLimit:
 
     @staticmethod
     def parse(text: str) -> ErrorLimit:
-        """`20`, or `2.5%`.
+        """Return the limit that `20` or `2.5%` stands for.
 
         Raises:
-            UsageError: something else.
+            UsageError: the text is neither a number of images nor a percentage.
         """
         percent = text.endswith("%")
         try:
@@ -161,11 +166,10 @@ class ErrorLimit:
         return ErrorLimit(number, percent)
 
     def check(self, summary: Summary) -> None:
-        """Raise StoppedEarly once there are more."""
+        """Raise StoppedEarly if more images failed."""
         failed, total = summary.statuses["error"], summary.total
-        most = self.number * total / 100 if self.percent else self.number
-        over = failed > most and (total >= _SHARE_FROM or not self.percent)
-        if not over:
+        limit = self.number * total / 100 if self.percent else self.number
+        if failed <= limit or (self.percent and total < _MIN_IMAGES_FOR_PERCENT):
             return
         code, count = summary.errors.most_common(1)[0]
         raise StoppedEarly(

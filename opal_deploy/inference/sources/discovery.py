@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.run.image_files import OVERLAYS, SHEETS
-from opal_deploy.inference.run.results import RESULTS
+from opal_deploy.inference.run_files import OVERLAYS, RESULTS, SHEETS
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.items import (
     CONTAINER_CODES,

@@ -20,11 +20,10 @@ import torch
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.gpu import GpuDecoders, open_decoders
-from opal_deploy.inference.decoding.pool import Decoders
-from opal_deploy.inference.decoding.prepare import Prepared, Request
-from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.decoding.gpu import GpuDecoderPool, open_decoder_pool
+from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.timing import StageTimer
+from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg
 
 pytest.importorskip("nvidia.nvimgcodec")
@@ -80,24 +79,24 @@ def jpegs(tmp_path: Path) -> list[Path]:
     return [photograph(tmp_path / f"{index}.jpg", 90 + index) for index in range(12)]
 
 
-def prepared(decoders: GpuDecoders | Decoders, sources: Sequence[object]) -> list[Prepared]:
+def prepared(decoders: GpuDecoderPool | CpuDecoderPool, sources: Sequence[object]) -> list[Prepared]:
     with decoders:
         futures = [decoders.submit(Request(str(source), source)) for source in sources]  # type: ignore[arg-type]
         return [future.result(timeout=60) for future in futures]
 
 
-def on_gpu(gpu: GpuDecoder, **options: object) -> GpuDecoders:
-    return GpuDecoders([gpu], InferenceOptions(**{"workers": 2, **options}), INPUT)  # type: ignore[arg-type]
+def on_gpu(gpu: GpuDecoder, **options: object) -> GpuDecoderPool:
+    return GpuDecoderPool(InferenceOptions(**{"workers": 2, "gpus": (gpu,), **options}), INPUT)  # type: ignore[arg-type]
 
 
-def on_cpu(**options: object) -> Decoders:
-    return Decoders(InferenceOptions(**{"workers": 2, **options}), INPUT)  # type: ignore[arg-type]
+def on_cpu(**options: object) -> CpuDecoderPool:
+    return CpuDecoderPool(InferenceOptions(**{"workers": 2, **options}), INPUT)  # type: ignore[arg-type]
 
 
 def assert_alike(found: Sequence[Prepared], expected: Sequence[Prepared], counts: int = 1) -> None:
     for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.request, ours.geometry, ours.file_sha256, ours.error) == (
-            theirs.request, theirs.geometry, theirs.file_sha256, theirs.error,
+        assert (ours.request, ours.geometry, ours.file_sha256, repr(ours.error)) == (
+            theirs.request, theirs.geometry, theirs.file_sha256, repr(theirs.error),
         )  # fmt: skip
         assert (ours.pixels is None) == (theirs.pixels is None)
         if ours.pixels is not None and theirs.pixels is not None:
@@ -118,7 +117,7 @@ def test_jpegs_go_to_the_gpu_and_the_rest_to_the_cpu(gpu: Counting, jpegs: list[
     found = prepared(on_gpu(gpu), sources)
     assert_alike(found, prepared(on_cpu(), sources))
     assert sum(gpu.batches) == len(jpegs) + 1
-    codes = [entry.error["error"]["code"] for entry in found if entry.error is not None]
+    codes = [entry.error.code for entry in found if entry.error is not None]
     assert codes == ["truncated_image", "not_an_image", "empty_file", "not_a_file", "not_found"]
 
 
@@ -144,37 +143,37 @@ def test_boxes_and_kept_pictures(gpu: Counting, jpegs: list[Path]) -> None:
     requests = [
         Request("crop", jpegs[0], (5.0, 6.0, 50.0, 60.0)),
         Request("outside", jpegs[0], (500.0, 6.0, 550.0, 60.0)),
-        Request("wrong", jpegs[0], ImageError("bad_box", "there is none")),
+        Request("wrong", jpegs[0], error=ImageError("bad_box", "there is none")),
         Request("whole", jpegs[0]),
     ]
     results = []
-    for decoders in (on_gpu(gpu, keep_pictures=True), on_cpu(keep_pictures=True)):
+    for decoders in (on_gpu(gpu, keep_images=True), on_cpu(keep_images=True)):
         with decoders:
             results.append([decoders.submit(request).result(60) for request in requests])
     assert_alike(*results)
     for ours, theirs in zip(*results, strict=True):
-        assert (ours.picture is None) == (theirs.picture is None)
-        if ours.picture is not None and theirs.picture is not None:
-            assert ours.picture.mode == "RGB"
-            np.testing.assert_array_equal(np.asarray(ours.picture), np.asarray(theirs.picture))
+        assert (ours.image is None) == (theirs.image is None)
+        if ours.image is not None and theirs.image is not None:
+            assert ours.image.mode == "RGB"
+            np.testing.assert_array_equal(np.asarray(ours.image), np.asarray(theirs.image))
 
 
 def test_a_gpu_that_fails_costs_no_image_and_says_so_once(gpu: Counting, jpegs: list[Path]) -> None:
     gpu.error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
     said: list[str] = []
-    decoders = GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append)
+    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append)
     found = prepared(decoders, jpegs)
     assert_alike(found, prepared(on_cpu(), jpegs), counts=0)
     assert said == [
         "decoding on cpu failed (CUDA error: an illegal memory access was encountered); "
-        "pictures are decoded on the CPU from here on"
+        "images are decoded on the CPU from here on"
     ]
 
 
 def test_a_codec_that_refuses_everything_is_found_out(gpu: Counting, jpegs: list[Path]) -> None:
     gpu.dead = True
     said: list[str] = []
-    decoders = GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append)
+    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append)
     assert_alike(prepared(decoders, jpegs * 5), prepared(on_cpu(), jpegs * 5), counts=0)
     (line,) = said
     assert "nvImageCodec decodes nothing there" in line
@@ -185,7 +184,7 @@ def test_a_listener_that_fails_costs_nobody_a_picture(gpu: Counting, jpegs: list
         raise OSError(28, "No space left on device")
 
     gpu.error = RuntimeError("gone")
-    found = prepared(GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=say), jpegs * 3)
+    found = prepared(GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=say), jpegs * 3)
     assert all(entry.error is None for entry in found)
 
 
@@ -193,7 +192,7 @@ def test_a_picture_on_which_the_gpu_fails_is_the_cpus_and_the_others_are_not(gpu
     gpu.gate.clear()
     gpu.fail_on = {94}
     said: list[str] = []
-    with GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append) as decoders:
+    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append) as decoders:
         futures = [decoders.submit(Request(str(path), path)) for path in jpegs]
         time.sleep(0.3)
         gpu.gate.set()
@@ -210,7 +209,7 @@ def test_a_gpu_that_fails_leaves_the_work_to_one_that_does_not(jpegs: list[Path]
     good, bad = Counting(), Counting()
     bad.error = RuntimeError("gone")
     said: list[str] = []
-    with GpuDecoders([bad, good], InferenceOptions(workers=2), INPUT, say=said.append) as decoders:
+    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(bad, good)), INPUT, print_message=said.append) as decoders:
         futures = [decoders.submit(Request(None, path)) for path in jpegs * 20]
         assert all(future.result(60).error is None for future in futures)
     assert all(line == "decoding on cpu failed (gone); the other GPUs go on" for line in said)
@@ -222,7 +221,7 @@ def test_too_little_memory_means_fewer_at_a_time(gpu: Counting, jpegs: list[Path
     gpu.gate.clear()
     gpu.error, gpu.most = torch.OutOfMemoryError("CUDA out of memory"), 4
     said: list[str] = []
-    with GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, say=said.append) as decoders:
+    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append) as decoders:
         futures = [decoders.submit(Request(None, path)) for path in jpegs for _ in range(3)]
         time.sleep(0.3)
         gpu.gate.set()
@@ -242,14 +241,14 @@ def test_what_waits_is_bounded_by_its_bytes(gpu: Counting, jpegs: list[Path]) ->
     gpu.gate.clear()
     size = max(path.stat().st_size for path in jpegs)
     decoders = on_gpu(gpu, workers=1)
-    decoders._waiting._most_bytes = 3 * size
+    decoders._queue._max_bytes = 3 * size
     futures = [decoders.submit(Request(None, path)) for path in jpegs * 4]
     time.sleep(0.5)
-    assert decoders._waiting._bytes <= 3 * size
+    assert decoders._queue._bytes <= 3 * size
     gpu.gate.set()
     assert all(future.result(60).error is None for future in futures)
     decoders.close()
-    assert decoders._waiting._bytes == 0
+    assert decoders._queue._bytes == 0
 
 
 def test_an_idle_pool_keeps_no_picture(gpu: Counting, jpegs: list[Path]) -> None:
@@ -300,7 +299,7 @@ def test_what_is_cancelled_is_not_decoded_and_closing_leaves_nobody_waiting(gpu:
 
 def test_two_gpus_share_the_work(jpegs: list[Path]) -> None:
     first, second = Counting(), Counting()
-    decoders = GpuDecoders([first, second], InferenceOptions(workers=2), INPUT)
+    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(first, second)), INPUT)
     assert_alike(prepared(decoders, jpegs * 10), prepared(on_cpu(), jpegs * 10))
     assert sum(first.batches) + sum(second.batches) == 120
 
@@ -314,15 +313,15 @@ def test_isolation_holds_for_what_the_cpu_decodes(gpu: Counting, jpegs: list[Pat
 
 def test_the_stages_of_a_gpu_are_the_decoders_stages(gpu: Counting, jpegs: list[Path]) -> None:
     clock = StageTimer()
-    prepared(GpuDecoders([gpu], InferenceOptions(workers=2), INPUT, clock), jpegs)
-    stages = {row.stage: row.calls for row in clock.read().of_station("decoders")}
+    prepared(GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, clock), jpegs)
+    stages = {row.stage: row.calls for row in clock.read().select_role("decoders")}
     assert stages["resize"] == len(gpu.batches)
     assert stages["decode"] == len(gpu.batches) + len(jpegs)
 
 
 def test_which_decoders_are_opened(gpu: Counting) -> None:
-    for options, expected in ((InferenceOptions(gpus=(gpu,)), GpuDecoders), (InferenceOptions(), Decoders)):
-        with open_decoders(options, INPUT) as decoders:
+    for options, expected in ((InferenceOptions(gpus=(gpu,)), GpuDecoderPool), (InferenceOptions(), CpuDecoderPool)):
+        with open_decoder_pool(options, INPUT) as decoders:
             assert isinstance(decoders, expected)
 
 

@@ -25,16 +25,16 @@ IDENTITY: dict[str, Any] = {
 def begin(root: Path | None, **changes: Any) -> Path:
     """A run that is killed after its first record."""
     with acquire_run_dir(root, {**IDENTITY, **changes}, resume=True, overwrite=False) as folder:
-        folder.begin()
+        folder.write_config()
         (folder.root / "results.jsonl").write_text("{}\n")
         return folder.root
 
 
 def finish(root: Path) -> None:
     with acquire_run_dir(root, IDENTITY, resume=True, overwrite=False) as folder:
-        folder.begin()
+        folder.write_config()
         (folder.root / "results.jsonl").write_text("{}\n")
-        folder.end(Summary(), {})
+        folder.write_summary(Summary(), {})
 
 
 def look(root: Path | None, *, resume: bool = True, overwrite: bool = False, **changes: Any) -> RunDirectory:
@@ -164,7 +164,7 @@ def test_a_place_that_cannot_be_a_folder_is_a_wrong_call(tmp_path: Path, name: s
 
 def _hold(root: Path, held: Any, leave: Any) -> None:
     with acquire_run_dir(root, IDENTITY, resume=True, overwrite=False) as folder:
-        folder.begin()
+        folder.write_config()
         held.set()
         leave.wait(60)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 from PIL import Image
 
-from opal_deploy.inference.run.run import write_report
+from opal_deploy.inference.run.drawing import ReportOptions, write_report
 
 ANSWER: Mapping[str, Any] = {"class_id": 0, "label": "Auklet", "logit": -0.5, "cosine": 0.9}
 
@@ -50,7 +50,7 @@ def test_where_pictures_are(
     tmp_path: Path, images: int, limit: int, pictures: Literal["embed", "files"] | None, embedded: bool
 ) -> None:
     out = make_run(tmp_path / "out", images)
-    write_report(out, [], limit, pictures=pictures)
+    write_report(out, ReportOptions(limit=limit, images=pictures), {})
     first = ["data:image/jpeg;base64" if embedded else f"overlays/{i:06}-{i}.jpg" for i in range(min(images, 48))]
     assert sources(out) == first
     page = (out / "report.html").read_text(encoding="utf-8")
@@ -60,6 +60,6 @@ def test_where_pictures_are(
 
 def test_a_drawing_that_is_gone_costs_its_picture_only(tmp_path: Path) -> None:
     out = make_run(tmp_path / "out", 2, overlays=False)
-    write_report(out, [], 100)
+    write_report(out, ReportOptions(limit=100), {})
     assert sources(out) == []
     assert "no picture kept" in (out / "report.html").read_text(encoding="utf-8")

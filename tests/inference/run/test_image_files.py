@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.run.image_files import SHEETS, remove_drawings, sheet_name
 from opal_deploy.inference.run.results import ResumePoint, load_resume_point
+from opal_deploy.inference.run_files import SHEETS, remove_image_files, sheet_name
+from opal_deploy.inference.types import Request
 from opal_deploy.records.record import error_record
 
 NAMES = ["a", "b", "c", "d"]
@@ -36,13 +36,13 @@ def test_sheets_from_a_number_on_go_and_nothing_else_does(tmp_path: Path) -> Non
     for name in (*stays, *goes):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    remove_drawings(tmp_path, SHEETS, 10_001)
+    remove_image_files(tmp_path, SHEETS, 10_001)
     assert {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()} == set(stays)
     assert not (tmp_path / "sheets/0002").exists()
 
 
 def test_where_there_are_no_sheets_none_go(tmp_path: Path) -> None:
-    remove_drawings(tmp_path, SHEETS)
+    remove_image_files(tmp_path, SHEETS)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,14 +10,14 @@ import threading
 
 import pytest
 
-from opal_deploy.inference.run.interrupt import Interrupt, signals
+from opal_deploy.inference.run.interrupt import Interrupt, handle_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_a_run_is_under_way_a_signal_is_a_request(number: signal.Signals) -> None:
     said: list[str] = []
-    with signals(said.append) as interrupt, interrupt.running():
-        items = interrupt.until(range(10))
+    with handle_signals(said.append) as interrupt, interrupt.running():
+        items = interrupt.stop_when_requested(range(10))
         assert next(items) == 0
         os.kill(os.getpid(), number)
         assert list(items) == []
@@ -27,7 +27,7 @@ def test_while_a_run_is_under_way_a_signal_is_a_request(number: signal.Signals) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_before_and_after_a_run_a_signal_interrupts_as_ever(number: signal.Signals) -> None:
-    with signals(lambda _: None) as interrupt:
+    with handle_signals(lambda _: None) as interrupt:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
         with interrupt.running():
@@ -39,19 +39,19 @@ def test_before_and_after_a_run_a_signal_interrupts_as_ever(number: signal.Signa
 
 def test_images_that_end_by_themselves_were_not_stopped() -> None:
     interrupt = Interrupt()
-    assert list(interrupt.until(range(3))) == [0, 1, 2]
+    assert list(interrupt.stop_when_requested(range(3))) == [0, 1, 2]
     assert not interrupt.stopped
 
 
 def test_handlers_are_what_they_were_afterwards() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with signals(lambda _: None):
+    with handle_signals(lambda _: None):
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def _fail() -> None:
-    with signals(lambda _: None):
+    with handle_signals(lambda _: None):
         raise ValueError("x")
 
 
@@ -66,7 +66,7 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def work() -> None:
-        with signals(lambda _: None) as interrupt:
+        with handle_signals(lambda _: None) as interrupt:
             seen.append((signal.getsignal(signal.SIGINT), interrupt.requested))
 
     thread = threading.Thread(target=work)
@@ -77,8 +77,8 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 
 TWICE = """
 import os, signal, sys
-from opal_deploy.inference.run.interrupt import signals
-with signals(lambda text: print(text, file=sys.stderr)) as interrupt, interrupt.running():
+from opal_deploy.inference.run.interrupt import handle_signals
+with handle_signals(lambda text: print(text, file=sys.stderr)) as interrupt, interrupt.running():
     os.kill(os.getpid(), signal.SIGINT)
     print("still here", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)

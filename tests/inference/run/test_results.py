@@ -12,8 +12,8 @@ import pytest
 
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.run import results
-from opal_deploy.inference.run.image_files import OVERLAYS, overlay_name, remove_drawings, write_drawing
 from opal_deploy.inference.run.results import RecordWriter
+from opal_deploy.inference.run_files import OVERLAYS, overlay_name, remove_image_files, write_image_file
 from opal_deploy.records.record import error_record
 
 
@@ -104,7 +104,7 @@ def test_no_folder_of_overlays_holds_more_than_ten_thousand(index: int, expected
 
 
 def test_an_overlay_makes_the_folder_that_it_needs(tmp_path: Path) -> None:
-    write_drawing(tmp_path, overlay_name(20_000, "a.jpg"), b"jpeg")
+    write_image_file(tmp_path, overlay_name(20_000, "a.jpg"), b"jpeg")
     assert [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()] == [
         "overlays/0002/020000-a.jpg.jpg"
     ]
@@ -113,7 +113,7 @@ def test_an_overlay_makes_the_folder_that_it_needs(tmp_path: Path) -> None:
 def test_an_overlay_that_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "overlays/000000-a.jpg").mkdir(parents=True)
     with pytest.raises(StoppedEarly, match=r"cannot be written .*make room and run again"):
-        write_drawing(tmp_path, "overlays/000000-a.jpg", b"jpeg")
+        write_image_file(tmp_path, "overlays/000000-a.jpg", b"jpeg")
     assert [p.name for p in (tmp_path / "overlays").iterdir()] == ["000000-a.jpg"]
 
 
@@ -121,8 +121,8 @@ def test_overlays_from_an_image_on_are_removed_and_nothing_else(tmp_path: Path) 
     kept = [overlay_name(3, "a"), overlay_name(10_000, "a"), "overlays/mine.txt", "overlays/0001/mine.jpg"]
     gone = [overlay_name(10_001, "a"), overlay_name(20_000, "a"), "overlays/.000002-a.jpg.part"]
     for name in (*kept, *gone):
-        write_drawing(tmp_path, name, b"jpeg")
-    remove_drawings(tmp_path, OVERLAYS, 10_001)
+        write_image_file(tmp_path, name, b"jpeg")
+    remove_image_files(tmp_path, OVERLAYS, 10_001)
     assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == sorted(kept)
 
 

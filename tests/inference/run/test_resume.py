@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions
+from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.results import ResumePoint, load_resume_point, read_records
-from opal_deploy.inference.run.run import RunOptions, Summary, run
-from opal_deploy.inference.run.summary import ErrorLimit
+from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Item, Skipped
+from opal_deploy.inference.types import InferenceOptions, Request, build_requests
 from opal_deploy.records.record import Record, error_record
 
 
@@ -134,9 +134,9 @@ def pictures(tmp_path: Path) -> Path:
 
 def whole(out: Path, pictures: Path, session: Any, *, interrupt: Interrupt | None = None, **settings: Any) -> Summary:
     out.mkdir(exist_ok=True)
-    explain = settings.get("explain", False)
-    job = RunOptions(out, engine=InferenceOptions(batch=4, keep_pictures=explain), resume=True, **settings)
-    return run(discover([str(pictures)], Skipped()), [session], job, interrupt=interrupt)
+    report = ReportOptions(limit=settings.pop("report_limit", 1000)) if settings.pop("explain", False) else None
+    options = RunOptions(out, InferenceOptions(batch=4), report, resume=True, **settings)
+    return run(build_requests(discover([str(pictures)], Skipped())), [session], options, interrupt=interrupt)
 
 
 @pytest.mark.parametrize("explain", [False, True])
@@ -153,7 +153,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     for name in files - {Path("overlays"), Path("report.html")}:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "clean" / name).read_bytes(), name
     assert summary.total == 23
-    assert summary.kept > 0 or fails_at == 0
+    assert summary.resumed > 0 or fails_at == 0
     assert summary.errors == {"not_an_image": 1}
     assert sum(summary.classes.values()) == 22
 
@@ -188,7 +188,7 @@ def test_a_resumed_report_shows_what_an_uninterrupted_one_shows(
 
 
 class Impatient:
-    """Asks for the end while image number `after` is fetched."""
+    """Requests the end while image number `after` is fetched."""
 
     def __init__(self, pictures: Path, after: int) -> None:
         self.interrupt = Interrupt()
@@ -207,8 +207,8 @@ def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(
 ) -> None:
     items, out = Impatient(pictures, 9), tmp_path / "out"
     out.mkdir()
-    job = RunOptions(out, explain, engine=InferenceOptions(batch=4, keep_pictures=explain), resume=True)
-    summary = run(items, [bright_session()], job, interrupt=items.interrupt)
+    options = RunOptions(out, InferenceOptions(batch=4), ReportOptions() if explain else None, resume=True)
+    summary = run(build_requests(items), [bright_session()], options, interrupt=items.interrupt)
     assert items.interrupt.stopped
     # the image that was being fetched when the signal came is the last
     assert summary.total == len(list(read_records(out / "results.jsonl"))) == 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.inference.executor import InferenceOptions
-from opal_deploy.inference.run.run import RunOptions, Summary, run
-from opal_deploy.inference.sources.annotations import read_boxes
+from opal_deploy.inference.run.drawing import ReportOptions
+from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.summary import Summary
+from opal_deploy.inference.sources.annotations import Boxes, read_boxes
 from opal_deploy.inference.sources.discovery import discover
-from opal_deploy.inference.sources.items import Item, Skipped
+from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions, Request, build_requests
 from opal_deploy.records.names import unescape_name
 
 
@@ -31,10 +33,14 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def images(*paths: Path, boxes: Boxes | None = None) -> Iterator[Request]:
+    return build_requests(discover(map(str, paths), Skipped()), boxes)
+
+
 def job(out: Path, **settings: Any) -> RunOptions:
     out.mkdir(exist_ok=True)
-    engine = InferenceOptions(batch=4, keep_pictures=settings.get("explain", False), **settings.pop("engine", {}))
-    return RunOptions(out, engine=engine, **settings)
+    report = ReportOptions() if settings.pop("explain", False) else None
+    return RunOptions(out, InferenceOptions(batch=4), report, **settings)
 
 
 def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Callable) -> None:
@@ -48,17 +54,17 @@ def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Cal
         # the record is in the file before anybody is told of it
         assert len(results(tmp_path / "out")) == summary.total
 
-    summary = run(discover([str(tmp_path / "in")], Skipped()), [bright_session()], job(tmp_path / "out"), note)
+    summary = run(images(tmp_path / "in"), [bright_session()], job(tmp_path / "out"), report_progress=note)
     assert summary.statuses == Counter(ok=8, error=1)
     assert summary.errors == Counter(empty_file=1)
     assert seen == list(range(1, 10))
-    assert summary.to_first is not None
-    assert 0 < summary.to_first <= summary.seconds
+    assert summary.seconds_to_first_record is not None
+    assert 0 < summary.seconds_to_first_record <= summary.seconds
 
 
 def test_without_explain_there_are_records_only(tmp_path: Path, bright_session: Callable) -> None:
     save(tmp_path / "a.png")
-    run(discover([str(tmp_path / "a.png")], Skipped()), [bright_session()], job(tmp_path / "out"))
+    run(images(tmp_path / "a.png"), [bright_session()], job(tmp_path / "out"))
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["results.jsonl"]
 
 
@@ -67,7 +73,7 @@ def test_explaining_adds_an_overlay_an_answer_and_one_report(tmp_path: Path, bri
         save(tmp_path / "in" / name, (300, 200))
     (tmp_path / "in/bad.png").write_bytes(b"no")
     out = tmp_path / "out"
-    run(discover([str(tmp_path / "in")], Skipped()), [bright_session()], job(out, explain=True))
+    run(images(tmp_path / "in"), [bright_session()], job(out, explain=True))
     found = results(out)
     assert [record.get("overlay") for record in found] == [
         "overlays/000000-a.png.jpg",
@@ -89,8 +95,8 @@ def test_explaining_changes_nothing_else_in_the_records(tmp_path: Path, bright_s
     for number in range(6):
         save(tmp_path / f"in/{number}.png")
     for explain in (False, True):
-        items = discover([str(tmp_path / "in")], Skipped())
-        run(items, [bright_session()], job(tmp_path / str(explain), explain=explain))
+        requests = images(tmp_path / "in")
+        run(requests, [bright_session()], job(tmp_path / str(explain), explain=explain))
     with_overlays = results(tmp_path / "True")
     assert all(record.pop("overlay") for record in with_overlays)
     assert with_overlays == results(tmp_path / "False")
@@ -99,7 +105,7 @@ def test_explaining_changes_nothing_else_in_the_records(tmp_path: Path, bright_s
 def test_large_pictures_have_overlays_too(tmp_path: Path, bright_session: Callable) -> None:
     # beyond what is kept in memory until it is drawn
     save(tmp_path / "a.png", (1500, 1400))
-    run(discover([str(tmp_path / "a.png")], Skipped()), [bright_session()], job(tmp_path / "out", explain=True))
+    run(images(tmp_path / "a.png"), [bright_session()], job(tmp_path / "out", explain=True))
     with Image.open(tmp_path / "out" / results(tmp_path / "out")[0]["overlay"]) as overlay:
         assert overlay.width >= 1500
 
@@ -107,16 +113,16 @@ def test_large_pictures_have_overlays_too(tmp_path: Path, bright_session: Callab
 def test_a_large_picture_that_vanishes_before_it_is_drawn_keeps_its_answer(
     tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opal_deploy.inference.run import run as infer
+    from opal_deploy.inference.run import drawing
 
     def gone(*_: object, **__: object) -> Image.Image:
         raise ImageError("not_found", "no such file")
 
-    monkeypatch.setattr(infer, "decode", gone)
+    monkeypatch.setattr(drawing, "decode", gone)
     save(tmp_path / "in/a.png", (1500, 1400))
     save(tmp_path / "in/b.png")
     out = tmp_path / "out"
-    run(discover([str(tmp_path / "in")], Skipped()), [bright_session()], job(out, explain=True))
+    run(images(tmp_path / "in"), [bright_session()], job(out, explain=True))
     assert [(r["status"], "overlay" in r) for r in results(out)] == [("ok", False), ("ok", True)]
 
 
@@ -140,7 +146,7 @@ def test_odd_names_come_back_from_their_records(tmp_path: Path, bright_session: 
     for name in ODD_NAMES:
         (folder / os.fsdecode(name)).write_bytes(good)
     out = tmp_path / "out"
-    run(discover([str(folder)], Skipped()), [bright_session()], job(out, explain=True))
+    run(images(folder), [bright_session()], job(out, explain=True))
     found = results(out)
     assert [os.fsencode(Path(unescape_name(record["image"])).name) for record in found] == sorted(ODD_NAMES)
     assert all((out / record["overlay"]).is_file() for record in found)
@@ -153,8 +159,7 @@ def test_an_image_without_a_box_has_an_error_record(tmp_path: Path, bright_sessi
     save(tmp_path / "in/b.png")
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\nb.png,20,10,60,40\n")
     out = tmp_path / "out"
-    items = discover([str(tmp_path / "in")], Skipped())
-    run(items, [bright_session()], job(out, boxes=read_boxes(tmp_path / "boxes.csv")))
+    run(images(tmp_path / "in", boxes=read_boxes(tmp_path / "boxes.csv")), [bright_session()], job(out))
     first, second = results(out)
     assert first["error"]["code"] == "no_box"
     # the first of equal cells: the crop's upper left corner, 40/4 x 30/4 pixels
@@ -168,8 +173,8 @@ def test_a_folder_without_images_has_an_error_record_beside_the_others(
     (tmp_path / "two").mkdir()
     save(tmp_path / "three/b.png")
     out = tmp_path / "out"
-    items = discover([str(tmp_path / name) for name in ("one", "two", "three")], Skipped())
-    run(items, [bright_session()], job(out))
+    requests = images(*(tmp_path / name for name in ("one", "two", "three")))
+    run(requests, [bright_session()], job(out))
     assert [record["status"] for record in results(out)] == ["ok", "error", "ok"]
     assert results(out)[1]["error"]["code"] == "no_images"
 
@@ -179,9 +184,9 @@ def test_a_lost_device_leaves_the_records_before_it(tmp_path: Path, bright_sessi
     for number in range(30):
         save(tmp_path / f"in/{number:02}.png")
     out = tmp_path / "out"
-    items = discover([str(tmp_path / "in")], Skipped())
+    requests = images(tmp_path / "in")
     with pytest.raises(StoppedEarly):
-        run(items, [bright_session(fails_at=3)], job(out, explain=explain))
+        run(requests, [bright_session(fails_at=3)], job(out, explain=explain))
     assert [Path(record["image"]).name for record in results(out)] == [f"{number:02}.png" for number in range(12)]
     assert not list(out.glob("*.tmp"))
 
@@ -195,7 +200,7 @@ def test_overlays_that_cannot_be_written_stop_the_run_with_the_reason(
     save(tmp_path / "a.png")
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(StoppedEarly, match="No space left on device"):
-        run(iter([Item(tmp_path / "a.png", "a.png")]), [bright_session()], job(tmp_path / "out", explain=True))
+        run(images(tmp_path / "a.png"), [bright_session()], job(tmp_path / "out", explain=True))
 
 
 def test_a_report_that_cannot_be_finished_stops_the_run_with_the_reason(
@@ -211,7 +216,7 @@ def test_a_report_that_cannot_be_finished_stops_the_run_with_the_reason(
     monkeypatch.setattr(ReportWriter, "close", full)
     out = tmp_path / "out"
     with pytest.raises(StoppedEarly, match=r"report cannot be written \(No space left on device\)"):
-        run(iter([Item(tmp_path / "a.png", "a.png")]), [bright_session()], job(out, explain=True))
+        run(images(tmp_path / "a.png"), [bright_session()], job(out, explain=True))
     assert len(results(out)) == 1
 
 
@@ -220,4 +225,4 @@ def test_a_place_where_overlays_cannot_go_is_a_wrong_call(tmp_path: Path, bright
     out.mkdir()
     (out / "overlays").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run(iter([Item(save(tmp_path / "a.png"), "a.png")]), [bright_session()], job(out, explain=True))
+        run(images(save(tmp_path / "a.png")), [bright_session()], job(out, explain=True))

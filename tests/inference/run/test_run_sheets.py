@@ -15,12 +15,10 @@ from PIL import Image
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference import atlas as building
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sheets import SheetOptions, with_attention
-from opal_deploy.inference.sources.discovery import discover
-from opal_deploy.inference.sources.items import Item, Skipped
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.storage import Atlas, write_atlas
 
 
@@ -36,9 +34,7 @@ def pictures(tmp_path: Path) -> Path:
 
 def job(out: Path, sheets: SheetOptions, **settings: Any) -> RunOptions:
     out.mkdir(exist_ok=True)
-    return RunOptions(
-        out, engine=InferenceOptions(batch=4, keep_pictures=True, keep_outputs=True), sheets=sheets, **settings
-    )
+    return RunOptions(out, InferenceOptions(batch=4), sheets=sheets, **settings)
 
 
 def requests(folder: Path) -> list[Request]:
@@ -62,7 +58,7 @@ def test_results_have_outputs_only_where_they_were_asked_for(bright_session: Cal
 
 def test_sheets_cost_no_forward_pass(bright_session: Callable, pictures: Path, tmp_path: Path) -> None:
     session = bright_session()
-    run(discover([str(pictures)], Skipped()), [session], job(tmp_path / "out", SheetOptions(session.metadata)))
+    run(iter(requests(pictures)), [session], job(tmp_path / "out", SheetOptions(session.metadata)))
     assert session.batches == [4, 2]
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
 
@@ -70,7 +66,7 @@ def test_sheets_cost_no_forward_pass(bright_session: Callable, pictures: Path, t
 def test_a_large_picture_is_read_again_for_its_sheet(bright_session: Callable, tmp_path: Path) -> None:
     Image.new("RGB", (1500, 1400), "grey").save(tmp_path / "a.png")
     session = bright_session()
-    run(iter([Item(tmp_path / "a.png", "a.png")]), [session], job(tmp_path / "out", SheetOptions(session.metadata)))
+    run(iter([Request("a.png", tmp_path / "a.png")]), [session], job(tmp_path / "out", SheetOptions(session.metadata)))
     assert json.loads((tmp_path / "out/results.jsonl").read_text())["sheet"] == "sheets/000000-a.png.png"
 
 
@@ -94,10 +90,10 @@ def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(
     for patch in patches:
         patch.write_bytes(b"no jpeg")
     with pytest.raises(StoppedEarly, match="build the atlas again"):
-        run(discover([str(pictures)], Skipped()), [session], job(tmp_path / "out", sheets))
+        run(iter(requests(pictures)), [session], job(tmp_path / "out", sheets))
     for patch, content in zip(patches, whole, strict=True):
         patch.write_bytes(content)
-    summary = run(discover([str(pictures)], Skipped()), [session], job(tmp_path / "out", sheets, resume=True))
+    summary = run(iter(requests(pictures)), [session], job(tmp_path / "out", sheets, resume=True))
     assert summary.total == 6
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
 
@@ -109,17 +105,17 @@ def test_a_picture_of_the_atlas_is_not_its_own_neighbour(
 
     shown: list[str] = []
 
-    def lay_out(content: Any, photograph: Image.Image, looks: Any) -> Any:
+    def layout_sheet(content: Any, photograph: Image.Image, looks: Any) -> Any:
         shown.extend(look.alt for look in looks.by_slot[0])
-        return lay_out_before(content, photograph, looks)
+        return original(content, photograph, looks)
 
-    lay_out_before = drawn_sheets.layout_sheet
-    monkeypatch.setattr(drawn_sheets, "layout_sheet", lay_out)
+    original = drawn_sheets.layout_sheet
+    monkeypatch.setattr(drawn_sheets, "layout_sheet", layout_sheet)
     # under another name, so that only the bytes can tell
     (tmp_path / "copy.png").write_bytes((pictures / "5.png").read_bytes())
     session = bright_session()
     run(
-        iter([Item(tmp_path / "copy.png", "copy.png")]),
+        iter([Request("copy.png", tmp_path / "copy.png")]),
         [session],
         job(tmp_path / "out", SheetOptions(session.metadata, atlas=atlas)),
     )
@@ -133,7 +129,7 @@ def test_a_place_where_sheets_cannot_go_is_a_wrong_call(
     asked = job(tmp_path / "out", SheetOptions(session.metadata))
     (tmp_path / "out/sheets").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run(discover([str(pictures)], Skipped()), [session], asked)
+        run(iter(requests(pictures)), [session], asked)
 
 
 def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model: Path) -> None:

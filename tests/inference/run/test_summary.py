@@ -80,8 +80,8 @@ def test_without_an_answer_there_is_no_accuracy() -> None:
 
 def test_the_rate_is_of_this_times_records() -> None:
     summary = summary_of(*[answered("a")] * 10)
-    summary.kept, summary.seconds = 6, 2.0
-    assert (summary.new, summary.rate) == (4, 2.0)
+    summary.resumed, summary.seconds = 6, 2.0
+    assert (summary.new, summary.images_per_second) == (4, 2.0)
 
 
 @pytest.mark.parametrize(

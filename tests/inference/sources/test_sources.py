@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.decoding.prepare import Request
-from opal_deploy.inference.executor import InferenceOptions, predict_stream
+from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import check_inputs, discover
 from opal_deploy.inference.sources.items import Item, Skipped
+from opal_deploy.inference.types import InferenceOptions, Request
 
 
 def picture(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The files of a run's drawings, overlays and evidence sheets: what they are called, writing them, which go."""
+"""The files of a run directory: their names, and writing and removing its overlays and evidence sheets."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 
 from opal_deploy.errors import StoppedEarly
 
+# what the run is, its records, what came of it, and the page that shows it
+RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
+# folders of drawings
 OVERLAYS, SHEETS = "overlays", "sheets"
 # no folder holds millions of files: from the ten-thousandth image on they lie in subfolders
-A_FOLDER = 10_000
+FILES_PER_FOLDER = 10_000
 
 _SUFFIXES = {OVERLAYS: ".jpg", SHEETS: ".png"}
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -18,24 +21,29 @@ _STEM_LENGTH = 80
 
 
 def overlay_name(index: int, image: str | None) -> str:
-    """The overlay's file, relative to the run's folder: unique in a run and safe, whatever the image is called."""
+    """Return the path of an overlay in the run directory: unique in a run and safe, whatever the image is called.
+
+    Args:
+        index: of the image in the run, from 0.
+        image: its name.
+    """
     return _name(OVERLAYS, index, image)
 
 
 def sheet_name(index: int, image: str | None) -> str:
-    """The evidence sheet's file, likewise."""
+    """Return the path of an evidence sheet in the run directory; see `overlay_name`."""
     return _name(SHEETS, index, image)
 
 
 def _name(kind: str, index: int, image: str | None) -> str:
     stem = Path(image).name if image else ""
     safe = _UNSAFE.sub("_", stem)[:_STEM_LENGTH].strip("._") or "image"
-    folder, name = index // A_FOLDER, f"{index:06d}-{safe}{_SUFFIXES[kind]}"
+    folder, name = index // FILES_PER_FOLDER, f"{index:06d}-{safe}{_SUFFIXES[kind]}"
     return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"
 
 
-def write_drawing(out: Path, name: str, encoded: bytes) -> None:
-    """Write `out/name`; a process that is killed meanwhile leaves no half picture under that name.
+def write_image_file(out: Path, name: str, encoded: bytes) -> None:
+    """Write `out/name`; a process that is killed meanwhile leaves no half image under that name.
 
     Raises:
         StoppedEarly: the disk is full or gone.
@@ -55,11 +63,13 @@ def write_drawing(out: Path, name: str, encoded: bytes) -> None:
         raise StoppedEarly(f"{path}: cannot be written ({error.strerror or error}); make room and run again") from None
 
 
-def remove_drawings(out: Path, kind: str, first: int = 0) -> None:
-    """Remove the drawings of the image `first` and of all after it, and what a killed process left of one.
+def remove_image_files(out: Path, kind: str, first: int = 0) -> None:
+    """Remove the drawings of the image `first` and of all after it, and the half ones of a killed process.
 
     Args:
-        out: the run's folder. kind: OVERLAYS or SHEETS. first: counted from 0.
+        out: the run directory.
+        kind: OVERLAYS or SHEETS.
+        first: number of an image, from 0.
 
     Raises:
         OSError: one cannot be removed.
@@ -71,7 +81,7 @@ def remove_drawings(out: Path, kind: str, first: int = 0) -> None:
     numbered = [path for path in root.iterdir() if re.fullmatch(r"\d{4,}", path.name) and path.is_dir()]
     for folder in (root, *numbered):
         # the others hold only earlier images
-        if folder is not root and int(folder.name) < first // A_FOLDER:
+        if folder is not root and int(folder.name) < first // FILES_PER_FOLDER:
             continue
         for path in folder.iterdir():
             drawn = re.match(rf"(\d{{6,}})-.*{suffix}$", path.name)
