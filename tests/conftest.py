@@ -9,10 +9,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
+
+if TYPE_CHECKING:
+    from opal_deploy.runtime.onnx_session import OnnxSession
 
 # before anything imports PyTorch: the networks of most tests are tiny, and a second thread is waited for
 # longer than it helps; processes run side by side instead
@@ -51,6 +55,14 @@ def map_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def linear_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The linear baseline: evidence `none`."""
     return _exported(tmp_path_factory, "none")
+
+
+@pytest.fixture(scope="session")
+def exact_session(exact_model: Path) -> OnnxSession:
+    """The session of `exact_model`, on one thread."""
+    from opal_deploy.runtime.onnx_session import OnnxSession
+
+    return OnnxSession(exact_model, device="cpu", threads=1)
 
 
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:

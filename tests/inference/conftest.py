@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 GRID = (4, 4)
@@ -59,8 +57,3 @@ SessionMaker = Callable[..., BrightSession]
 @pytest.fixture
 def bright_session() -> SessionMaker:
     return BrightSession
-
-
-@pytest.fixture(scope="session")
-def exact_session(exact_model: Path) -> OnnxSession:
-    return OnnxSession(exact_model, device="cpu", threads=1)

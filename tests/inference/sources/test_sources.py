@@ -15,7 +15,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import check_inputs, discover
 from opal_deploy.inference.sources.items import Item, Skipped
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.types import InferenceOptions, build_requests
 
 
 def picture(path: Path) -> Path:
@@ -30,7 +30,7 @@ def items(*inputs: str | Path) -> list[Item]:
 
 def verdicts(found: Iterator[Item] | list[Item], session: object) -> dict[str, str]:
     """What each item's record says: its status, or its error's code."""
-    asked = (Request(item.name, item.source, item.problem) for item in found)
+    asked = build_requests(found)
     records = [result.record for result in predict_stream(asked, [session], InferenceOptions(batch=4))]  # type: ignore[list-item]
     told = {Path(str(r["image"])).name: r["error"]["code"] if r["status"] == "error" else r["status"] for r in records}
     assert len(told) == len(records)
