@@ -156,7 +156,7 @@ def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) ->
     expected = options.expected_sha256
     sha256 = compute_sha256(options.model) if expected is None else check_sha256(options.model, expected)
     inference = _inference_options(run_options, options, session)
-    setup.raise_pillows_limit(inference.max_pixels)
+    setup.raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {options.seed})"
     print_message(f"{path}: computing {which} again with {options.model} in {session.description}")
     check = _check_options(sha256, path, run_options, options, session.metadata, inference, lines)
