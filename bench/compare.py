@@ -1,11 +1,12 @@
-"""Which of several is faster, and by how much: measured in turns, so that what changes with time changes for all.
+"""Compare the speed of several models in interleaved rounds, so that drift of the machine affects all alike.
 
-In each round every contender runs once, in the order A B C in even rounds and C B A in odd ones: a machine that slows
-down steadily then favours nobody. A turn is one batch that does not count, to fill the caches again, and then a fixed
-number of batches, chosen beforehand so that a turn takes about `turn_seconds`. The ratio of a round is B's images per
-second by A's of the same round. The median of those ratios is told with its bootstrap interval.
+In each round every model runs once, in the order A B C in even rounds and C B A in odd ones, so that a machine that
+slows down steadily favours none. A run is one batch that does not count, to fill the caches again, and then a fixed
+number of batches that takes about `run_seconds`. The ratio of a round is B's images per second divided by A's of the
+same round. The figure is the median of those ratios with its bootstrap interval.
 
-The comparisons that everybody asks for: what the head costs, which runtime is fastest, what precision buys."""
+`build_comparisons` prepares the usual comparisons: the cost of the head, the runtimes, the precisions.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +14,50 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from opal_deploy.bench.batch_timing import rotate_inputs
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import RUNTIMES, LoadedTarget, Setup, load_network
-from opal_deploy.bench.targets.networks import NamedNetwork, replace_head_with_linear
 from opal_deploy.bench.timing import Clock, random_batches, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.statistics.intervals import median, paired_ratios, spread
+
+if TYPE_CHECKING:
+    from opal_deploy.bench.targets.networks import NamedNetwork
+
+Question = Literal["head", "runtime", "precision"]
+Report = Callable[[str], None]
+Advance = Callable[[int, int], None]
+# name, network and setup; the first is the reference
+_Variants = Sequence[tuple[str, "NamedNetwork", Setup]]
 
 RUN_SECONDS = 0.3
 METHOD = (
     "turns: A B, then B A, and so on; each turn one batch that does not count, then the batches that do; ratio of the "
     "two in one round; median over rounds with a 95 % percentile bootstrap interval"
 )
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
 
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """How contenders are compared.
+    """How models are compared.
 
     Attributes:
         batch: images a call.
-        rounds: pairs of turns.
-        turn_seconds: least length of a turn.
-        warm_up_seconds: of each contender, before the first round.
+        rounds: rounds in which each model runs once.
+        run_seconds: least length of a model's run in a round.
+        warm_up_seconds: of each model, before the first round.
         buffers: batches of noise that the calls rotate over.
         seed: of the noise.
     """
 
     batch: int = 1
     rounds: int = 30
-    turn_seconds: float = RUN_SECONDS
+    run_seconds: float = RUN_SECONDS
     warm_up_seconds: float = 1.0
     buffers: int = 4
     seed: int = 0
@@ -55,107 +65,115 @@ class ComparisonOptions:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What runs in turns: the first is what all others are compared with.
+    """The models of one comparison.
 
     Attributes:
-        reference: how the first is called in the record, such as `linear`, `eager`, `fp32`.
-        contenders: at least two.
-        unusable: what else was asked for, and why it cannot run here.
+        reference: name of the first model in the measurement, such as `linear`, `eager`, `fp32`.
+        targets: at least two; all others are compared with the first.
+        unusable: requested variants that cannot run here, each with the reason.
     """
 
     reference: str
-    contenders: tuple[LoadedTarget, ...]
+    targets: tuple[LoadedTarget, ...]
     unusable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TargetRates:
-    """What came out for one contender: images a second in each round, batches a turn, calls thrown away before."""
+    """Rates of one model.
+
+    Attributes:
+        rates: images per second in each round.
+        batches: calls a run.
+        warm_up_calls: calls discarded before the first round.
+    """
 
     rates: tuple[float, ...]
     batches: int
     warm_up_calls: int
 
 
-Advance = Callable[[int, int], None]
+def measure_comparison(
+    comparison: Comparison,
+    options: ComparisonOptions,
+    question: str | None = None,
+    *,
+    advance: Advance = lambda *_: None,
+) -> list[Measurement]:
+    """Return one measurement for each model but the first, with its ratio to the first."""
+    with monitor_devices(*(loaded.target.device for loaded in comparison.targets)) as monitor:
+        rates = time_interleaved(comparison.targets, options, advance=advance)
+    reference, *others = zip(comparison.targets, rates, strict=True)
+    return [
+        replace(measurement, conditions=monitor.conditions, marks=(*monitor.marks, *measurement.marks))
+        for measurement in (_build_measurement(comparison, options, question, reference, other) for other in others)
+    ]
 
 
 def time_interleaved(
-    contenders: Sequence[LoadedTarget],
-    plan: ComparisonOptions,
+    targets: Sequence[LoadedTarget],
+    options: ComparisonOptions,
     *,
     advance: Advance = lambda *_: None,
     clock: Clock = time.perf_counter_ns,
 ) -> list[TargetRates]:
-    """Let them run in turns.
+    """Time models in interleaved rounds.
 
     Args:
-        contenders: two or more.
-        plan: how.
-        advance: told how many rounds of how many are done.
-        clock: nanoseconds.
+        targets: two or more.
+        options: rounds and their length.
+        advance: gets the number of finished rounds and of all rounds.
+        clock: in nanoseconds.
     """
-    calls = [rotate_inputs(contender, plan.batch, plan.buffers, plan.seed) for contender in contenders]
-    warmed = [warm_up(call, plan.warm_up_seconds, clock=clock) for call in calls]
+    calls = [rotate_inputs(target, options.batch, options.buffers, options.seed) for target in targets]
+    warmed = [warm_up(call, options.warm_up_seconds, clock=clock) for call in calls]
     counts = []
     for call in calls:
-        one = min(time_calls(call, 1, clock=clock) for _ in range(3))
-        counts.append(max(1, math.ceil(plan.turn_seconds / max(one, 1e-9))))
-    rates: list[list[float]] = [[] for _ in contenders]
-    for number in range(plan.rounds):
-        order = range(len(contenders))
+        seconds = min(time_calls(call, 1, clock=clock) for _ in range(3))
+        counts.append(max(1, math.ceil(options.run_seconds / max(seconds, 1e-9))))
+    rates: list[list[float]] = [[] for _ in targets]
+    for number in range(options.rounds):
+        order = range(len(targets))
         for index in order if number % 2 == 0 else reversed(order):
-            # not the input that the turn begins with
+            # another input than the one that the run starts with
             calls[index](-1)
             seconds = time_calls(calls[index], counts[index], clock=clock)
-            rates[index].append(plan.batch * counts[index] / seconds)
-        advance(number + 1, plan.rounds)
+            rates[index].append(options.batch * counts[index] / seconds)
+        advance(number + 1, options.rounds)
     return [
-        TargetRates(tuple(found), count, warm.calls) for found, count, warm in zip(rates, counts, warmed, strict=True)
+        TargetRates(tuple(of_target), count, warm.calls)
+        for of_target, count, warm in zip(rates, counts, warmed, strict=True)
     ]
 
 
-def measure_comparison(
-    contest: Comparison, plan: ComparisonOptions, question: str | None = None, *, advance: Advance = lambda *_: None
-) -> list[Measurement]:
-    """Run a contest: one line a contender but the first, which all are compared with."""
-    with monitor_devices(*(contender.target.device for contender in contest.contenders)) as monitor:
-        turns = time_interleaved(contest.contenders, plan, advance=advance)
-    reference, *others = zip(contest.contenders, turns, strict=True)
-    return [
-        replace(found, conditions=monitor.conditions, marks=(*monitor.marks, *found.marks))
-        for found in (_measurement(contest, plan, question, reference, other) for other in others)
-    ]
-
-
-def _measurement(
-    contest: Comparison,
-    plan: ComparisonOptions,
+def _build_measurement(
+    comparison: Comparison,
+    options: ComparisonOptions,
     question: str | None,
     reference: tuple[LoadedTarget, TargetRates],
     candidate: tuple[LoadedTarget, TargetRates],
 ) -> Measurement:
-    (a, a_turns), (b, b_turns) = reference, candidate
-    ratios = paired_ratios(b_turns.rates, a_turns.rates)
-    middle = median(ratios)
+    (a, a_rates), (b, b_rates) = reference, candidate
+    ratios = paired_ratios(b_rates.rates, a_rates.rates)
+    ratio = median(ratios)
     marks = []
     if spread(ratios) > NOISY_SPREAD:
         marks.append(f"{NOISY}: the rounds' ratios differ by {spread(ratios):.0%}")
     return Measurement(
         kind="compare",
         target=b.target,
-        case={"question": question, "reference": contest.reference, "batch": plan.batch, "threads": b.threads},
+        case={"question": question, "reference": comparison.reference, "batch": options.batch, "threads": b.threads},
         figures={
-            "ratio": Figure(middle.value, "ratio", "higher", tuple(map(float, ratios)), middle.interval),
-            "images_per_second": Figure.of_repeats(b_turns.rates, "images/s", "higher"),
-            "reference_images_per_second": Figure.of_repeats(a_turns.rates, "images/s", "higher"),
+            "ratio": Figure(ratio.value, "ratio", "higher", tuple(map(float, ratios)), ratio.interval),
+            "images_per_second": Figure.of_repeats(b_rates.rates, "images/s", "higher"),
+            "reference_images_per_second": Figure.of_repeats(a_rates.rates, "images/s", "higher"),
         },
         settings={
-            "rounds": plan.rounds,
-            "turn_seconds": plan.turn_seconds,
-            "batches_per_turn": [a_turns.batches, b_turns.batches],
-            "warm_up_iterations": [a_turns.warm_up_calls, b_turns.warm_up_calls],
-            "buffers": plan.buffers,
+            "rounds": options.rounds,
+            "turn_seconds": options.run_seconds,
+            "batches_per_turn": [a_rates.batches, b_rates.batches],
+            "warm_up_iterations": [a_rates.warm_up_calls, b_rates.warm_up_calls],
+            "buffers": options.buffers,
             "method": METHOD,
         },
         timed=b.timed,
@@ -165,70 +183,60 @@ def _measurement(
     )
 
 
-Question = Literal["head", "runtime", "precision"]
-QUESTIONS: tuple[Question, ...] = get_args(Question)
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
-
-Report = Callable[[str], None]
-
-
 def build_comparisons(
-    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, say: Report = lambda _: None
+    question: Question, networks: Iterable[NamedNetwork], setup: Setup, batch: int, report: Report = lambda _: None
 ) -> Iterator[Comparison]:
-    """A contest a network, opened when its turn comes.
+    """Yield one comparison a network; its models are loaded when it is due.
 
     Args:
         question: `head`: OPAL with all its outputs against the linear head on the same backbone, in one runtime;
-            `runtime`: PyTorch eager, as it is exported, against every other that works here; `precision`: fp32
-            against every other that the runtime has.
-        networks: to ask it of.
-        setup: what the question leaves open.
-        batch: that will be run: whether something works is found out with it.
-        say: told what is being prepared.
+            `runtime`: PyTorch eager, as exported, against every other runtime that works here; `precision`: fp32
+            against every other precision that the runtime has.
+        networks: the networks to compare variants of.
+        setup: everything that the question does not vary.
+        batch: images of the call that shows whether a variant works here.
+        report: prints a line when a variant is being prepared.
 
     Raises:
-        UsageError: the reference does not work here, or nothing else does.
+        UsageError: the reference does not work here, or no other variant does.
     """
     for network in networks:
-        yield {"head": _head, "runtime": _runtime, "precision": _precision}[question](network, setup, batch, say)
+        variants = {"head": _head_variants, "runtime": _runtime_variants, "precision": _precision_variants}[question]
+        yield _load_comparison(variants(network, setup), batch, report)
 
 
-def _head(network: NamedNetwork, setup: Setup, batch: int, say: Report) -> Comparison:
-    config = network.config
-    if config.head.evidence != "exact":
+def _head_variants(network: NamedNetwork, setup: Setup) -> _Variants:
+    from opal_deploy.bench.targets.networks import replace_head_with_linear
+
+    if network.config.head.evidence != "exact":
         raise UsageError(f"{network.name}: its head does not explain; give a checkpoint with OPAL's, or --backbone")
-    linear = replace_head_with_linear(network)
-    setups = [(LINEAR, linear, setup), (network.config.backbone, network, setup)]
-    return _contest(LINEAR, setups, batch, say)
+    return [(LINEAR, replace_head_with_linear(network), setup), (network.config.backbone, network, setup)]
 
 
-def _runtime(network: NamedNetwork, setup: Setup, batch: int, say: Report) -> Comparison:
+def _runtime_variants(network: NamedNetwork, setup: Setup) -> _Variants:
     layouts = {"eager": setup.channels_last, "compile": setup.channels_last}
-    setups = [
-        (name, network, replace(setup, runtime=name, channels_last=layouts.get(name, False))) for name in RUNTIMES
-    ]
-    return _contest("eager", setups, batch, say)
+    return [(name, network, replace(setup, runtime=name, channels_last=layouts.get(name, False))) for name in RUNTIMES]
 
 
-def _precision(network: NamedNetwork, setup: Setup, batch: int, say: Report) -> Comparison:
-    setups = [(name, network, replace(setup, precision=name)) for name in _PRECISIONS]
-    return _contest("fp32", setups, batch, say)
+def _precision_variants(network: NamedNetwork, setup: Setup) -> _Variants:
+    return [(name, network, replace(setup, precision=name)) for name in _PRECISIONS]
 
 
-def _contest(reference: str, setups: Sequence[tuple[str, NamedNetwork, Setup]], batch: int, say: Report) -> Comparison:
-    opened: list[LoadedTarget] = []
+def _load_comparison(variants: _Variants, batch: int, report: Report) -> Comparison:
+    reference = variants[0][0]
+    targets: list[LoadedTarget] = []
     unusable = []
-    for name, network, setup in setups:
-        say(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
+    for name, network, setup in variants:
+        report(f"Preparing {network.name}: {setup.runtime}, {setup.precision or 'fp32'}")
         try:
-            contender = load_network(network, setup)
-            contender.session.run(random_batches(1, batch, contender.metadata.input_size)[0])
+            loaded = load_network(network, setup)
+            loaded.session.run(random_batches(1, batch, loaded.metadata.input_size)[0])
         except OpalError as error:
-            if not opened:
+            if not targets:
                 raise
             unusable.append(f"{name}: not usable: {error}")
             continue
-        opened.append(contender)
-    if len(opened) < 2:
-        raise UsageError(f"{setups[0][1].name}: nothing to compare {reference} with here: {'; '.join(unusable)}")
-    return Comparison(reference, tuple(opened), tuple(unusable))
+        targets.append(loaded)
+    if len(targets) < 2:
+        raise UsageError(f"{variants[0][1].name}: nothing to compare {reference} with here: {'; '.join(unusable)}")
+    return Comparison(reference, tuple(targets), tuple(unusable))

@@ -1,6 +1,6 @@
-"""Do our decode paths give plain Pillow's pixels, and how fast?
+"""Compare our decode paths with plain Pillow: pixel differences and speed.
 
-The reference is written out here with Pillow alone: open, apply EXIF orientation, convert to RGB, resize.
+The reference is written with Pillow alone: open, apply the EXIF orientation, convert to RGB, resize.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from opal_deploy.preprocess.gpu import GpuDecoder, read_header
 from opal_deploy.preprocess.resize import to_input
 
 Pixels = NDArray[np.uint8]
+DecodePath = Callable[[Path, tuple[int, int]], Pixels]
+
+# files a call of the GPU's decoder
+_GPU_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,12 @@ class DecodePathResult:
     """One decode path against plain Pillow.
 
     Attributes:
-        name: of the path. images: compared. largest, mean: absolute differences in counts of 0-255.
-        share_equal: of the values, those that do not differ at all.
-        per_second: pictures a second on one thread, Pillow's own and this path's.
-        cpu_milliseconds: processor time a picture, which other work on the machine disturbs less; likewise.
+        name: of the decode path.
+        images: number of images compared.
+        largest, mean: absolute differences in counts of 0-255.
+        share_equal: share of the values that are equal, 0 ... 1.
+        pillow_per_second, path_per_second: images per second on one thread.
+        pillow_cpu_milliseconds, path_cpu_milliseconds: CPU time an image, less disturbed by other processes.
     """
 
     name: str
@@ -47,50 +53,32 @@ class DecodePathResult:
     path_cpu_milliseconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the result for JSON."""
         return asdict(self)
 
 
-def _decode(decoding: Decoding, path: Path, size: tuple[int, int]) -> Pixels:
-    image, geometry = decode_for_input(path, size, decoding=decoding)
-    return to_input(image, geometry, size, decoding)
-
-
-def _decode_with_pillow(path: Path, size: tuple[int, int]) -> Pixels:
-    with Image.open(path) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-        return np.asarray(upright.resize(size[::-1], Image.Resampling.BILINEAR))
-
-
-# every way in which `infer` and the trainer come by their pixels on the CPU
-DECODE_PATHS: dict[str, Callable[[Path, tuple[int, int]], Pixels]] = {
-    decoding.value: partial(_decode, decoding) for decoding in Decoding if decoding is not Decoding.gpu
-}
-# files a call of the GPU's decoder
-_GPU_BATCH = 64
-
-
 class _Stopwatch:
-    """Seconds by the clock and of the processor, summed over blocks.
+    """Wall and CPU seconds, summed over blocks.
 
-    `whole_process`: the processor time of all its threads, not of this one; a library's own belong to it.
+    Args:
+        whole_process: count the CPU time of all threads of the process, such as a library's own, not only of this one.
     """
 
     def __init__(self, *, whole_process: bool = False) -> None:
         self.wall = self.cpu = 0.0
-        self._processor = time.process_time if whole_process else time.thread_time
+        self._cpu_clock = time.process_time if whole_process else time.thread_time
 
     def __enter__(self) -> None:
-        self._wall, self._cpu = time.perf_counter(), self._processor()
+        self._wall_start, self._cpu_start = time.perf_counter(), self._cpu_clock()
 
     def __exit__(self, *_: object) -> None:
-        self.wall += time.perf_counter() - self._wall
-        self.cpu += self._processor() - self._cpu
+        self.wall += time.perf_counter() - self._wall_start
+        self.cpu += self._cpu_clock() - self._cpu_start
 
 
 @dataclass
-class _Difference:
-    """Of two sets of pixels, summed over pictures."""
+class _PixelDifference:
+    """Differences of two sets of pixels, summed over images."""
 
     images: int = 0
     largest: int = 0
@@ -98,15 +86,15 @@ class _Difference:
     equal: int = 0
     count: int = 0
 
-    def add(self, found: Pixels, expected: Pixels) -> None:
-        difference = np.abs(found.astype(np.int16) - expected.astype(np.int16))
+    def add(self, pixels: Pixels, expected: Pixels) -> None:
+        difference = np.abs(pixels.astype(np.int16) - expected.astype(np.int16))
         self.images += 1
         self.largest = max(self.largest, int(difference.max()))
         self.total += int(difference.sum())
         self.equal += int((difference == 0).sum())
         self.count += difference.size
 
-    def result(self, name: str, ours: _Stopwatch, pillow: _Stopwatch) -> DecodePathResult:
+    def result(self, name: str, path: _Stopwatch, pillow: _Stopwatch) -> DecodePathResult:
         return DecodePathResult(
             name,
             self.images,
@@ -114,61 +102,83 @@ class _Difference:
             mean=self.total / self.count if self.count else 0.0,
             share_equal=self.equal / self.count if self.count else 1.0,
             pillow_per_second=_ratio(self.images, pillow.wall),
-            path_per_second=_ratio(self.images, ours.wall),
+            path_per_second=_ratio(self.images, path.wall),
             pillow_cpu_milliseconds=_ratio(1000 * pillow.cpu, self.images),
-            path_cpu_milliseconds=_ratio(1000 * ours.cpu, self.images),
+            path_cpu_milliseconds=_ratio(1000 * path.cpu, self.images),
         )
 
 
-def compare_cpu_paths(paths: list[Path], size: tuple[int, int]) -> list[DecodePathResult]:
-    """Each decode path on the CPU against plain Pillow on every picture that Pillow can read; timed alternately."""
-    return [_against_pillow(name, decoder, paths, size) for name, decoder in DECODE_PATHS.items()]
+def compare_cpu_paths(files: list[Path], size: tuple[int, int]) -> list[DecodePathResult]:
+    """Compare each decode path on the CPU with plain Pillow on every readable image, timed alternately.
+
+    Args:
+        files: images.
+        size: (height, width) to resize to.
+    """
+    return [_compare_path(name, decode, files, size) for name, decode in DECODE_PATHS.items()]
 
 
-def _against_pillow(
-    name: str, decoder: Callable[[Path, tuple[int, int]], Pixels], paths: list[Path], size: tuple[int, int]
-) -> DecodePathResult:
-    ours, pillow = _Stopwatch(), _Stopwatch()
-    difference = _Difference()
-    # the libraries are imported by the first picture, whatever becomes of it
-    for path in paths[:1]:
+def compare_gpu_path(files: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> DecodePathResult:
+    """Compare the GPU's decode path, in batches from files in memory, with plain Pillow on every image it accepts.
+
+    CPU time is that of the whole process, since the codec has threads of its own.
+    """
+    path_time, pillow_time = _Stopwatch(whole_process=True), _Stopwatch()
+    difference = _PixelDifference()
+    for start in range(0, len(files), _GPU_BATCH):
+        batch = files[start : start + _GPU_BATCH]
+        with path_time:
+            headers = [(file, read_header(file.read_bytes(), None, MAX_PIXELS)) for file in batch]
+            accepted = [(file, header) for file, header in headers if header is not None]
+            images = gpu.decode([header for _, header in accepted])
+            decoded = [(*pair, image) for pair, image in zip(accepted, images, strict=True) if image is not None]
+            if not decoded:
+                continue
+            inputs = gpu.resize_to_inputs(
+                [image for *_, image in decoded], [header.geometry for _, header, _ in decoded], size
+            )
+        for (file, *_), pixels in zip(decoded, inputs, strict=True):
+            with pillow_time:
+                expected = _decode_with_pillow(file, size)
+            difference.add(pixels, expected)
+    return difference.result(f"gpu ({gpu.device})", path_time, pillow_time)
+
+
+def _compare_path(name: str, decode: DecodePath, files: list[Path], size: tuple[int, int]) -> DecodePathResult:
+    path_time, pillow_time = _Stopwatch(), _Stopwatch()
+    difference = _PixelDifference()
+    # the first image imports the libraries
+    for file in files[:1]:
         with contextlib.suppress(ImageError):
-            decoder(path, size)
-    for path in paths:
+            decode(file, size)
+    for file in files:
         try:
-            with ours:
-                found = decoder(path, size)
+            with path_time:
+                pixels = decode(file, size)
         except ImageError:
             continue
-        with pillow:
-            expected = _decode_with_pillow(path, size)
-        difference.add(found, expected)
-    return difference.result(name, ours, pillow)
+        with pillow_time:
+            expected = _decode_with_pillow(file, size)
+        difference.add(pixels, expected)
+    return difference.result(name, path_time, pillow_time)
 
 
-def compare_gpu_path(paths: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> DecodePathResult:
-    """The GPU's decode path, in batches from files in memory, against plain Pillow on every picture that it takes.
+def _decode(decoding: Decoding, file: Path, size: tuple[int, int]) -> Pixels:
+    image, geometry = decode_for_input(file, size, decoding=decoding)
+    return to_input(image, geometry, size, decoding)
 
-    Processor time is that of the whole process here: the codec has threads of its own.
-    """
-    ours, pillow = _Stopwatch(whole_process=True), _Stopwatch()
-    difference = _Difference()
-    for start in range(0, len(paths), _GPU_BATCH):
-        batch = paths[start : start + _GPU_BATCH]
-        with ours:
-            headers = [(path, read_header(path.read_bytes(), None, MAX_PIXELS)) for path in batch]
-            files = [(path, file) for path, file in headers if file is not None]
-            pictures = gpu.decode([file for _, file in files])
-            taken = [(path, file, one) for (path, file), one in zip(files, pictures, strict=True) if one is not None]
-            if not taken:
-                continue
-            found = gpu.resize_to_inputs([one for *_, one in taken], [file.geometry for _, file, _ in taken], size)
-        for (path, *_), pixels in zip(taken, found, strict=True):
-            with pillow:
-                expected = _decode_with_pillow(path, size)
-            difference.add(pixels, expected)
-    return difference.result(f"gpu ({gpu.device})", ours, pillow)
+
+def _decode_with_pillow(file: Path, size: tuple[int, int]) -> Pixels:
+    with Image.open(file) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+        return np.asarray(upright.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
 def _ratio(value: float, by: float) -> float:
     return value / by if by else 0.0
+
+
+# the decode paths of `infer` and of training on the CPU
+DECODE_PATHS: dict[str, DecodePath] = {
+    decoding.value: partial(_decode, decoding) for decoding in Decoding if decoding is not Decoding.gpu
+}

@@ -1,9 +1,9 @@
-"""Two sets of measurements compared: what became worse or better by more than the noise, and what cannot be said.
+"""Compare two sets of measurements: what became worse or better by more than the noise, and what cannot be compared.
 
-A figure has changed when its relative change is larger than the tolerance and than the noise of both measurements. The
-noise is the spread of the repeats; where both figures have 95 % intervals it is the intervals instead, which must not
-overlap: they say how well the median is known, which with many repeats is far better than the repeats are alike.
-A change in a measurement that carries a mark (noisy, throttled, or another doubt) is doubtful, never a regression.
+A figure has changed when its relative change exceeds the tolerance and the noise of both measurements. The noise is the
+spread of the repeats. Where both figures have 95 % intervals, these must not overlap instead: they say how well the
+median is known, which with many repeats is much better than the spread suggests. A change in a measurement with a mark
+(noisy, throttled, or another doubt) is doubtful, never a regression.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ Verdict = Literal["regression", "improvement", "doubtful", "unchanged"]
 
 @dataclass(frozen=True)
 class FigureChange:
-    """One figure in both sets.
+    """One figure that both sets have.
 
     Attributes:
-        label: which measurement. figure: which of its figures, as the record names it. unit: its unit.
-        old, new: values.
+        label: name of the measurement.
+        figure: name of the figure in the measurement.
+        unit: its unit.
+        old, new: its values.
         relative: (new - old) / |old|; None where old is 0 and new is not.
-        noise: the change that it takes: the largest of the tolerance and the spreads.
+        noise: relative change that does not count: the largest of the tolerance and the spreads.
         worse: whether the change is for the worse.
-        verdict: see the module.
-        marks: doubts about either measurement.
+        verdict: regression, improvement, doubtful or unchanged.
+        marks: those of both measurements.
     """
 
     label: str
@@ -46,25 +48,26 @@ class FigureChange:
     verdict: Verdict
     marks: tuple[str, ...] = ()
 
-    def line(self) -> str:
-        """For a person: what, from where to where, by how much, and what would have been noise."""
+    def describe(self) -> str:
+        """Return one line for a person: figure, values, relative change and noise."""
         unit = "" if self.unit in ("", "ratio") else f" {format_value(self.unit)}"
-        by = "from 0" if self.relative is None else f"{self.relative:+.1%}"
+        change = "from 0" if self.relative is None else f"{self.relative:+.1%}"
         doubts = f"; marked {', '.join(map(format_value, self.marks))}" if self.marks else ""
         values = f"{format_number(self.old, self.unit)} -> {format_number(self.new, self.unit)}{unit}"
-        return f"{self.label}: {humanize(self.figure)} {values} ({by}; noise up to {self.noise:.1%}{doubts})"
+        return f"{self.label}: {humanize(self.figure)} {values} ({change}; noise up to {self.noise:.1%}{doubts})"
 
 
 @dataclass(frozen=True)
 class MeasurementDiff:
-    """Everything that is to be said about two sets.
+    """The differences of two sets of measurements.
 
     Attributes:
-        changes: every figure that both have and that can improve, in the order of OLD.
+        changes: every figure that both sets have and that can improve, in the order of OLD.
         only_old, only_new: measurements, or `measurement: figure`, that the other set lacks.
-        not_comparable: figures whose unit or direction is another one, with the reason.
-        repeated: `OLD` or `NEW` and a measurement that stands there more than once: the last one counted.
-        machines: what differs between the machines themselves. software: what differs in versions.
+        not_comparable: figures whose unit or direction differs, with the reason.
+        repeated: `OLD` or `NEW` with a measurement that occurs more than once there; the last one counts.
+        machines: differences between the machines.
+        software: differences between versions.
     """
 
     changes: tuple[FigureChange, ...]
@@ -75,17 +78,17 @@ class MeasurementDiff:
     machines: tuple[str, ...]
     software: tuple[str, ...]
 
-    def of(self, verdict: Verdict) -> tuple[FigureChange, ...]:
-        """The changes with one verdict."""
+    def with_verdict(self, verdict: Verdict) -> tuple[FigureChange, ...]:
+        """Return the changes with one verdict."""
         return tuple(change for change in self.changes if change.verdict == verdict)
 
     @property
     def missing(self) -> int:
-        """How much cannot be compared since one set lacks it."""
+        """Number of measurements and figures that cannot be compared."""
         return len(self.only_old) + len(self.only_new) + len(self.not_comparable)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; changes in full, the unchanged ones too."""
+        """Return the differences for JSON, unchanged figures included."""
         return asdict(self)
 
 
@@ -96,37 +99,38 @@ def compare_measurements(
 
     Args:
         old, new: in the order they were written; of several with one key the last counts.
-        tolerance: relative change that is never called one, such as 0.03.
+        tolerance: relative change that never counts, such as 0.03.
     """
-    before, again_old = _last(old)
-    after, again_new = _last(new)
-    names = _names([*before.values(), *after.values()])
-    found: list[FigureChange] = []
-    odd: list[str] = []
-    lost = [names[key] for key in before if key not in after]
-    gained = [names[key] for key in after if key not in before]
-    for key, a in before.items():
-        if (b := after.get(key)) is None:
-            continue
-        lost += [f"{names[key]}: {humanize(figure)}" for figure in a.figures if figure not in b.figures]
-        gained += [f"{names[key]}: {humanize(figure)}" for figure in b.figures if figure not in a.figures]
+    before, repeated_old = _last_by_key(old)
+    after, repeated_new = _last_by_key(new)
+    names = _label_measurements([*before.values(), *after.values()])
+    compared: list[FigureChange] = []
+    not_comparable: list[str] = []
+    only_old = [names[key] for key in before if key not in after]
+    only_new = [names[key] for key in after if key not in before]
+    pairs = {key: (before[key], after[key]) for key in before if key in after}
+    for key, (a, b) in pairs.items():
+        label = names[key]
+        only_old += [f"{label}: {humanize(figure)}" for figure in a.figures if figure not in b.figures]
+        only_new += [f"{label}: {humanize(figure)}" for figure in b.figures if figure not in a.figures]
         for figure in a.figures:
             if figure not in b.figures:
                 continue
             if reason := _incomparable(a.figures[figure], b.figures[figure]):
-                odd.append(f"{names[key]}: {humanize(figure)}: {reason}")
+                not_comparable.append(f"{label}: {humanize(figure)}: {reason}")
             elif b.figures[figure].better is not None:
                 marks = tuple(dict.fromkeys((*a.marks, *b.marks)))
-                found.append(_change(names[key], figure, a.figures[figure], b.figures[figure], marks, tolerance))
-    both = [(before[key], after[key]) for key in before if key in after]
+                compared.append(_change(label, figure, a.figures[figure], b.figures[figure], marks, tolerance))
+    machines = (text for a, b in pairs.values() for text in changes(hardware(a.machine), hardware(b.machine)))
+    versions = (text for a, b in pairs.values() for text in changes(software(a.machine), software(b.machine)))
     return MeasurementDiff(
-        tuple(found),
-        tuple(lost),
-        tuple(gained),
-        tuple(odd),
-        tuple([f"OLD: {names[key]}" for key in again_old] + [f"NEW: {names[key]}" for key in again_new]),
-        tuple(dict.fromkeys(text for a, b in both for text in changes(hardware(a.machine), hardware(b.machine)))),
-        tuple(dict.fromkeys(text for a, b in both for text in changes(software(a.machine), software(b.machine)))),
+        changes=tuple(compared),
+        only_old=tuple(only_old),
+        only_new=tuple(only_new),
+        not_comparable=tuple(not_comparable),
+        repeated=(*(f"OLD: {names[key]}" for key in repeated_old), *(f"NEW: {names[key]}" for key in repeated_new)),
+        machines=tuple(dict.fromkeys(machines)),
+        software=tuple(dict.fromkeys(versions)),
     )
 
 
@@ -159,33 +163,31 @@ def _incomparable(old: Figure, new: Figure) -> str:
     return ""
 
 
-def _last(measurements: Iterable[Measurement]) -> tuple[dict[str, Measurement], list[str]]:
-    """The last measurement of each key, and the keys that stood there more than once."""
-    out: dict[str, Measurement] = {}
-    again: dict[str, None] = {}
+def _last_by_key(measurements: Iterable[Measurement]) -> tuple[dict[str, Measurement], list[str]]:
+    """Return the last measurement of each key, and the keys that occur more than once."""
+    last: dict[str, Measurement] = {}
+    repeated: dict[str, None] = {}
     for measurement in measurements:
-        if measurement.key in out:
-            again[measurement.key] = None
-        out[measurement.key] = measurement
-    return out, list(again)
+        if measurement.key in last:
+            repeated[measurement.key] = None
+        last[measurement.key] = measurement
+    return last, list(repeated)
 
 
-def _names(measurements: Sequence[Measurement]) -> dict[str, str]:
-    """For each key, the shortest name that tells it from the others of its kind."""
-    # versions and machines are what a comparison is about: they name nothing
-    plain = {m.key: m for m in measurements}
-    out: dict[str, str] = {}
-    for kind in dict.fromkeys(m.kind for m in plain.values()):
-        rows = [Row(0, _unversioned(m)) for m in plain.values() if m.kind == kind]
-        keys = [key for key, m in plain.items() if m.kind == kind]
-        out |= {
-            key: f"{kind}: {label}" if label else kind
-            for key, label in zip(keys, labels(rows, named=True), strict=True)
-        }
-    return out
+def _label_measurements(measurements: Sequence[Measurement]) -> dict[str, str]:
+    """Return for each key the shortest label that distinguishes the measurement from the others of its kind."""
+    by_key = {m.key: m for m in measurements}
+    names: dict[str, str] = {}
+    for kind in dict.fromkeys(m.kind for m in by_key.values()):
+        of_kind = {key: m for key, m in by_key.items() if m.kind == kind}
+        rows = [Row(0, _without_version(m)) for m in of_kind.values()]
+        for key, label in zip(of_kind, labels(rows, named=True), strict=True):
+            names[key] = f"{kind}: {label}" if label else kind
+    return names
 
 
-def _unversioned(measurement: Measurement) -> Measurement:
+def _without_version(measurement: Measurement) -> Measurement:
+    # versions are what is compared, so they are no part of the label
     if measurement.target is None:
         return measurement
     return replace(measurement, target=replace(measurement.target, runtime_version="", sha256=None))

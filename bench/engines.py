@@ -1,4 +1,4 @@
-"""What each precision costs in answers, and what TensorRT makes of it: build time, size, and the gate's own figures."""
+"""The cost of each precision in verification figures, and TensorRT's engines for it: build time and size."""
 
 from __future__ import annotations
 
@@ -19,29 +19,19 @@ from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
 from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.tensorrt.bindings import Bindings
+from opal_deploy.runtime.verification import Comparison
 
 Report = Callable[[str], None]
 
-
-@dataclass(frozen=True)
-class GateResult:
-    """One graph against PyTorch in float32, on pictures; see `Comparison` for the figures."""
-
-    passed: bool
-    pictures: str
-    images: int
-    max_logit: float
-    max_cosine: float | None
-    classes_different: int
-    block_cells: int
-    block_cells_different: int
-    block_near_ties: int
-    failures: tuple[str, ...]
+TABLE_HEADER = (
+    "| model | precision | target | build | engine | gate | max logit difference | classes equal | cells equal | "
+    "near ties among the others |\n|" + "---|" * 10
+)
 
 
 @dataclass(frozen=True)
-class BuildResult:
-    """One engine for one target; `problem` where the parser or the builder refused."""
+class EngineBuild:
+    """One engine for one target GPU; `problem` says why the parser or the builder refused, empty if they did not."""
 
     target: str
     layers: int
@@ -52,38 +42,62 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class PrecisionResult:
-    """One model in one precision."""
+    """One model in one precision.
+
+    Attributes:
+        model: name of the model.
+        backbone: torchvision's name.
+        precision: of the ONNX graph.
+        onnx_megabytes: size of the ONNX file in MB of 10^6 bytes.
+        images: description of the images that the graph was compared with PyTorch on.
+        comparison: the ONNX graph against PyTorch in float32.
+        engines: one a target GPU.
+    """
 
     model: str
     backbone: str
     precision: str
     onnx_megabytes: float
-    gate: GateResult
-    engines: tuple[BuildResult, ...]
+    images: str
+    comparison: Comparison
+    engines: tuple[EngineBuild, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """Return the result for JSON."""
+        found = self.comparison
+        return {
+            "model": self.model,
+            "backbone": self.backbone,
+            "precision": self.precision,
+            "onnx_megabytes": self.onnx_megabytes,
+            "gate": {
+                "passed": bool(found),
+                "pictures": self.images,
+                "images": found.images,
+                "max_logit": found.max_logit,
+                "max_cosine": found.max_cosine,
+                "classes_different": found.classes_different,
+                "block_cells": found.block_cells,
+                "block_cells_different": found.block_cells_different,
+                "block_near_ties": found.block_near_ties,
+                "failures": found.failures,
+            },
+            "engines": tuple(asdict(engine) for engine in self.engines),
+        }
 
-    def lines(self) -> Iterator[str]:
-        """Markdown, a line an engine; `HEADER` stands above them."""
-        gate = self.gate
-        agreeing = gate.block_cells - gate.block_cells_different
-        share = 100 * agreeing / gate.block_cells if gate.block_cells else float("nan")
-        verdict = "passed" if gate.passed else "FAILED"
-        told = (
-            f"{verdict} | {gate.max_logit:.1e} | {gate.images - gate.classes_different}/{gate.images} | "
-            f"{share:.2f} % of {gate.block_cells} | {gate.block_near_ties}/{gate.block_cells_different}"
+    def table_rows(self) -> Iterator[str]:
+        """Yield one row of Markdown an engine; `TABLE_HEADER` stands above."""
+        found = self.comparison
+        equal = found.block_cells - found.block_cells_different
+        percent = 100 * equal / found.block_cells if found.block_cells else float("nan")
+        gate = (
+            f"{'passed' if found else 'FAILED'} | {found.max_logit:.1e} | "
+            f"{found.images - found.classes_different}/{found.images} | {percent:.2f} % of {found.block_cells} | "
+            f"{found.block_near_ties}/{found.block_cells_different}"
         )
         for engine in self.engines:
-            made = engine.problem or f"{engine.seconds:.1f} s | {engine.megabytes:.1f} MB"
-            yield f"| {self.model} | {self.precision} | {engine.target} | {made} | {told} |"
-
-
-TABLE_HEADER = (
-    "| model | precision | target | build | engine | gate | max logit difference | classes equal | cells equal | "
-    "near ties among the others |\n|" + "---|" * 10
-)
+            built = engine.problem or f"{engine.seconds:.1f} s | {engine.megabytes:.1f} MB"
+            yield f"| {self.model} | {self.precision} | {engine.target} | {built} | {gate} |"
 
 
 def measure_precisions(
@@ -94,56 +108,45 @@ def measure_precisions(
     library: Bindings,
     options: ExportOptions,
     build: BuildOptions,
-    say: Report = lambda _: None,
+    report: Report = lambda _: None,
 ) -> Iterator[PrecisionResult]:
-    """A row a precision; the gate's outcome is reported, and the engine is built whatever it was.
+    """Yield one result a precision; engines are built whether or not the graph passes verification.
 
     Args:
         checkpoint: the model.
-        name: of it, in the table.
+        name: its name in the table.
         precisions: of the graphs.
-        targets: of the engines.
-        library: that builds them.
-        options: where the pictures are, and those to calibrate int8 with.
+        targets: GPUs to build engines for.
+        library: TensorRT, which builds them.
+        options: the images to verify on, and those to calibrate int8 with.
         build: how engines are built.
-        say: told what happens.
+        report: prints what is being done.
     """
-    original = CheckpointSource(checkpoint, Path(name)).build_candidate(precisions, options, say)
+    original = CheckpointSource(checkpoint, Path(name)).build_candidate(precisions, options, report)
     for precision in precisions:
-        candidate = convert_precision(original, precision, say)
+        candidate = convert_precision(original, precision, report)
         content = candidate.model.SerializeToString()
         yield PrecisionResult(
             name,
             candidate.metadata.backbone,
             precision,
             len(content) / 1e6,
-            _gate(candidate, options.threads, say),
-            tuple(_build(library, content, name, choice, build) for choice in targets),
+            candidate.images.description,
+            _verify(candidate, options.threads, report),
+            tuple(_build_engine(library, content, name, target, build) for target in targets),
         )
 
 
-def _gate(candidate: ExportCandidate, threads: int | None, say: Report) -> GateResult:
-    described = replace(candidate.metadata, test_vectors=test_vectors.pack(candidate.test_vectors))
+def _verify(candidate: ExportCandidate, threads: int | None, report: Report) -> Comparison:
+    metadata = replace(candidate.metadata, test_vectors=test_vectors.pack(candidate.test_vectors))
     with tempfile.TemporaryDirectory(prefix="opal-gate-") as folder:
-        found = verify_candidate(replace(candidate, metadata=described), Path(folder), threads, say).comparison
-    return GateResult(
-        bool(found),
-        candidate.images.description,
-        found.images,
-        found.max_logit,
-        found.max_cosine,
-        found.classes_different,
-        found.block_cells,
-        found.block_cells_different,
-        found.block_near_ties,
-        found.failures,
-    )
+        return verify_candidate(replace(candidate, metadata=metadata), Path(folder), threads, report).comparison
 
 
-def _build(library: Bindings, content: bytes, name: str, choice: EngineTarget, options: BuildOptions) -> BuildResult:
+def _build_engine(library: Bindings, content: bytes, name: str, target: EngineTarget, options: BuildOptions) -> EngineBuild:
     try:
         network = Network(library, content, name)
-        plan = network.build(choice, options)
+        plan = network.build(target, options)
     except OpalError as error:
-        return BuildResult(choice.sm, 0, None, None, str(error))
-    return BuildResult(choice.sm, network.num_layers, plan.seconds, len(plan.content) / 1e6)
+        return EngineBuild(target.sm, 0, None, None, str(error))
+    return EngineBuild(target.sm, network.num_layers, plan.seconds, len(plan.content) / 1e6)

@@ -1,4 +1,4 @@
-"""Where a figure comes from: processor, GPU, driver, libraries, the command and the time. No host or user names."""
+"""The provenance of a measurement: processor, GPU, driver, libraries, command and time. No host or user names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.nvml import read_driver
 
-# distributions whose versions figures depend on
+# distributions whose versions affect the figures
 _DISTRIBUTIONS = (
     "opal-deploy", "onnxruntime", "onnxruntime-gpu", "torch", "torchvision", "tensorrt-cu13", "tensorrt-rtx-cu13",
     "cuda-bindings", "numpy", "pillow",
@@ -27,7 +27,7 @@ _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 @functools.cache
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPUs, driver and versions."""
+    """Return processor, cores, memory, GPUs, driver and versions."""
     driver = read_driver()
     facts: dict[str, Any] = {
         "processor": _processor(),
@@ -54,38 +54,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def provenance() -> dict[str, Any]:
-    """The fields of a `Measurement` that are the same for every command: `machine`, `command`, `when`."""
-    return {"machine": describe_machine(), "command": format_command_line(sys.argv), "when": now()}
-
-
-def now() -> str:
-    """ISO 8601, UTC, to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    """Return the fields of a `Measurement` that every benchmark fills alike: `machine`, `command`, `when`."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"machine": describe_machine(), "command": format_command_line(sys.argv), "when": now}
 
 
 def format_command_line(arguments: Sequence[str]) -> str:
-    """The command as it could be typed again, without the folders of this machine: files are named, not located."""
+    """Return the command as it could be typed again, with file names instead of this machine's paths."""
     return shlex.join(["opal-deploy", *(_without_folder(argument) for argument in arguments[1:])])
-
-
-def peak_megabytes() -> float:
-    """Largest resident memory of this process since it began, or since `reset_peak`.
-
-    From /proc where there is one: `getrusage` of a child process counts the memory of its parent at the fork.
-    """
-    try:
-        with open("/proc/self/status") as stream:
-            return next(int(line.split()[1]) / 1024 for line in stream if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def reset_peak() -> None:
-    """Let `peak_megabytes` begin again, where the system can: otherwise it stays the peak of the whole process."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")
 
 
 def _without_folder(argument: str) -> str:
@@ -93,23 +69,23 @@ def _without_folder(argument: str) -> str:
     if equals and option.startswith("-"):
         return f"{option}={_without_folder(value)}"
     path = Path(argument)
-    located = path.is_absolute() or argument.startswith("~") or ".." in path.parts
-    return path.name if len(path.parts) > 1 and (located or _exists(path)) else argument
+    has_location = path.is_absolute() or argument.startswith("~") or ".." in path.parts
+    return path.name if len(path.parts) > 1 and (has_location or _exists(path)) else argument
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long for a path, for one
+    except OSError:  # such as a name that is too long
         return False
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _processor() -> str:

@@ -1,7 +1,8 @@
-"""What the machine did while something was measured: sampled in a thread, summed up, marked where it spoils figures.
+"""Sample the machine while a benchmark runs: GPUs through NVML, CPUs through psutil.
 
-GPUs are read through NVML, processors through psutil; where one of them is missing, the record says that its part was
-not sampled.
+`monitor_devices` returns a `Monitor`. It samples in a thread while its block runs, summarises the samples for
+`Measurement.conditions`, and marks what may distort the figures: throttled GPUs, other processes on the CPUs. A missing
+source is recorded as not sampled. `Sampler` is the thread alone; `bench.memory` samples resident memory with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from opal_deploy.bench.measurement import THROTTLED
@@ -20,36 +20,63 @@ from opal_deploy.statistics.intervals import percentile
 
 INTERVAL = 0.1
 BUSY = "busy"
-# other processes may take so much of the processor before a run is marked
+# share of the CPU time that other processes may take before a run is marked
 _BUSY_SHARE = 0.10
-# over less time the system's counters, which tick every 10 ms, say nothing
-_LEAST_SECONDS = 0.5
-
+# the system's counters tick every 10 ms and are too coarse for less CPU time than this
+_MIN_SECONDS = 0.5
 # reasons for lower clocks that somebody chose; all others slow a GPU down against its will
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
 
-Samples = dict[str, list[float]]
+
+class Sampler:
+    """Calls `sample` at the start of its block and then every `interval` seconds, in a thread."""
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self.sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def sample(self) -> None:
+        """Take one sample."""
+        raise NotImplementedError
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.sample()
 
 
 class SampleSource(Protocol):
-    """Something that can be sampled. Made when the run begins."""
+    """A device to sample, made when the run begins."""
 
     name: str
 
     def sample(self) -> dict[str, float]:
-        """Figures of this moment; what cannot be read is left out."""
+        """Return the present readings by name; what cannot be read is left out."""
         ...
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What is known of the whole run besides the samples, and marks for the record."""
+        """Return what is known of the whole run besides the samples, and marks for the measurement."""
         ...
+
+
+class SourceUnavailable(Exception):
+    """A source cannot be sampled; the message says why."""
 
 
 class GpuSource:
     """One GPU, through NVML."""
 
     def __init__(self, sensors: GpuSensors, index: int, expected: str = "") -> None:
-        """Watch a GPU.
+        """Prepare to sample a GPU.
 
         Args:
             sensors: of the GPU.
@@ -75,45 +102,45 @@ class GpuSource:
         return self._sensors.read()
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """In how many samples each reason held; a mark for those that slow a GPU down against its will."""
+        """Return the number of samples with each reason for lower clocks, and a mark for each that throttles."""
         marks = tuple(
-            f"{THROTTLED}: {word} ({count} of {self._samples} samples)"
-            for word, count in self._reasons.items()
-            if word not in _HARMLESS
+            f"{THROTTLED}: {reason} ({count} of {self._samples} samples)"
+            for reason, count in self._reasons.items()
+            if reason not in _HARMLESS
         )
         return {"clock_reasons": dict(self._reasons), "clock_reason_samples": self._samples}, marks
 
 
 class CpuSource:
-    """The processors that this process may use, and the process itself, through psutil."""
+    """The CPUs that this process may use, and the process itself, through psutil."""
 
     name = "cpu"
 
     def __init__(self, psutil: Any) -> None:
         self._psutil = psutil
         self._process = psutil.Process()
-        self._start = self._times()
+        self._start = self._cpu_seconds()
 
     def sample(self) -> dict[str, float]:
-        """Frequency and resident memory."""
-        found = {"resident_mb": self._process.memory_info().rss / 1e6}
-        # some systems do not tell, each in its own way
+        """Return frequency and resident memory."""
+        readings = {"resident_mb": self._process.memory_info().rss / 1e6}
+        # systems without a frequency fail in different ways
         with contextlib.suppress(OSError, NotImplementedError, AttributeError):
             if frequency := self._psutil.cpu_freq().current:
-                found["frequency_mhz"] = float(frequency)
-        return found
+                readings["frequency_mhz"] = float(frequency)
+        return readings
 
     def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """What share of the processors' time others took; time that a hypervisor took away is others' too."""
-        total, busy, ours = (now - then for now, then in zip(self._times(), self._start, strict=True))
-        if total < _LEAST_SECONDS * len(available_cpu_ids()):
+        """Return the shares of CPU time that this process and others took; time lost to a hypervisor is others'."""
+        total, busy, own = (now - then for now, then in zip(self._cpu_seconds(), self._start, strict=True))
+        if total < _MIN_SECONDS * len(available_cpu_ids()):
             return {}, ()
-        others = max(0.0, (busy - ours) / total)
+        others = max(0.0, (busy - own) / total)
         marks = (f"{BUSY}: other processes took {others:.0%} of the CPU time",) if others > _BUSY_SHARE else ()
-        return {"others_share": round(others, 4), "own_share": round(ours / total, 4)}, marks
+        return {"others_share": round(others, 4), "own_share": round(own / total, 4)}, marks
 
-    def _times(self) -> tuple[float, float, float]:
-        """Seconds of the usable processors in all, those not idle, and those of this process and its own."""
+    def _cpu_seconds(self) -> tuple[float, float, float]:
+        """Return total and busy seconds of the usable CPUs, and the seconds of this process and its ended children."""
         total = busy = 0.0
         usable = available_cpu_ids()
         for number, times in enumerate(self._psutil.cpu_times(percpu=True)):
@@ -123,61 +150,52 @@ class CpuSource:
                 working = sum(getattr(times, name, 0.0) for name in names)
                 total, busy = total + idle + working, busy + working
         own = self._process.cpu_times()
-        # processes that this one started and that have ended, such as decode workers; not every system tells
-        ended = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
-        return total, busy, own.user + own.system + ended
+        # ended children, such as decode workers; not every system reports them
+        children = getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+        return total, busy, own.user + own.system + children
 
 
-class SourceUnavailable(Exception):
-    """Why a source has nothing to tell."""
-
-
-class Monitor:
-    """Samples while its block runs.
+class Monitor(Sampler):
+    """Samples several sources while its block runs.
 
     Attributes:
-        conditions: afterwards, by source: smallest, median and largest of each figure, and what the source adds.
-        marks: afterwards, what may spoil the figures.
+        conditions: by source, complete after the block: min, median and max of each reading, and what the source adds.
+        marks: reasons to doubt the figures, complete after the block.
     """
 
     def __init__(
         self, sources: Iterable[SampleSource], missing: dict[str, str] | None = None, *, interval: float = INTERVAL
     ) -> None:
-        """Args: sources: what to sample; missing: sources that there are not, and why; interval: in seconds."""
-        self.conditions: dict[str, Any] = {name: {"not_sampled": why} for name, why in (missing or {}).items()}
+        """Prepare to sample.
+
+        Args:
+            sources: what to sample.
+            missing: sources that cannot be sampled, with the reason.
+            interval: seconds between samples.
+        """
+        super().__init__(interval)
+        self.conditions: dict[str, Any] = {name: {"not_sampled": reason} for name, reason in (missing or {}).items()}
         self.marks: tuple[str, ...] = ()
         self._sources = list(sources)
-        self._samples: dict[str, Samples] = {source.name: defaultdict(list) for source in self._sources}
-        self._interval = interval
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="monitor", daemon=True)
+        self._samples: dict[str, dict[str, list[float]]] = {source.name: defaultdict(list) for source in self._sources}
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         for source in self._sources:
-            whole, marks = source.finish()
-            sampled = {name: _summary(values) for name, values in self._samples[source.name].items()}
-            self.conditions[source.name] = {**sampled, **whole}
+            whole_run, marks = source.finish()
+            readings = {name: _summarise(values) for name, values in self._samples[source.name].items()}
+            self.conditions[source.name] = {**readings, **whole_run}
             self.marks += marks
 
-    def _work(self) -> None:
-        while True:
-            for source in self._sources:
-                for name, value in source.sample().items():
-                    self._samples[source.name][name].append(value)
-            if self._stop.wait(self._interval):
-                return
+    def sample(self) -> None:
+        """Take one sample of every source."""
+        for source in self._sources:
+            for name, value in source.sample().items():
+                self._samples[source.name][name].append(value)
 
 
 def monitor_devices(*devices: str) -> Monitor:
-    """A monitor of this machine's processors, and of every GPU among the devices: `cuda:N`, or `cuda:N NAME`."""
+    """Return a monitor of this machine's CPUs and of the GPUs among the devices: `cpu`, `cuda:N` or `cuda:N NAME`."""
     sources: list[SampleSource] = []
     missing: dict[str, str] = {}
     try:
@@ -198,6 +216,6 @@ def monitor_devices(*devices: str) -> Monitor:
     return Monitor(sources, missing)
 
 
-def _summary(values: list[float]) -> dict[str, float]:
-    found = {"min": min(values), "median": percentile(values, 50), "max": max(values)}
-    return {name: round(value, 2) for name, value in found.items()}
+def _summarise(values: list[float]) -> dict[str, float]:
+    summary = {"min": min(values), "median": percentile(values, 50), "max": max(values)}
+    return {name: round(value, 2) for name, value in summary.items()}

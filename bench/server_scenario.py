@@ -1,49 +1,73 @@
-"""MLPerf's server scenario: pictures arrive at random, and the 99th percentile of their waiting must keep a limit.
+"""MLPerf's server scenario: the largest rate of random arrivals whose 99th percentile latency stays within a limit.
 
-Arrivals are a Poisson process, drawn beforehand. One loop answers: it takes everything that has arrived, up to
-`max_batch`, or sleeps until the next arrival. A picture's latency is the time from its arrival to its answer, so that
-waiting counts. The largest rate that keeps the limit is found by bisection, each rate with the same draws, stretched.
-It must hold again with other draws; where it does not, a tenth less is tried.
+Arrivals are a Poisson process, drawn beforehand. One loop serves them: it takes every image that has arrived, up to
+`max_batch`, or sleeps until the next arrival. An image's latency is the time from its arrival to its outputs, waiting
+included. The largest rate is found by bisection, with the same draws stretched to each rate. It must stay within the
+limit with other draws too; otherwise a rate lower by a tenth is tried.
 
-MLPerf asks for 270,336 queries and a minute or more at one rate, and for a load generator outside the process. What is
-told here is how long each rate was tried; a percentile of few hundred queries is a rough one.
+MLPerf asks for 270,336 queries and a minute or more at one rate, and for a load generator outside the process. Here the
+measurement records how long each rate was tried; a percentile of a few hundred queries is a rough estimate.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.bench.timing import gc_disabled
+from opal_deploy.bench.machine import provenance
+from opal_deploy.bench.measurement import Figure, Measurement
+from opal_deploy.bench.memory import peak_memory_mb, reset_peak_memory
+from opal_deploy.bench.monitor import monitor_devices
+from opal_deploy.bench.targets.loading import LoadedTarget
+from opal_deploy.bench.timing import TimingOptions, gc_disabled, random_batches, time_repeats
 from opal_deploy.statistics.intervals import percentile
 
-Answer = Callable[[int], object]
+RunBatch = Callable[[int], object]
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
 
+SERVER = "server"
+UNATTAINABLE = "unattainable"
 PERCENT = 99
 MIN_QUERIES = 100
-# the bisection ends when it knows the rate this well
+# the bisection ends when the rate is known to this share
 _PRECISION = 0.05
 _MAX_STEPS = 10
-# a rate that does not hold again is lowered so often, by so much
+# a rate that does not hold with other arrivals is multiplied by this, at most so often
 _MAX_REDUCTIONS, _REDUCTION = 10, 0.9
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One rate, tried once.
+class ServerOptions:
+    """How the server scenario is run.
 
     Attributes:
-        rate: arrivals a second that were asked for.
-        latencies: seconds from arrival to answer, of those that were answered.
-        batches: calls that it took.
-        complete: whether all were answered; a trial ends early once too many were late for the limit.
+        limit_ms: limit of the 99th percentile.
+        max_batch: most images a call.
+        timing: `seconds` is the least length of a trial (which has at least 100 queries); `repeats` is how often the
+            rate must stay within the limit again, each time with other arrivals; `seed` is of noise and arrivals.
+            `iterations` is not used.
+    """
+
+    limit_ms: float
+    max_batch: int = 32
+    timing: TimingOptions = field(default_factory=TimingOptions)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run at one rate of arrivals.
+
+    Attributes:
+        rate: arrivals per second.
+        latencies: float64 [queries]: seconds from arrival to outputs of the queries that were served.
+        batches: number of calls.
+        complete: whether all queries were served; a trial ends early once too many exceeded the limit.
         limit: in seconds.
     """
 
@@ -54,12 +78,12 @@ class Trial:
     limit: float
 
     @property
-    def held(self) -> bool:
-        """Whether the 99th percentile kept the limit."""
+    def within_limit(self) -> bool:
+        """Whether all were served and the 99th percentile is at most the limit."""
         return self.complete and percentile(self.latencies, PERCENT) <= self.limit
 
     def to_dict(self) -> dict[str, Any]:
-        """For the record: what was tried."""
+        """Return a summary for JSON."""
         return {
             "queries_per_second": round(self.rate, 4),
             "queries": len(self.latencies),
@@ -67,12 +91,71 @@ class Trial:
             "p99_ms": round(1e3 * percentile(self.latencies, PERCENT), 4),
             "mean_batch": round(len(self.latencies) / self.batches, 3),
             "complete": self.complete,
-            "held": self.held,
+            "held": self.within_limit,
         }
 
 
+def measure_server(loaded: LoadedTarget, options: ServerOptions) -> Measurement:
+    """Measure the largest rate of arrivals whose 99th percentile latency stays within the limit.
+
+    Raises:
+        StoppedEarly: memory is full, or the device was lost.
+    """
+    timing, limit = options.timing, options.limit_ms / 1e3
+    run_batch = _rotate_partial_batches(loaded, options)
+    reset_peak_memory()
+    with monitor_devices(loaded.target.device) as monitor:
+        single_ms, capacity, settings = _measure_capacity(run_batch, options)
+
+        def try_rate(rate: float, seed: int = timing.seed) -> Trial:
+            due = draw_arrivals(rate, timing.seconds, seed=seed)
+            return serve(run_batch, rate, due, max_batch=options.max_batch, limit=limit)
+
+        rate, tried = find_largest_rate(try_rate, capacity) if single_ms <= options.limit_ms else (0.0, [])
+        confirmed: list[Trial] = []
+        if rate:
+            rate, confirmed, failed = confirm_rate(
+                lambda lower, repeat: try_rate(lower, timing.seed + 1 + repeat), rate, timing.repeats
+            )
+            tried += failed
+    marks = list(monitor.marks)
+    figures = {"lone_p50_ms": Figure(single_ms, "ms", "lower")}
+    if rate:
+        figures = {"queries_per_second": Figure(rate, "queries/s", "higher"), **_trial_figures(confirmed), **figures}
+    else:
+        marks.append(
+            f"{UNATTAINABLE}: no rate that was tried kept {options.limit_ms:g} ms; one image takes {single_ms:.2f}"
+        )
+    figures["peak_memory"] = Figure(peak_memory_mb(), "MB", "lower")
+    return Measurement(
+        kind="server",
+        target=loaded.target,
+        case={
+            "scenario": SERVER,
+            "limit_ms": options.limit_ms,
+            "max_batch": options.max_batch,
+            "threads": loaded.threads,
+        },
+        figures=figures,
+        settings={
+            **settings,
+            "seconds_per_rate": timing.seconds,
+            "arrivals": "Poisson, drawn beforehand; one loop takes all that have arrived, up to max_batch",
+            "search": "bisection to 5 %, then down by tenths until it holds in every repeat; MLPerf tries for longer",
+            "repeats": timing.repeats,
+            "buffers": timing.buffers,
+            "seed": timing.seed,
+        },
+        timed=f"from an image's arrival to its outputs, waiting included; in between {loaded.timed}",
+        marks=tuple(marks),
+        conditions=monitor.conditions,
+        details={"tried": [trial.to_dict() for trial in tried], "held": [trial.to_dict() for trial in confirmed]},
+        **provenance(),
+    )
+
+
 def draw_arrivals(rate: float, seconds: float, *, seed: int) -> NDArray[np.float64]:
-    """Seconds at which queries arrive: a Poisson process of `rate` for at least `seconds`, and 100 queries at least."""
+    """Return arrival times in seconds, ascending: a Poisson process for at least `seconds` and 100 queries."""
     count = max(MIN_QUERIES, int(np.ceil(rate * seconds)))
     gaps = np.random.default_rng(seed).exponential(1.0, count)
     times: NDArray[np.float64] = np.cumsum(gaps) / rate
@@ -80,7 +163,7 @@ def draw_arrivals(rate: float, seconds: float, *, seed: int) -> NDArray[np.float
 
 
 def serve(
-    answer: Answer,
+    run_batch: RunBatch,
     rate: float,
     due: NDArray[np.float64],
     *,
@@ -89,49 +172,52 @@ def serve(
     clock: Clock = time.perf_counter,
     sleep: Sleep = time.sleep,
 ) -> Trial:
-    """Answer queries as they arrive.
+    """Serve queries as they arrive.
 
     Args:
-        answer: answers so many pictures, and returns when that is done.
-        rate: that `due` was drawn for.
-        due: when queries arrive, in seconds, ascending.
-        max_batch: answered at once.
+        run_batch: runs so many images and returns when that is done.
+        rate: arrivals per second that `due` was drawn for.
+        due: arrival times in seconds, ascending.
+        max_batch: most images a call.
         limit: of the 99th percentile, in seconds.
         clock, sleep: in seconds.
     """
     latencies = np.zeros(len(due))
     done = late = batches = 0
-    # with more late ones than this, the percentile is beyond the limit whatever follows
-    bearable = len(due) * (1 - PERCENT / 100) + 1
+    # with more late queries than this, the percentile exceeds the limit whatever follows
+    max_late = len(due) * (1 - PERCENT / 100) + 1
     with gc_disabled():
         start = clock()
-        while done < len(due) and late <= bearable:
+        while done < len(due) and late <= max_late:
             now = clock() - start
             waiting = int(np.searchsorted(due, now, side="right")) - done
             if waiting < 1:
                 sleep(due[done] - now)
                 continue
-            taken = min(waiting, max_batch)
-            answer(taken)
+            count = min(waiting, max_batch)
+            run_batch(count)
             finished = clock() - start
-            latencies[done : done + taken] = finished - due[done : done + taken]
-            late += int((latencies[done : done + taken] > limit).sum())
-            done, batches = done + taken, batches + 1
+            latencies[done : done + count] = finished - due[done : done + count]
+            late += int((latencies[done : done + count] > limit).sum())
+            done, batches = done + count, batches + 1
     return Trial(rate, latencies[:done], batches, done == len(due), limit)
 
 
-def find_largest_rate(trial: Callable[[float], Trial], capacity: float) -> tuple[float, list[Trial]]:
-    """The largest rate that holds, to 5 %, by bisection below `capacity`; 0 if none did. And all that was tried.
+def find_largest_rate(try_rate: Callable[[float], Trial], capacity: float) -> tuple[float, list[Trial]]:
+    """Find the largest rate within the limit to 5 %, by bisection below `capacity`.
 
     Args:
-        trial: tries a rate.
-        capacity: queries a second that nothing can exceed for long.
+        try_rate: runs one trial.
+        capacity: queries per second that nothing can exceed for long.
+
+    Returns:
+        The rate, 0 if none stayed within the limit, and every trial.
     """
     tried: list[Trial] = []
     low, high = 0.0, capacity
     while len(tried) < _MAX_STEPS and high - low > _PRECISION * high:
-        tried.append(trial((low + high) / 2))
-        if tried[-1].held:
+        tried.append(try_rate((low + high) / 2))
+        if tried[-1].within_limit:
             low = tried[-1].rate
         else:
             high = tried[-1].rate
@@ -139,28 +225,70 @@ def find_largest_rate(trial: Callable[[float], Trial], capacity: float) -> tuple
 
 
 def confirm_rate(
-    trial: Callable[[float, int], Trial], rate: float, repeats: int
+    try_rate: Callable[[float, int], Trial], rate: float, repeats: int
 ) -> tuple[float, list[Trial], list[Trial]]:
-    """The largest of `rate`, nine tenths of it, and so on, that holds in every repeat; 0 if none does.
+    """Find the largest of `rate`, nine tenths of it, and so on, that stays within the limit in every repeat.
 
     Args:
-        trial: tries a rate with the arrivals of a repeat.
-        rate: what the bisection found.
-        repeats: how often a rate must hold.
+        try_rate: runs one trial at a rate with the arrivals of a repeat.
+        rate: the first rate.
+        repeats: trials that a rate must pass.
 
     Returns:
-        the rate, its trials, and the trials that failed.
+        The rate, 0 if none passed, its trials, and the trials that failed.
     """
     failed: list[Trial] = []
     for _ in range(_MAX_REDUCTIONS):
-        held: list[Trial] = []
+        passed: list[Trial] = []
         for number in range(repeats):
-            served = trial(rate, number)
-            if not served.held:
-                failed.append(served)
+            trial = try_rate(rate, number)
+            if not trial.within_limit:
+                failed.append(trial)
                 break
-            held.append(served)
+            passed.append(trial)
         else:
-            return rate, held, failed
+            return rate, passed, failed
         rate *= _REDUCTION
     return 0.0, [], failed
+
+
+def _rotate_partial_batches(loaded: LoadedTarget, options: ServerOptions) -> RunBatch:
+    """Return a call that runs the session on the first so many images of the next batch of noise."""
+    timing = options.timing
+    buffers = random_batches(timing.buffers, options.max_batch, loaded.metadata.input_size, seed=timing.seed)
+    calls = 0
+
+    def run_batch(count: int) -> object:
+        nonlocal calls
+        calls += 1
+        return loaded.session.run(buffers[calls % len(buffers)][:count])
+
+    return run_batch
+
+
+def _measure_capacity(run_batch: RunBatch, options: ServerOptions) -> tuple[float, float, dict[str, object]]:
+    """Return median milliseconds of a single image, the most images per second, and the warm-up for the settings.
+
+    Every batch size runs once before, since any may occur.
+    """
+    for count in range(1, options.max_batch + 1):
+        run_batch(count)
+    brief = replace(options.timing, seconds=min(1.0, options.timing.seconds), iterations=5, repeats=1)
+    single = time_repeats(lambda _: run_batch(1), brief)
+    full = time_repeats(lambda _: run_batch(options.max_batch), brief)
+    warm_up = {"warm_up_iterations": options.max_batch + single.warm_up.calls + full.warm_up.calls}
+    # a single image can be the fastest, mostly on CPUs
+    capacity = max(single.rates(1)[0], full.rates(options.max_batch)[0])
+    return 1e3 * percentile(single.latencies, 50), capacity, {**warm_up, "capacity": capacity}
+
+
+def _trial_figures(trials: list[Trial]) -> dict[str, Figure]:
+    """Return each percentile and the mean batch over the trials of one rate."""
+    percentiles = {
+        f"p{percent}_ms": Figure.of_repeats(
+            (1e3 * percentile(trial.latencies, percent) for trial in trials), "ms", "lower"
+        )
+        for percent in (50, 90, PERCENT)
+    }
+    batches = [len(trial.latencies) / trial.batches for trial in trials]
+    return {**percentiles, "mean_batch": Figure.of_repeats(batches, "images")}

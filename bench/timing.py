@@ -1,6 +1,7 @@
-"""Timing one call again and again: warm-up thrown away and counted, then repeats of many iterations each.
+"""Time one call repeatedly: a warm-up that is discarded and counted, then repeats of many iterations each.
 
-Inputs to time with: several batches of noise, so that no call finds its input in the cache of the last."""
+`random_batches` makes the inputs: several batches of noise, so that no call finds its input in the CPU's cache.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +21,37 @@ from opal_deploy.statistics.intervals import spread
 Call = Callable[[int], object]
 Clock = Callable[[], int]
 
-# warm-up ends when the last few calls differ by no more than this
+# the warm-up ends when the last few calls differ by no more than this
 _STABLE_CALLS, _STABLE_SPREAD = 5, 0.10
 _MIN_CALLS = 3
-# machines that never become stable: so many times the least warm-up
+# a machine that never becomes stable gets the least warm-up this many times over
 _MAX_WARM_UP_FACTOR = 5
 
 
 @dataclass(frozen=True)
+class TimingOptions:
+    """How long and how often one call is timed.
+
+    Attributes:
+        seconds: least length of a repeat.
+        iterations: least calls of a repeat.
+        repeats: how often; the spread is between repeats.
+        warm_up_seconds: least length of the warm-up.
+        buffers: batches of noise that the calls rotate over.
+        seed: of the noise.
+    """
+
+    seconds: float = 3.0
+    iterations: int = 10
+    repeats: int = 3
+    warm_up_seconds: float = 1.0
+    buffers: int = 4
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class WarmUp:
-    """What ran before anything counted: calls, seconds, and whether the last few calls took equally long."""
+    """The discarded calls: their number, their seconds, and whether the last few took equally long."""
 
     calls: int
     seconds: float
@@ -38,12 +60,12 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured.
+    """The time of every call.
 
     Attributes:
         repeats: one array a repeat, float64 [iterations]: seconds of each call.
         elapsed: seconds of each repeat as a whole, the loop's own cost included.
-        warm_up: what ran before.
+        warm_up: the calls before the first repeat.
     """
 
     repeats: tuple[NDArray[np.float64], ...]
@@ -52,15 +74,15 @@ class Timing:
 
     @property
     def latencies(self) -> NDArray[np.float64]:
-        """Seconds of each call, of all repeats."""
+        """Seconds of each call, over all repeats."""
         return np.concatenate(self.repeats)
 
     def rates(self, images: int) -> tuple[float, ...]:
-        """Images a second in each repeat, for so many images a call."""
+        """Return images per second in each repeat, for `images` a call."""
         return tuple(images * len(calls) / seconds for calls, seconds in zip(self.repeats, self.elapsed, strict=True))
 
     def settings(self) -> dict[str, Any]:
-        """How it was measured, for the record."""
+        """Return the number of calls and seconds, for `Measurement.settings`."""
         return {
             "repeats": len(self.repeats),
             "iterations": [len(calls) for calls in self.repeats],
@@ -71,54 +93,45 @@ class Timing:
         }
 
 
-def time_repeats(
-    call: Call,
-    *,
-    seconds: float = 3.0,
-    iterations: int = 10,
-    repeats: int = 3,
-    warm_up_seconds: float = 1.0,
-    clock: Clock = time.perf_counter_ns,
-) -> Timing:
+def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf_counter_ns) -> Timing:
     """Time a call that returns when its work is done.
 
     Args:
-        call: given the iteration's number, so that it can rotate its inputs.
-        seconds, iterations: each repeat lasts at least so long and has at least so many.
-        repeats: how often; the spread is between them.
-        warm_up_seconds: see `warm_up`.
-        clock: nanoseconds.
+        call: gets the iteration's number, so that it can rotate its inputs.
+        options: length and number of repeats.
+        clock: in nanoseconds.
     """
-    warmed = warm_up(call, warm_up_seconds, clock=clock)
-    found, elapsed = [], []
-    for _ in range(repeats):
-        calls, total = _repeat(call, seconds, iterations, clock)
-        found.append(calls)
+    warmed = warm_up(call, options.warm_up_seconds, clock=clock)
+    repeats, elapsed = [], []
+    for _ in range(options.repeats):
+        calls, total = _time_repeat(call, options.seconds, options.iterations, clock)
+        repeats.append(calls)
         elapsed.append(total)
-    return Timing(tuple(found), tuple(elapsed), warmed)
+    return Timing(tuple(repeats), tuple(elapsed), warmed)
 
 
 def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:
-    """Call for at least `seconds` and three times, then on until five in a row took equally long (within 10 %).
+    """Call for at least `seconds` and three times, then until five calls in a row took equally long (within 10 %).
 
-    A machine that never becomes stable gets five times `seconds`.
+    The warm-up ends after five times `seconds` even if the calls never become stable.
     """
-    taken: list[float] = []
+    latencies: list[float] = []
     start = clock()
     with gc_disabled():
         while True:
             before = clock()
-            call(len(taken))
+            call(len(latencies))
             now = clock()
-            taken.append((now - before) / 1e9)
+            latencies.append((now - before) / 1e9)
             total = (now - start) / 1e9
-            stable = len(taken) >= _STABLE_CALLS and spread(taken[-_STABLE_CALLS:]) <= _STABLE_SPREAD
-            if total >= seconds and len(taken) >= _MIN_CALLS and (stable or total >= _MAX_WARM_UP_FACTOR * seconds):
-                return WarmUp(len(taken), total, stable)
+            stable = len(latencies) >= _STABLE_CALLS and spread(latencies[-_STABLE_CALLS:]) <= _STABLE_SPREAD
+            enough = total >= seconds and len(latencies) >= _MIN_CALLS
+            if enough and (stable or total >= _MAX_WARM_UP_FACTOR * seconds):
+                return WarmUp(len(latencies), total, stable)
 
 
 def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -> float:
-    """Seconds that `count` calls take together."""
+    """Return the seconds that `count` calls take together."""
     with gc_disabled():
         start = clock()
         for number in range(count):
@@ -126,33 +139,33 @@ def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -
         return (clock() - start) / 1e9
 
 
-def _repeat(call: Call, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
-    taken: list[int] = []
+def _time_repeat(call: Call, seconds: float, iterations: int, clock: Clock) -> tuple[NDArray[np.float64], float]:
+    latencies: list[int] = []
     limit = int(seconds * 1e9)
     with gc_disabled():
         start = previous = clock()
-        while previous - start < limit or len(taken) < iterations:
-            call(len(taken))
+        while previous - start < limit or len(latencies) < iterations:
+            call(len(latencies))
             now = clock()
-            taken.append(now - previous)
+            latencies.append(now - previous)
             previous = now
-    return np.asarray(taken, np.float64) / 1e9, (previous - start) / 1e9
+    return np.asarray(latencies, np.float64) / 1e9, (previous - start) / 1e9
 
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Python's garbage collector collects before the block, not in it."""
-    was_on = gc.isenabled()
+    """Collect garbage before the block, and keep Python's collector off inside."""
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
 def random_batches(count: int, batch: int, size: tuple[int, int], *, seed: int = 0) -> list[ImageBatch]:
-    """`count` arrays, uint8 [batch, H0, W0, 3], all different; the same for the same seed and numpy."""
+    """Return `count` different arrays of noise, uint8 [batch, H0, W0, 3]; the same seed gives the same arrays."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, 256, (batch, *size, 3), dtype=np.uint8) for _ in range(count)]

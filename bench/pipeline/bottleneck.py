@@ -1,9 +1,9 @@
-"""What bounds a run, from measured times: the station that is busy all the time, or the cores that all of them share.
+"""Find the bottleneck of a run from measured times: the threads that are always busy, or the cores that all share.
 
-A station is the threads that do the same work. Its busy share is the time that its threads spent in stages, of all
-the time that they had; at full load it would reach its capacity, images/s divided by that share. The one that bounds
-the run is busy nearly always, the others wait for it. Where the cores are busy all the time too, as on a machine
-without a GPU, stages slow each other down, and the share of processor time says which costs most.
+Threads with the same role share work. A role's busy share is the time that its threads spent in stages, divided by the
+time that they had; at full load the role would reach its capacity, images per second divided by that share. The
+bottleneck is busy nearly always while the others wait for it. Where all cores are busy too, as on a machine without a
+GPU, stages slow each other down, and the shares of CPU time say which costs most.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from opal_deploy.inference.timing import STAGES, THREAD_ROLES, Stage, StageTimes, ThreadRole
 
-# from here on something is called busy all the time
+# from this share on, threads or cores count as always busy
 BUSY = 0.8
 REST = "rest"
 _SCHEDULING = "finding images and scheduling"
@@ -22,12 +22,13 @@ _SCHEDULING = "finding images and scheduling"
 
 @dataclass(frozen=True)
 class Pass:
-    """One run over the pictures.
+    """One run over the images.
 
     Attributes:
-        images: usable pictures. seconds: from the first file to the last record.
-        cpu_seconds: processor time of the whole process meanwhile, the runtime's own threads included.
-        times: where the time went; empty for the bare session.
+        images: usable images.
+        seconds: from the first file to the last record.
+        cpu_seconds: CPU time of the whole process meanwhile, the runtime's own threads included.
+        times: time by stage; empty for the bare session.
     """
 
     images: int
@@ -37,111 +38,111 @@ class Pass:
 
     @property
     def rate(self) -> float:
-        """Images a second."""
+        """Images per second."""
         return self.images / self.seconds
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The verdict and what it rests on.
+    """The bottleneck of a run, and the shares that it was found from.
 
     Attributes:
-        station, stage: what bounds the run; both None where nothing does clearly. `stage` may also say what the loop
-            does outside stages.
-        busy: share of their time that each station's threads were busy, 0 ... 1; for the loop, what it did not wait.
-        capacity: images/s that each station would reach if it never waited.
-        waited: share of the time that the loop waited, by what for; `disk` is its writing of records.
-        cores: that the process may use. cores_busy: share of their time that it used.
-        cpu: share of the process's processor time by stage; `rest` is a runtime's own threads and everything outside
-            stages, so for a network on the CPU most of `compute` stands there.
+        role: threads that limit the run; None where none clearly does.
+        stage: their largest stage, or what the loop does outside stages; None where `role` is.
+        busy: share of their time that each role's threads were busy, 0 ... 1; the loop is busy unless it waits.
+        capacity: images per second that each role would reach if it never waited.
+        waits: share of the time that the loop waited, by reason; `disk` is writing records.
+        cores: cores that the process may use.
+        cores_busy: share of the cores' time that the process used.
+        cpu: share of the process's CPU time by stage; `rest` is a runtime's own threads and everything outside stages,
+            so for a network on the CPU most of `compute` is in there.
     """
 
-    station: ThreadRole | None
+    role: ThreadRole | None
     stage: str | None
     busy: dict[ThreadRole, float]
     capacity: dict[ThreadRole, float]
-    waited: dict[str, float]
+    waits: dict[str, float]
     cores: int
     cores_busy: float
     cpu: dict[str, float]
 
-    def line(self) -> str:
-        """For a person: `bound by compute: the session is busy 93 % of the time; ...`."""
-        others = [f"{name} {share:.0%}" for name, share in self.busy.items() if name != self.station]
-        if self.station is not None:
-            verb = "are" if self.station.endswith("s") else "is"
-            told = f"bound by {self.stage}: the {self.station} {verb} busy {self.busy[self.station]:.0%} of the time"
-            told += f" ({', '.join(others)})" if others else ""
+    def describe(self) -> str:
+        """Return one line for a person: `bound by compute: the session is busy 93% of the time; ...`."""
+        others = [f"{name} {share:.0%}" for name, share in self.busy.items() if name != self.role]
+        if self.role is not None:
+            verb = "are" if self.role.endswith("s") else "is"
+            text = f"bound by {self.stage}: the {self.role} {verb} busy {self.busy[self.role]:.0%} of the time"
+            text += f" ({', '.join(others)})" if others else ""
         elif self.cores_busy >= BUSY:
-            told = f"bound by the cores: no station is always busy ({', '.join(others)})"
+            text = f"bound by the cores: no group of threads is always busy ({', '.join(others)})"
         else:
-            told = f"bound by nothing clearly: no station is always busy ({', '.join(others)})"
+            text = f"bound by nothing clearly: no group of threads is always busy ({', '.join(others)})"
         plural = "s are" if self.cores > 1 else " is"
-        told += f"; {self.cores} core{plural} {self.cores_busy:.0%} busy"
-        most = sorted(self.cpu.items(), key=lambda item: -item[1])[:4]
+        text += f"; {self.cores} core{plural} {self.cores_busy:.0%} busy"
         if self.cores_busy >= BUSY:
-            told += ", shared by " + ", ".join(f"{_title(name)} {share:.0%}" for name, share in most)
-        return told
+            largest = sorted(self.cpu.items(), key=lambda item: -item[1])[:4]
+            text += ", shared by " + ", ".join(f"{_title(name)} {share:.0%}" for name, share in largest)
+        return text
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the bottleneck for JSON."""
         return {
-            "station": self.station, "stage": self.stage, "busy": self.busy, "capacity": self.capacity,
-            "loop_waited_for": self.waited, "cores": self.cores, "cores_busy": self.cores_busy, "cpu_share": self.cpu,
-            "line": self.line(),
+            "station": self.role, "stage": self.stage, "busy": self.busy, "capacity": self.capacity,
+            "loop_waited_for": self.waits, "cores": self.cores, "cores_busy": self.cores_busy, "cpu_share": self.cpu,
+            "line": self.describe(),
         }  # fmt: skip
 
 
 def find_bottleneck(passes: Sequence[Pass], threads: Mapping[ThreadRole, int], cores: int) -> Bottleneck:
-    """Judge one or more passes of the same case.
+    """Find the bottleneck of one or more passes of the same case.
 
     Args:
         passes: at least one.
-        threads: of each station; the loop has one.
-        cores: that the process may use.
+        threads: number of threads of each role; the loop has one.
+        cores: cores that the process may use.
     """
     seconds = sum(one.seconds for one in passes)
     images = sum(one.images for one in passes)
     waits: dict[str, float] = {}
     for one in passes:
-        for what, waited in one.times.waits:
-            waits[what] = waits.get(what, 0.0) + waited
-    # its writing is work of the loop's own
-    looped = seconds - sum(waited for what, waited in waits.items() if what != "disk")
+        for reason, waited in one.times.waits:
+            waits[reason] = waits.get(reason, 0.0) + waited
+    # writing is the loop's own work
+    loop_seconds = seconds - sum(waited for reason, waited in waits.items() if reason != "disk")
     busy: dict[ThreadRole, float] = {}
-    for station in THREAD_ROLES:
-        if work := _stages_of(passes, station):
-            busy[station] = sum(work.values()) / (seconds * threads.get(station, 1))
-    busy["loop"] = max(looped, 0.0) / seconds
-    capacity = {station: images / seconds / share for station, share in busy.items() if share > 0}
-    busiest = max(busy, key=lambda station: busy[station])
-    bounds = busy[busiest] >= BUSY
+    for role in THREAD_ROLES:
+        if work := _wall_by_stage(passes, role):
+            busy[role] = sum(work.values()) / (seconds * threads.get(role, 1))
+    busy["loop"] = max(loop_seconds, 0.0) / seconds
+    busiest = max(busy, key=lambda role: busy[role])
+    is_bottleneck = busy[busiest] >= BUSY
     cpu_seconds = sum(one.cpu_seconds for one in passes)
     return Bottleneck(
-        busiest if bounds else None,
-        _largest_part(passes, busiest, looped) if bounds else None,
-        busy,
-        capacity,
-        {what: waited / seconds for what, waited in waits.items()},
-        cores,
-        cpu_seconds / (seconds * cores),
-        _cpu_shares(passes, cpu_seconds),
+        role=busiest if is_bottleneck else None,
+        stage=_largest_stage(passes, busiest, loop_seconds) if is_bottleneck else None,
+        busy=busy,
+        capacity={role: images / seconds / share for role, share in busy.items() if share > 0},
+        waits={reason: waited / seconds for reason, waited in waits.items()},
+        cores=cores,
+        cores_busy=cpu_seconds / (seconds * cores),
+        cpu=_cpu_shares(passes, cpu_seconds),
     )
 
 
-def _stages_of(passes: Sequence[Pass], station: ThreadRole) -> dict[Stage, float]:
-    found: dict[Stage, float] = {}
+def _wall_by_stage(passes: Sequence[Pass], role: ThreadRole) -> dict[Stage, float]:
+    seconds: dict[Stage, float] = {}
     for one in passes:
-        for row in one.times.select_role(station):
-            found[row.stage] = found.get(row.stage, 0.0) + row.wall
-    return found
+        for row in one.times.select_role(role):
+            seconds[row.stage] = seconds.get(row.stage, 0.0) + row.wall
+    return seconds
 
 
-def _largest_part(passes: Sequence[Pass], station: ThreadRole, looped: float) -> str:
-    parts: dict[str, float] = {str(stage): wall for stage, wall in _stages_of(passes, station).items()}
-    if station == "loop":
-        parts[_SCHEDULING] = looped - sum(parts.values())
-    return max(parts, key=lambda name: parts[name])
+def _largest_stage(passes: Sequence[Pass], role: ThreadRole, loop_seconds: float) -> str:
+    seconds: dict[str, float] = {str(stage): wall for stage, wall in _wall_by_stage(passes, role).items()}
+    if role == "loop":
+        seconds[_SCHEDULING] = loop_seconds - sum(seconds.values())
+    return max(seconds, key=lambda name: seconds[name])
 
 
 def _cpu_shares(passes: Sequence[Pass], cpu_seconds: float) -> dict[str, float]:
@@ -152,7 +153,7 @@ def _cpu_shares(passes: Sequence[Pass], cpu_seconds: float) -> dict[str, float]:
         rows = [row for one in passes if (row := one.times.sum_stage(stage)) is not None]
         if rows:
             shares[stage] = sum(row.cpu for row in rows) / cpu_seconds
-    # two clocks of the system, read apart: their difference may fall a little short
+    # process and threads have separate clocks, so the difference may be slightly negative
     shares[REST] = max(1.0 - sum(shares.values()), 0.0)
     return shares
 

@@ -1,6 +1,7 @@
-"""What is varied: pictures a batch, threads, and the size of the pictures, one at a time around a base case.
+"""The cases of `bench pipeline`: batch size, workers and image size, each varied on its own around a base case.
 
-The pictures of a measurement: decoded batches for the bare session, and copies of another size."""
+Also the images of a case: decoded batches for the bare session, and resized copies of the files.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ from opal_deploy.runtime.session import ImageBatch
 T = TypeVar("T")
 ImageSize = tuple[int, int]
 
+COPY_QUALITY = 90
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
-_LONGEST = 65_500
+# JPEG's limit, in pixels
+_MAX_SIDE = 65_500
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class Case:
     """One way to run the pipeline.
 
     Attributes:
-        batch: pictures a forward pass.
+        batch: images a forward pass.
         workers: threads or processes that decode, and as many threads that draw.
-        image_size: (width, height) that the pictures were made beforehand; None: as given.
-        decode: which decode path. isolate: decode in processes.
+        image_size: (width, height) that the images are resized to beforehand; None: left as they are.
+        decode: the decode path.
+        isolate: decode in processes.
     """
 
     batch: int
@@ -49,48 +53,44 @@ class Case:
     isolate: bool = False
 
     @property
-    def pictures(self) -> str:
-        """The pictures' size, for people and records."""
+    def size_name(self) -> str:
+        """The images' size, for people and measurements."""
         return "as given" if self.image_size is None else f"{self.image_size[0]}x{self.image_size[1]}"
 
-    def line(self) -> str:
-        """For a person."""
+    def describe(self) -> str:
+        """Return one line for a person."""
         workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
         path = "" if self.decode is Decoding.default else f", decode {self.decode}"
-        return f"batch {self.batch}, {workers}{' in processes' * self.isolate}, pictures {self.pictures}{path}"
+        return f"batch {self.batch}, {workers}{' in processes' * self.isolate}, images {self.size_name}{path}"
 
 
 def build_cases(
     default: Case, *, batches: Sequence[int] = (), workers: Sequence[int] = (), sizes: Sequence[ImageSize] = ()
 ) -> Iterator[Case]:
-    """The base case, then each value that differs from it.
+    """Yield the base case, then one case for each other value.
 
-    One value alone belongs to the base case. Several are swept around it; in it stands the default if it is one of
-    them, else the first. Pictures as given are the base case of several sizes.
+    A single value belongs to the base case. Several are varied around it; the base case has the default if it is one of
+    them, else the first. With several sizes the base case leaves the images as they are.
     """
     base = replace(
         default,
-        batch=_base(batches, default.batch),
-        workers=_base(workers, default.workers),
+        batch=_base_value(batches, default.batch),
+        workers=_base_value(workers, default.workers),
         image_size=sizes[0] if len(sizes) == 1 else default.image_size,
     )
-    yield base
-    varied = [replace(base, workers=value) for value in workers]
-    varied += [replace(base, batch=value) for value in batches]
-    varied += [replace(base, image_size=value) for value in sizes]
-    seen = {base}
-    for case in varied:
-        if case not in seen:
-            seen.add(case)
-            yield case
+    cases = [base]
+    cases += [replace(base, workers=value) for value in workers]
+    cases += [replace(base, batch=value) for value in batches]
+    cases += [replace(base, image_size=value) for value in sizes]
+    yield from dict.fromkeys(cases)
 
 
-def _base(values: Sequence[T], default: T) -> T:
+def _base_value(values: Sequence[T], default: T) -> T:
     return default if not values or default in values else values[0]
 
 
 def parse_counts(option: str, text: str | None) -> list[int]:
-    """`1,2,4`; None is no value.
+    """Parse `1,2,4`; None is no value.
 
     Raises:
         UsageError: not positive whole numbers with commas between them.
@@ -102,33 +102,30 @@ def parse_counts(option: str, text: str | None) -> list[int]:
 
 
 def parse_sizes(option: str, text: str | None) -> list[ImageSize]:
-    """`250x188,500x375` as (width, height); None is no value.
+    """Parse `250x188,500x375` to (width, height) each; None is no value.
 
     Raises:
         UsageError: not WIDTHxHEIGHT, or a side of more than 65,500 pixels, which JPEG cannot hold.
     """
     matches = [] if text is None else [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
     sizes = [(int(match[1]), int(match[2])) for match in matches if match is not None]
-    if len(sizes) < len(matches) or any(max(size) > _LONGEST for size in sizes):
+    if len(sizes) < len(matches) or any(max(size) > _MAX_SIDE for size in sizes):
         raise UsageError(
-            f"{option} {text!r}: expected WIDTHxHEIGHT in pixels, at most {_LONGEST} each, such as 250x188,500x375"
+            f"{option} {text!r}: expected WIDTHxHEIGHT in pixels, at most {_MAX_SIDE} each, such as 250x188,500x375"
         )
     return sizes
 
 
-COPY_QUALITY = 90
-
-
 def decode_batches(items: list[Item], input_size: tuple[int, int], batch: int) -> list[ImageBatch]:
-    """The usable pictures as the session takes them, uint8 [N, H0, W0, 3] each; the last may be smaller.
+    """Decode the usable images to the session's input, uint8 [N, H0, W0, 3] each; the last batch may be smaller.
 
     Raises:
-        UsageError: fewer usable pictures than a batch.
+        UsageError: fewer usable images than a batch.
     """
     prepared = (prepare(request, input_size, InferenceOptions()) for request in build_requests(items))
     pixels = [entry.pixels for entry in prepared if entry.pixels is not None]
     if len(pixels) < batch:
-        raise UsageError(f"{len(pixels)} usable pictures, and a batch takes {batch}; give more, or a smaller --batch")
+        raise UsageError(f"{len(pixels)} usable images, and a batch takes {batch}; give more, or a smaller --batch")
     source = iter(pixels)
     batches = []
     while group := list(itertools.islice(source, batch)):
@@ -138,23 +135,23 @@ def decode_batches(items: list[Item], input_size: tuple[int, int], batch: int) -
 
 @contextmanager
 def resized_copies(items: list[Item], size: ImageSize | None) -> Iterator[list[Item]]:
-    """The same pictures as JPEG files of `size` = (width, height), in a folder that is gone afterwards.
+    """Write copies of the images as JPEG files of `size` = (width, height), in a folder that is removed afterwards.
 
-    None: the pictures themselves. A picture that cannot be decoded stays what it is.
+    With None the images themselves are used. An image that cannot be decoded is used as it is.
     """
     if size is None:
         yield items
         return
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
-        yield [_copy(item, size, Path(folder) / f"{index:06d}.jpg") for index, item in enumerate(items)]
+        yield [_write_copy(item, size, Path(folder) / f"{index:06d}.jpg") for index, item in enumerate(items)]
 
 
-def _copy(item: Item, size: ImageSize, path: Path) -> Item:
+def _write_copy(item: Item, size: ImageSize, path: Path) -> Item:
     if item.problem is not None:
         return item
     try:
-        picture = decode(item.source)
+        image = decode(item.source)
     except ImageError:
         return item
-    picture.resize(size, Image.Resampling.BICUBIC).save(path, "JPEG", quality=COPY_QUALITY)
+    image.resize(size, Image.Resampling.BICUBIC).save(path, "JPEG", quality=COPY_QUALITY)
     return Item(path, path.name)

@@ -1,7 +1,7 @@
-"""The same model as a research script runs it: one process, one picture after the other through Pillow, PyTorch eager.
+"""The same model as a research script runs it: one process, Pillow, torchvision's transforms, PyTorch eager.
 
-As the paper's authors evaluate: open, RGB, squashed, ToTensor, Normalize, stacked to a batch; then the forward pass
-with each channel's argmax cell, and the answers read off. No overlap, no records, nothing written.
+As the paper's authors evaluate: open, convert to RGB, resize, ToTensor, Normalize, stack to a batch; then the forward
+pass with each channel's argmax cell, and read the predictions. Nothing overlaps, and nothing is written.
 """
 
 from __future__ import annotations
@@ -23,54 +23,55 @@ from opal_deploy.model import checkpoint as checkpoints
 
 
 class EagerBaseline:
-    """A checkpoint, and the transform of its pictures."""
+    """A checkpoint in PyTorch eager, with torchvision's transform of its images."""
 
     def __init__(self, path: Path, device: str, threads: int | None) -> None:
-        """Load it.
+        """Load a checkpoint.
 
         Args:
-            path: of the checkpoint that the measured model was exported from. device: as PyTorch calls it.
-            threads: of PyTorch in this process; None leaves them.
+            path: the checkpoint that the measured model was exported from.
+            device: PyTorch's name.
+            threads: of PyTorch in this process; None leaves their number.
 
         Raises:
             CheckpointError: not a checkpoint.
         """
         self._path = path
-        loaded = checkpoints.load(path)
-        self._network = loaded.network.to(device).eval()
+        checkpoint = checkpoints.load(path)
+        self._network = checkpoint.network.to(device).eval()
         self._device = device
         self.threads = threads
-        about = checkpoints.build_metadata(loaded)
+        metadata = checkpoints.build_metadata(checkpoint)
         self._transform = transforms.Compose(
             [
-                transforms.Resize(about.input_size),
+                transforms.Resize(metadata.input_size),
                 transforms.ToTensor(),
-                transforms.Normalize(about.mean, about.std),
+                transforms.Normalize(metadata.mean, metadata.std),
             ]
         )
 
-    def check_same(self, exported: Metadata) -> None:
-        """That a model was exported from this checkpoint.
+    def check_source(self, exported: Metadata) -> None:
+        """Check that a model was exported from this checkpoint.
 
         Raises:
-            UsageError: it says that it was not.
+            UsageError: its metadata names another file.
         """
-        said = exported.source.get("sha256")
-        if said is not None and said != compute_sha256(self._path):
+        sha256 = exported.source.get("sha256")
+        if sha256 is not None and sha256 != compute_sha256(self._path):
             raise UsageError(
                 f"--plain {self._path}: the model was exported from another file, {exported.source.get('file')} of "
-                f"sha256 {said[:12]}...; give its checkpoint"
+                f"sha256 {sha256[:12]}...; give its checkpoint"
             )
 
     def measure(self, items: Sequence[Item], batch: int) -> Pass:
-        """One pass over the pictures that Pillow can read.
+        """Time one pass over the images that Pillow can read.
 
         Raises:
             UsageError: there are none.
         """
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        answered = 0
+        images = 0
         cpu, started = time.process_time(), time.perf_counter()
         for first in range(0, len(items), batch):
             tensors = []
@@ -78,18 +79,18 @@ class EagerBaseline:
                 try:
                     with Image.open(item.path) as image:
                         tensors.append(self._transform(image.convert("RGB")))
-                except Exception:  # Pillow raises nearly anything; a script would leave it out too
+                except Exception:  # Pillow raises many classes; a script would leave the image out too
                     continue
             if tensors:
-                answered += len(self._answer(torch.stack(tensors)))
-        if not answered:
-            raise UsageError("no picture that Pillow can read from a path")
-        return Pass(answered, time.perf_counter() - started, time.process_time() - cpu)
+                images += len(self._predict(torch.stack(tensors)))
+        if not images:
+            raise UsageError("no image that Pillow can read from a path")
+        return Pass(images, time.perf_counter() - started, time.process_time() - cpu)
 
-    def _answer(self, images: torch.Tensor) -> list[int]:
+    def _predict(self, images: torch.Tensor) -> list[int]:
         with torch.inference_mode():
-            found = self._network.explain(images.to(self._device))
-        if found.argmax is not None:
-            found.argmax.cpu()
-        classes: list[int] = found.logits.argmax(1).tolist()
+            outputs = self._network.explain(images.to(self._device))
+        if outputs.argmax is not None:
+            outputs.argmax.cpu()
+        classes: list[int] = outputs.logits.argmax(1).tolist()
         return classes

@@ -1,4 +1,4 @@
-"""A measured case for people, and as one line of the common schema."""
+"""A measured case as text for people, and as one measurement."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from opal_deploy.bench.measurement import NOISY, Better, Figure, Measurement, Sc
 from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.pipeline.bottleneck import Pass
 from opal_deploy.bench.pipeline.cases import COPY_QUALITY
-from opal_deploy.bench.pipeline.measure import INFER, CaseResult, Variant
+from opal_deploy.bench.pipeline.measure import EXPLAIN, INFER, CaseResult, PipelineOptions, Variant
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.inference.timing import STAGES, Stage, StageTime
 
+GROWING = "growing memory"
 TIMED = (
     "bare: one call of the session after the other on decoded batches; infer and infer_explain: from the first file to "
     "the last record on disk, with the start of decode processes where there are any; files in the system's cache, "
     "model loaded and warm; plain: a loop of Pillow, torchvision's transforms and PyTorch eager in one process"
 )
-GROWING = "growing memory"
-_RATES = ("bare", "infer", "infer_explain", "plain")
-_TITLES = {INFER: "infer", "infer_explain": "infer --explain"}
+_TITLES = {INFER: "infer", EXPLAIN: "infer --explain"}
+_RATES = ("bare", INFER, EXPLAIN, "plain")
 
 
 def build_measurement(
-    result: CaseResult, opened: LoadedTarget, monitor: Monitor, *, repeats: int, network: bool
+    result: CaseResult, loaded: LoadedTarget, monitor: Monitor, options: PipelineOptions
 ) -> Measurement:
-    """One line of kind `pipeline`; `monitor` watched the machine meanwhile."""
+    """Return the measurement of kind `pipeline`; `monitor` sampled the machine meanwhile."""
     figures = _figures(result)
     marks = [NOISY] if any(figures[name].is_noisy for name in _RATES if name in figures) else []
     marks += [f"{GROWING}: {variant.name}" for variant in result.variants if variant.memory.grows]
@@ -36,18 +36,18 @@ def build_measurement(
         "images": result.images,
         "batch": result.case.batch,
         "workers": result.case.workers,
-        "threads": opened.threads,
-        "image_size": result.case.pictures,
-        "network": network,
+        "threads": loaded.threads,
+        "image_size": result.case.size_name,
+        "network": options.network,
         "decode": str(result.case.decode),
         "isolate": result.case.isolate,
     }
     return Measurement(
         kind="pipeline",
-        target=opened.target,
+        target=loaded.target,
         case=case,
         figures=figures,
-        settings={"repeats": repeats, "order": "interleaved", "copies": f"JPEG quality {COPY_QUALITY}"},
+        settings={"repeats": options.repeats, "order": "interleaved", "copies": f"JPEG quality {COPY_QUALITY}"},
         timed=TIMED,
         marks=(*marks, *monitor.marks),
         conditions=monitor.conditions,
@@ -57,28 +57,28 @@ def build_measurement(
 
 
 def format_result(result: CaseResult) -> Iterator[str]:
-    """Lines for a person."""
-    yield f"{result.images} of {result.given} pictures, {result.case.line()}; {result.session}"
+    """Yield lines for a person."""
+    yield f"{result.images} of {result.given} images, {result.case.describe()}; {result.session}"
     figures = _figures(result)
     if result.bare:
-        yield f"  {_rate('session alone', figures['bare'])}"
-    if result.plain:
-        yield f"  {_rate('plain PyTorch and Pillow, one process', figures['plain'])}"
+        yield f"  {_format_rate('session alone', figures['bare'])}"
+    if result.baseline:
+        yield f"  {_format_rate('plain PyTorch and Pillow, one process', figures['plain'])}"
     for variant in result.variants:
         share = figures.get(f"{variant.name}_share")
         compared = f": {share.value:.1%} of the session alone" if share else ""
         if over := figures.get(f"{variant.name}_over_plain"):
             compared += f", {over.value:.2f} x plain PyTorch and Pillow"
-        yield f"  {_rate(_TITLES[variant.name], figures[variant.name])}{compared}"
-        yield f"    {variant.bound.line()}"
-        yield f"    {variant.memory.line()}"
-        yield f"    {_stage_line(variant, 'wall', 'milliseconds an image in each stage')}"
-        yield f"    {_stage_line(variant, 'cpu', 'of processor time')}"
+        yield f"  {_format_rate(_TITLES[variant.name], figures[variant.name])}{compared}"
+        yield f"    {variant.bottleneck.describe()}"
+        yield f"    {variant.memory.describe()}"
+        yield f"    {_format_stages(variant, 'wall', 'milliseconds an image in each stage')}"
+        yield f"    {_format_stages(variant, 'cpu', 'of processor time')}"
     yield f"  peak memory {result.peak_megabytes:.0f} MB"
 
 
 def format_summary(results: list[CaseResult]) -> Iterator[str]:
-    """A line a case, when there are several."""
+    """Yield one line a case, for several cases."""
     for result in results:
         figures = _figures(result)
         rates = ", ".join(
@@ -86,32 +86,32 @@ def format_summary(results: list[CaseResult]) -> Iterator[str]:
             + (f" ({share.value:.0%} of the session alone)" if (share := figures.get(f"{v.name}_share")) else "")
             for v in result.variants
         )
-        yield f"{result.case.line()}: {rates}, peak {result.peak_megabytes:.0f} MB"
+        yield f"{result.case.describe()}: {rates}, peak {result.peak_megabytes:.0f} MB"
 
 
 def _figures(result: CaseResult) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     if result.bare:
-        figures["bare"] = _of(result.bare, lambda one: one.rate, "images/s", "higher")
+        figures["bare"] = _figure(result.bare, lambda one: one.rate, "images/s", "higher")
     for variant in result.variants:
-        figures[variant.name] = _of(variant.passes, lambda one: one.rate, "images/s", "higher")
+        figures[variant.name] = _figure(variant.passes, lambda one: one.rate, "images/s", "higher")
     for variant in result.variants:
         if result.bare:
-            # of neighbours in time, so that what slows both cancels
+            # ratios of neighbours in time, so that what slows both cancels
             shares = (one.rate / bare.rate for one, bare in zip(variant.passes, result.bare, strict=True))
             figures[f"{variant.name}_share"] = Figure.of_repeats(shares, "ratio", "higher")
-    if result.plain:
-        figures["plain"] = _of(result.plain, lambda one: one.rate, "images/s", "higher")
+    if result.baseline:
+        figures["plain"] = _figure(result.baseline, lambda one: one.rate, "images/s", "higher")
         for variant in result.variants:
-            times = (one.rate / plain.rate for one, plain in zip(variant.passes, result.plain, strict=True))
-            figures[f"{variant.name}_over_plain"] = Figure.of_repeats(times, "ratio", "higher")
+            ratios = (one.rate / plain.rate for one, plain in zip(variant.passes, result.baseline, strict=True))
+            figures[f"{variant.name}_over_plain"] = Figure.of_repeats(ratios, "ratio", "higher")
     figures["peak_memory"] = Figure(result.peak_megabytes, "MB", "lower")
     if result.bare:
-        figures["bare.cpu"] = _of(result.bare, _cpu_ms, "ms/image", "lower")
+        figures["bare.cpu"] = _figure(result.bare, _cpu_ms, "ms/image", "lower")
     for variant in result.variants:
-        figures[f"{variant.name}.cpu"] = _of(variant.passes, _cpu_ms, "ms/image", "lower")
+        figures[f"{variant.name}.cpu"] = _figure(variant.passes, _cpu_ms, "ms/image", "lower")
         for stage in _stages(variant):
-            # waiting for a core or the interpreter's lock is in the wall time: no figure to compare machines' runs by
+            # wall time includes waiting for a core or the interpreter's lock, so it has no better direction
             directions: tuple[tuple[str, Better | None], ...] = (("wall", None), ("cpu", "lower"))
             for kind, better in directions:
                 values = [_stage_ms(one, stage, kind) for one in variant.passes]
@@ -119,7 +119,7 @@ def _figures(result: CaseResult) -> dict[str, Figure]:
     return figures
 
 
-def _of(passes: tuple[Pass, ...], value: Callable[[Pass], float], unit: str, better: Better) -> Figure:
+def _figure(passes: tuple[Pass, ...], value: Callable[[Pass], float], unit: str, better: Better) -> Figure:
     return Figure.of_repeats((value(one) for one in passes), unit, better)
 
 
@@ -140,24 +140,21 @@ def _details(result: CaseResult) -> dict[str, Any]:
     return {
         "session": result.session,
         "given": result.given,
-        "bound": {variant.name: variant.bound.to_dict() for variant in result.variants},
+        "bound": {variant.name: variant.bottleneck.to_dict() for variant in result.variants},
         "memory": {variant.name: variant.memory.to_dict() for variant in result.variants},
         "last_pass": {variant.name: variant.passes[-1].times.to_dict() for variant in result.variants},
     }
 
 
-def _rate(name: str, figure: Figure) -> str:
-    spread = f", spread {figure.spread:.0%} over {len(figure.repeats)}" if figure.spread is not None else ""
-    return f"{name}: {figure.value:.1f} images/s ({'once' if not spread else spread[2:]}{_noisy(figure)})"
+def _format_rate(name: str, figure: Figure) -> str:
+    repeats = "once" if figure.spread is None else f"spread {figure.spread:.0%} over {len(figure.repeats)}"
+    noisy = ", NOISY" if figure.is_noisy else ""
+    return f"{name}: {figure.value:.1f} images/s ({repeats}{noisy})"
 
 
-def _noisy(figure: Figure) -> str:
-    return ", NOISY" if figure.is_noisy else ""
-
-
-def _stage_line(variant: Variant, kind: str, what: str) -> str:
+def _format_stages(variant: Variant, kind: str, title: str) -> str:
     parts = [
         f"{stage} {statistics.median(_stage_ms(one, stage, kind) for one in variant.passes):.2f}"
         for stage in _stages(variant)
     ]
-    return f"{what}: {', '.join(parts)}"
+    return f"{title}: {', '.join(parts)}"

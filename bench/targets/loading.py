@@ -1,4 +1,4 @@
-"""Open what can be timed, in a runtime, and say exactly what it is."""
+"""Load a model in a runtime, and describe it for the measurement."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from opal_deploy.runtime.session import Session
 if TYPE_CHECKING:
     from opal_deploy.bench.targets.networks import NamedNetwork
 
-
 Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
-PYTORCH = ("eager", "compile")
+PYTORCH_RUNTIMES = ("eager", "compile")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How to run what is to be timed.
+    """How to run a model.
 
     Attributes:
-        runtime: of a checkpoint or a network; files have their own.
-        device: auto, cpu, cuda, cuda:N.
+        runtime: of a checkpoint or a network; ONNX files and engines have their own.
+        device: auto, cpu, cuda or cuda:N.
         threads: on the CPU; None: all that the process may use (PyTorch: as many as it chooses).
-        precision: of a checkpoint or a network; files have their own. None: fp32.
-        channels_last: PyTorch only: convolutions laid out as NHWC.
+        precision: of a checkpoint or a network, None for fp32; ONNX files and engines have their own.
+        channels_last: lay PyTorch's convolutions out as NHWC.
     """
 
     runtime: Runtime = "onnxruntime"
@@ -47,9 +46,9 @@ class LoadedTarget:
     """A model ready to be timed.
 
     Attributes:
-        session: it.
-        target: its description for the measurement.
-        threads: that it computes with on the CPU; None on a GPU.
+        session: runs the model.
+        target: the description for the measurement.
+        threads: threads on the CPU; None on a GPU.
     """
 
     session: Session
@@ -58,19 +57,19 @@ class LoadedTarget:
 
     @property
     def metadata(self) -> Metadata:
-        """The model's."""
+        """The model's metadata."""
         return self.session.metadata
 
     @property
     def title(self) -> str:
-        """For people: what, in what, on what."""
-        s = self.target
+        """Name, runtime, precision, device and threads for a person."""
+        target = self.target
         threads = f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
-        return f"{s.name}: {s.runtime} {s.runtime_version}, {s.precision}, {s.device}{threads}"
+        return f"{target.name}: {target.runtime} {target.runtime_version}, {target.precision}, {target.device}{threads}"
 
     @property
     def timed(self) -> str:
-        """What is inside the timed region, in words."""
+        """Description of the timed region, for `Measurement.timed`."""
         where = "on the device" if self.target.device != "cpu" else "in the graph"
         normalised = f"normalised {where}" if self.metadata.input_kind == "uint8" else "normalised by numpy on the host"
         return (
@@ -80,11 +79,12 @@ class LoadedTarget:
 
 
 def load_file(path: Path, setup: Setup) -> LoadedTarget:
-    """A checkpoint, an ONNX file or an engine.
+    """Load a checkpoint, an ONNX file or an engine.
 
     Raises:
-        ArtifactError, CheckpointError: no such model, or not one of ours. UsageError: the setup does not fit it, or a
-        device is not there. MissingExtra: its runtime is not installed.
+        ArtifactError, CheckpointError: no such model, or not one of ours.
+        UsageError: the setup does not fit the model, or a device does not exist.
+        MissingExtra: the runtime is not installed.
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a checkpoint (.pt), or a .onnx or .engine of ours")
@@ -96,26 +96,56 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
         return load_network(load_checkpoint_network(path), setup)
     if kind is None:
         raise ArtifactError(f"{path}: not a model that can be timed; expected .pt, .onnx or .engine")
-    opened = _engine(path, setup) if kind == "engine" else _onnx(path, setup)
-    if setup.precision not in (None, opened.target.precision):
+    loaded = _load_engine(path, setup) if kind == "engine" else _load_onnx(path, setup)
+    if setup.precision not in (None, loaded.target.precision):
         raise UsageError(
-            f"{path}: it is {opened.target.precision}, and --precision asks for {setup.precision}; a file's precision "
+            f"{path}: it is {loaded.target.precision}, and --precision asks for {setup.precision}; a file's precision "
             "is its own: export another, or give the checkpoint"
         )
-    return opened
+    return loaded
+
+
+def load_for_inference(path: Path, *, device: str, threads: int | None) -> LoadedTarget:
+    """Load a model as `infer` does: a checkpoint in the reference session, which normalises on the host.
+
+    Raises:
+        ArtifactError, CheckpointError: no such model, or not one of ours.
+        UsageError: a device does not exist.
+        MissingExtra: the runtime is not installed.
+    """
+    if model_kind(path) != "checkpoint" or not path.is_file():
+        return load_file(path, Setup(device=device, threads=threads))
+    from opal_deploy.runtime.select import open_sessions
+
+    (session,) = open_sessions(path, device=device, threads=threads)
+    import torch
+
+    from opal_deploy.runtime.torch_session import torch_device
+
+    target = _describe(
+        session.metadata,
+        name=path.name,
+        runtime="torch eager",
+        version=torch.__version__,
+        device=str(torch_device(device)),
+        layout="uint8 NHWC, normalised on the host; convolutions NCHW",
+        sha256=compute_sha256(path),
+    )
+    return LoadedTarget(session, target, torch.get_num_threads() if target.device == "cpu" else None)
 
 
 def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
-    """A network in the runtime and precision of the setup.
+    """Load a network in the runtime and precision of the setup.
 
     Raises:
-        UsageError: they do not go together, or a device is not there. MissingExtra: the runtime is not installed.
+        UsageError: runtime and precision do not go together, or a device does not exist.
+        MissingExtra: the runtime is not installed.
     """
     precision = setup.precision or "fp32"
-    if setup.channels_last and setup.runtime not in PYTORCH:
+    if setup.channels_last and setup.runtime not in PYTORCH_RUNTIMES:
         raise UsageError(f"--channels-last is PyTorch's; {setup.runtime} chooses its layouts itself")
-    if setup.runtime in PYTORCH:
-        return _torch(network, setup, precision)
+    if setup.runtime in PYTORCH_RUNTIMES:
+        return _load_torch(network, setup, precision)
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
         if setup.runtime == "onnxruntime":
             from opal_deploy.bench.targets.networks import write_onnx
@@ -123,7 +153,7 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
             path = Path(folder) / "timed.onnx"
             write_onnx(network, precision, path)
             try:
-                return _onnx(path, setup, network)
+                return _load_onnx(path, setup, network)
             except ArtifactError:
                 raise
             except UsageError:
@@ -133,10 +163,10 @@ def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:
         from opal_deploy.bench.targets.networks import write_engine
 
         path = write_engine(network.checkpoint, precision, Path(folder), random=network.sha256 is None)
-        return _engine(path, setup, network)
+        return _load_engine(path, setup, network)
 
 
-def _torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
+def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
     import torch
 
     from opal_deploy.bench.targets.torch_graph import TorchGraphSession
@@ -149,66 +179,68 @@ def _torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTarget:
         channels_last=setup.channels_last,
         compiled=setup.runtime == "compile",
     )
-    target = _build_target(
+    target = _describe(
         session.metadata,
         name=network.name,
         runtime=f"torch {setup.runtime}",
         version=torch.__version__,
-        device=_with_gpu(session.device),
+        device=_with_gpu_name(session.device),
         precision=precision,
-        convolutions="NHWC" if setup.channels_last else "NCHW",
+        layout=_layout(session.metadata, "NHWC" if setup.channels_last else "NCHW"),
         sha256=network.sha256,
     )
     return LoadedTarget(session, target, session.threads)
 
 
-def _onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
+def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
     require("onnxruntime", "cpu", "timing an ONNX model")
     import onnxruntime
 
     session = OnnxSession(path, device=setup.device, threads=setup.threads)
-    target = _build_target(
+    target = _describe(
         session.metadata,
         name=network.name if network else path.name,
         runtime="onnxruntime",
         version=onnxruntime.__version__,
-        device=_with_gpu(session.device),
-        precision=session.metadata.precision,
-        convolutions="as ONNX Runtime chooses",
+        device=_with_gpu_name(session.device),
+        layout=_layout(session.metadata, "as ONNX Runtime chooses"),
         sha256=network.sha256 if network else compute_sha256(path),
     )
     return LoadedTarget(session, target, session.threads if session.device == "cpu" else None)
 
 
-def _engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
+def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
     from opal_deploy.runtime.tensorrt.session import EngineSession
 
     session = EngineSession(path, device=setup.device)
-    target = _build_target(
+    target = _describe(
         session.metadata,
         name=network.name if network else path.name,
         runtime=str(session.sidecar.builder["name"]),
         version=str(session.sidecar.builder["version"]),
         device=session.device,
-        precision=session.metadata.precision,
-        convolutions="as TensorRT chooses",
+        layout=_layout(session.metadata, "as TensorRT chooses"),
         sha256=network.sha256 if network else compute_sha256(path),
     )
     return LoadedTarget(session, target, None)
 
 
-def _build_target(
+def _layout(metadata: Metadata, convolutions: str) -> str:
+    images = "uint8 NHWC" if metadata.input_kind == "uint8" else "float32 NCHW"
+    return f"{images}; convolutions {convolutions}"
+
+
+def _describe(
     metadata: Metadata,
     *,
     name: str,
     runtime: str,
     version: str,
     device: str,
-    precision: str,
-    convolutions: str,
+    layout: str,
     sha256: str | None,
+    precision: str | None = None,
 ) -> Target:
-    pictures = "uint8 NHWC" if metadata.input_kind == "uint8" else "float32 NCHW"
     return Target(
         name=name,
         backbone=metadata.backbone,
@@ -216,8 +248,8 @@ def _build_target(
         runtime=runtime,
         runtime_version=version,
         device=device,
-        precision=precision,
-        layout=f"{pictures}; convolutions {convolutions}",
+        precision=precision or metadata.precision,
+        layout=layout,
         input_size=metadata.input_size,
         num_classes=metadata.num_classes,
         prototypes_per_class=metadata.prototypes_per_class,
@@ -225,8 +257,8 @@ def _build_target(
     )
 
 
-def _with_gpu(device: str) -> str:
-    """`cuda:0` with the GPU's name, as CUDA counts them."""
+def _with_gpu_name(device: str) -> str:
+    """Return `cuda:0` with the GPU's name behind it, as CUDA counts GPUs; `cpu` stays."""
     if device == "cpu":
         return device
     from opal_deploy.runtime.tensorrt.cuda import visible_driver

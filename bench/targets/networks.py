@@ -1,9 +1,8 @@
-"""Networks to time: a checkpoint's, or a backbone's with random weights, with OPAL's head or the linear one.
+"""PyTorch networks to measure, and the temporary ONNX files and engines made from them.
 
-Files made only to be timed: the graphs that the exporter writes, without its gates.
-
-Whether a file answers rightly is the exporter's question and takes long; what it costs does not depend on it. The
-file's own metadata says that nobody compared it with anything."""
+A network is a checkpoint's, or a backbone's with random weights, with OPAL's head or the linear one. Its files are what
+the exporter writes, without the verification, which takes long and does not affect speed; their metadata says so.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from opal_deploy.bench.measurement import LINEAR, OPAL, Head
 from opal_deploy.errors import UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
+from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.images import Pixels
-from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
 from opal_deploy.export.tensorrt.options import EngineRequest, choose_engine_targets
@@ -35,12 +34,22 @@ from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.tensorrt.cuda import visible_driver
 from opal_deploy.synthetic import example_images
 
+ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 _SEED = 0
+# enough for ranges; they change int8's outputs, not its speed
+_CALIBRATION_IMAGES = 8
+_BATCH_NORM_IMAGES = 16
 
 
 @dataclass(frozen=True)
 class NamedNetwork:
-    """A network with what a person calls it; `sha256` of its checkpoint, None where its weights are random."""
+    """A network with a name for people.
+
+    Attributes:
+        name: the checkpoint's file name, or backbone and head.
+        checkpoint: network and class names.
+        sha256: of the checkpoint; None where the weights are random.
+    """
 
     name: str
     checkpoint: Checkpoint
@@ -48,31 +57,35 @@ class NamedNetwork:
 
     @property
     def config(self) -> NetworkConfig:
-        """Backbone, head, C and input size."""
+        """Backbone, head, number of classes and input size."""
         return self.checkpoint.network.config
 
     @cached_property
-    def described(self) -> Metadata:
-        """What the checkpoint says of itself."""
+    def metadata(self) -> Metadata:
+        """The checkpoint's metadata."""
         return build_metadata(self.checkpoint)
 
     @cached_property
     def graph(self) -> ExportGraph:
-        """The network as it is exported: uint8 pictures in, every output that its head has."""
-        return ExportGraph(self.checkpoint.network, "uint8", self.described.mean, self.described.std)
+        """The network as it is exported: uint8 images in, every output that its head has."""
+        return ExportGraph(self.checkpoint.network, "uint8", self.metadata.mean, self.metadata.std)
 
     @cached_property
     def traced(self) -> onnx.ModelProto:
-        """The same in ONNX, float32: tracing takes long, and every precision begins with it.
+        """The exported graph in ONNX, float32; every precision starts from it, and tracing takes long.
 
         Raises:
-            UsageError: over ONNX's 2 GB.
+            UsageError: the model exceeds ONNX's 2 GB.
         """
         return trace(self.graph)
 
 
 def load_checkpoint_network(path: Path) -> NamedNetwork:
-    """A checkpoint's network. Raises CheckpointError, UsageError: see `model.checkpoint.load`."""
+    """Load a checkpoint's network.
+
+    Raises:
+        CheckpointError, UsageError: see `model.checkpoint.load`.
+    """
     checkpoint = checkpoints.load(path)
     return NamedNetwork(path.name, checkpoint, checkpoint.source["sha256"])
 
@@ -80,25 +93,25 @@ def load_checkpoint_network(path: Path) -> NamedNetwork:
 def build_random_network(
     backbone: str, *, head: Head = OPAL, num_classes: int = 200, prototypes: int = 5, size: tuple[int, int] = (224, 224)
 ) -> NamedNetwork:
-    """A backbone with random weights, the same every time: what a network answers does not change what it costs.
+    """Build a backbone with random weights, the same every time; weights do not affect speed.
 
     Raises:
-        UsageError: no such backbone, or a size that it cannot take.
+        UsageError: no such backbone, or an input size that it does not support.
     """
-    configured = LINEAR_BASELINE if head == LINEAR else HeadConfig(prototypes_per_class=prototypes)
+    head_config = LINEAR_BASELINE if head == LINEAR else HeadConfig(prototypes_per_class=prototypes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, configured)).eval()
-    return NamedNetwork(f"{backbone} + {head}", _numbered(network))
+        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, head_config)).eval()
+    return NamedNetwork(f"{backbone} + {head}", _numbered_checkpoint(network))
 
 
 def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
-    """The paper's linear baseline on the same backbone with the same weights; the dense layer's own are random."""
+    """Return the paper's linear baseline on the same backbone with the same weights; the dense layer is random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         linear = OpalNetwork(replace(network.config, head=LINEAR_BASELINE)).eval()
     linear.backbone.load_state_dict(network.checkpoint.network.backbone.state_dict())
-    return NamedNetwork(f"{network.config.backbone} + {LINEAR}", _numbered(linear))
+    return NamedNetwork(f"{network.config.backbone} + {LINEAR}", _numbered_checkpoint(linear))
 
 
 def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
@@ -117,26 +130,20 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     network.eval()
 
 
-def _numbered(network: OpalNetwork) -> Checkpoint:
+def _numbered_checkpoint(network: OpalNetwork) -> Checkpoint:
     return Checkpoint(network, [f"class {number}" for number in range(network.config.num_classes)])
 
 
-ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8")
-# enough for ranges; they change what int8 answers, not what it costs
-_CALIBRATION_PICTURES = 8
-_SETTLING_PICTURES = 16
-
-
 def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
-    """A network as an ONNX file, all outputs that its head explains with; int8 is calibrated on generated creatures.
+    """Write a network as an ONNX file with all outputs of its head; int8 is calibrated on generated creatures.
 
     Raises:
-        UsageError: no such precision of ONNX files, or over ONNX's 2 GB.
+        UsageError: ONNX files have no such precision, or the model exceeds ONNX's 2 GB.
     """
     if precision not in ONNX_PRECISIONS:
         raise UsageError(f"precision {precision} in an ONNX file: expected {', '.join(ONNX_PRECISIONS)}")
     metadata = replace(
-        network.described,
+        network.metadata,
         outputs=network.graph.output_names,
         exporter={"torch": torch.__version__},
         precision=precision,  # type: ignore[arg-type]  # checked above
@@ -148,19 +155,26 @@ def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
     elif precision == "bf16":
         model = to_bf16(model)
     elif precision == "int8":
-        model = to_int8(model, example_images(_CALIBRATION_PICTURES, *metadata.input_size), metadata)
+        model = to_int8(model, example_images(_CALIBRATION_IMAGES, *metadata.input_size), metadata)
     onnx_file.write_model(model, metadata, path)
     return replace(metadata, file_sha256=onnx_file.embed_digest(path))
 
 
 def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool) -> Path:
-    """A network as an engine for the GPU that is here.
+    """Write a network as an engine for this machine's GPU and return its path.
 
-    An engine reproduces its test vectors before it answers anything. With random weights the answers are all alike,
-    which no lower precision can reproduce; so they are settled on pictures first.
+    An engine must reproduce its test vectors before it runs. With random weights all outputs are nearly equal, which no
+    lower precision can reproduce; then the batch norms are adapted to images first.
+
+    Args:
+        checkpoint: the network.
+        precision: of the ONNX file that the engine is built from.
+        folder: for the engine and its sidecar.
+        random: whether the weights are random.
 
     Raises:
-        UsageError: no GPU, or the builder gave up. MissingExtra: no TensorRT for it.
+        UsageError: no GPU, or the builder failed.
+        MissingExtra: no TensorRT for the GPU.
     """
     driver = visible_driver()
     if not driver.gpus:
@@ -169,7 +183,7 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     if random:
         checkpoint = copy.deepcopy(checkpoint)
         update_batch_norms(
-            checkpoint.network, example_images(_SETTLING_PICTURES, *checkpoint.network.config.input_size)
+            checkpoint.network, example_images(_BATCH_NORM_IMAGES, *checkpoint.network.config.input_size)
         )
     source = CheckpointSource(checkpoint, folder / "timed.pt")
     targets = plan_targets(source, precision, engines=request)  # type: ignore[arg-type]  # as above

@@ -1,7 +1,7 @@
-"""The exported graph itself in PyTorch, eager or compiled: what makes a comparison with other runtimes fair.
+"""The exported graph in PyTorch, eager or compiled, for a fair comparison with other runtimes.
 
-`runtime.torch_session` normalises with numpy and returns more than the graph does; here uint8 pictures go in, they are
-normalised on the device, and the contract's outputs come out, as in every exported file.
+`runtime.torch_session` normalises with numpy and returns more than the graph does. Here uint8 images go in, they are
+normalised on the device, and the contract's outputs come out, as in every exported file (docs/contract.md).
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from opal_deploy.runtime.torch_session import torch_device
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 _TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# a sweep compiles once a batch size, and one process may measure many networks; beyond its limit torch.compile
-# silently runs eagerly
-_RECOMPILATIONS = 1024
+# every batch size of every network is compiled anew; beyond this limit torch.compile silently runs eagerly
+_MAX_RECOMPILATIONS = 1024
 
 
 class TorchGraphSession:
     """A network as it is exported, run by PyTorch.
 
     Attributes:
-        metadata: of the checkpoint.
-        description: engine, device, threads, precision.
+        metadata: the checkpoint's metadata.
+        description: library, device, threads and precision.
         device: `cpu` or `cuda:N`.
     """
 
@@ -53,12 +52,12 @@ class TorchGraphSession:
         """Put a copy of a network on a device.
 
         Args:
-            checkpoint: the model; it is left as it is.
+            checkpoint: the model; it is copied, not changed.
             device: `auto`, `cpu`, `cuda` or `cuda:N`.
-            threads: of PyTorch in this process; None leaves them.
-            precision: fp32, tf32 (GPUs only), fp16 or bf16: of the body, as the exporter casts it.
+            threads: of PyTorch in this process; None leaves their number.
+            precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
             channels_last: lay convolutions out as NHWC.
-            compiled: by torch.compile, for each batch size anew.
+            compiled: run torch.compile, anew for each batch size.
 
         Raises:
             UsageError: no such device or precision, or torch.compile cannot work here.
@@ -79,27 +78,28 @@ class TorchGraphSession:
         self._run: Any = torch.compile(graph, dynamic=False) if compiled else graph
         self._compiled = compiled
         if compiled:
-            torch._dynamo.config.recompile_limit = _RECOMPILATIONS
-            torch._dynamo.config.accumulated_recompile_limit = _RECOMPILATIONS
+            torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
+            torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
         how = "compiled" if compiled else "eager"
         layout = "NHWC" if channels_last else "NCHW"
         note = f", {self.threads} threads" if self.threads else ""
         self.description = f"PyTorch {torch.__version__} {how} on {self.device}{note}, {precision}, {layout}"
 
     def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run`.
+        """Run a batch, as `Session.run` does.
 
         Raises:
-            StoppedEarly: memory is full. UsageError: torch.compile cannot work here.
+            StoppedEarly: memory is full.
+            UsageError: torch.compile does not work here.
         """
         check_batch(images, self.metadata)
-        with torch.inference_mode(), self._failures(len(images)):
+        with torch.inference_mode(), self._global_settings(len(images)):
             return self._to_host(self._run(torch.from_numpy(images).to(self._device)))
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; on a GPU by CUDA events."""
+        """Run a batch and time its stages, as `StagedSession.run_staged` does; on a GPU by CUDA events."""
         check_batch(images, self.metadata)
-        with torch.inference_mode(), self._failures(len(images)):
+        with torch.inference_mode(), self._global_settings(len(images)):
             if self._device.type == "cpu":
                 start = time.perf_counter()
                 outputs = self._to_host(self._run(torch.from_numpy(images)))
@@ -112,22 +112,22 @@ class TorchGraphSession:
             events[0].record()
             feed = torch.from_numpy(images).to(self._device)
             events[1].record()
-            found = self._run(feed)
+            tensors = self._run(feed)
             events[2].record()
-            outputs = self._to_host(found)
+            outputs = self._to_host(tensors)
             events[3].record()
             events[3].synchronize()
         # `elapsed_time` counts milliseconds
         copied, computed, returned = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         return outputs, BatchTimes(copied, computed, returned)
 
-    def _to_host(self, found: tuple[Tensor, ...]) -> Outputs:
-        arrays = {name: tensor.cpu().numpy() for name, tensor in zip(self._names, found, strict=True)}
+    def _to_host(self, tensors: tuple[Tensor, ...]) -> Outputs:
+        arrays = {name: tensor.cpu().numpy() for name, tensor in zip(self._names, tensors, strict=True)}
         return Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
 
     @contextmanager
-    def _failures(self, batch: int) -> Iterator[None]:
-        """Settings that are the whole process's, for this session; and failures in our words."""
+    def _global_settings(self, batch: int) -> Iterator[None]:
+        """Apply this session's process-wide settings of PyTorch, and translate its errors."""
         torch.backends.cuda.matmul.allow_tf32 = self._tf32
         torch.backends.cudnn.allow_tf32 = self._tf32
         try:
@@ -140,12 +140,12 @@ class TorchGraphSession:
                 raise StoppedEarly(f"PyTorch: out of memory at a batch of {batch}") from None
             if not self._compiled:
                 raise
-            # a compiler or Triton that is missing, or an operation that it refuses: many classes, all RuntimeErrors
+            # a missing compiler or Triton, or an unsupported operation: many classes, all RuntimeErrors
             raise UsageError(f"torch.compile cannot work here: {first_line(error)}") from None
 
 
-class _ServedGraph(nn.Module):
-    """An export graph without the tensors that only name the body's ends in a file."""
+class _OutputGraph(nn.Module):
+    """An export graph without the extra tensors that mark the ends of the backbone in a file."""
 
     def __init__(self, graph: ExportGraph) -> None:
         super().__init__()
@@ -153,30 +153,30 @@ class _ServedGraph(nn.Module):
         self.count = len(graph.output_names)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = self.graph(images)[: self.count]
-        return found
+        outputs: tuple[Tensor, ...] = self.graph(images)[: self.count]
+        return outputs
 
 
-class _Body(nn.Module):
-    """A backbone in its precision and layout, whatever comes in; out comes what the exporter's cast gives out."""
+class _CastBackbone(nn.Module):
+    """A backbone that casts its input to its own precision and layout, and its features as the exporter's cast does."""
 
     def __init__(self, backbone: nn.Module, precision: str, *, channels_last: bool) -> None:
         super().__init__()
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         self.dtype = _TYPES[precision]
         # bfloat16 has too few digits for the projection: see `export.precision`
-        self.returned = torch.float32 if precision == "bf16" else self.dtype
+        self.feature_dtype = torch.float32 if precision == "bf16" else self.dtype
         self.backbone = backbone.to(self.dtype).to(memory_format=self.layout)
 
     def forward(self, images: Tensor) -> Tensor:
-        # uint8 pictures are NHWC: permuted to NCHW they stay so in memory, unless told otherwise
+        # uint8 images are NHWC and stay so in memory when permuted to NCHW
         features: Tensor = self.backbone(images.to(self.dtype).contiguous(memory_format=self.layout))
-        return features.to(self.returned)
+        return features.to(self.feature_dtype)
 
 
-def _build_graph(checkpoint: Checkpoint, metadata: Metadata, precision: str, *, channels_last: bool) -> _ServedGraph:
+def _build_graph(checkpoint: Checkpoint, metadata: Metadata, precision: str, *, channels_last: bool) -> _OutputGraph:
     network = copy.deepcopy(checkpoint.network).eval()
-    body = _Body(network.backbone, precision, channels_last=channels_last)
-    network.head.projection.to(body.returned).to(memory_format=body.layout)
-    network.backbone = body  # type: ignore[assignment]  # only `forward` is called from here on
-    return _ServedGraph(ExportGraph(network, "uint8", metadata.mean, metadata.std)).eval()
+    backbone = _CastBackbone(network.backbone, precision, channels_last=channels_last)
+    network.head.projection.to(backbone.feature_dtype).to(memory_format=backbone.layout)
+    network.backbone = backbone  # type: ignore[assignment]  # only `forward` is called from here on
+    return _OutputGraph(ExportGraph(network, "uint8", metadata.mean, metadata.std)).eval()

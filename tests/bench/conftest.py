@@ -1,10 +1,9 @@
-"""Sessions that take a known time, on a clock of their own or by sleeping."""
+"""Models that take a known time on a fake clock."""
 
 from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,8 +12,11 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.bench.compare import time_interleaved
 from opal_deploy.bench.measurement import Target
+from opal_deploy.bench.server_scenario import serve
 from opal_deploy.bench.targets.loading import LoadedTarget
+from opal_deploy.bench.timing import time_repeats
 from opal_deploy.runtime.session import ImageBatch
 
 METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", "none", (1, 1), (8, 8))
@@ -22,7 +24,7 @@ METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", 
 
 @dataclass
 class FakeClock:
-    """Nanoseconds that pass only when somebody lets them; `slower` makes each spell that much longer than the last."""
+    """Nanoseconds that pass only in `spend`; `slower` makes each spell that much longer than the last."""
 
     now: int = 0
     slower: float = 1.0
@@ -37,14 +39,14 @@ class FakeClock:
 
 
 @dataclass
-class StandIn:
-    """A session that answers after `takes(N)` seconds, spent by `spend`."""
+class FakeSession:
+    """A session that takes `takes(N)` seconds a call, spent by `spend`."""
 
     takes: Callable[[int], float]
-    spend: Callable[[float], None] = time.sleep
+    spend: Callable[[float], None]
     batches: list[int] = field(default_factory=list)
     metadata: Metadata = METADATA
-    description: str = "a stand-in"
+    description: str = "a fake"
 
     def run(self, images: ImageBatch) -> Outputs:
         self.batches.append(len(images))
@@ -52,13 +54,12 @@ class StandIn:
         return Outputs(np.zeros((len(images), 2), np.float32))
 
 
-MakeOpened = Callable[..., LoadedTarget]
+MakeTarget = Callable[..., LoadedTarget]
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _collections_are_quick() -> Iterator[None]:
-    """Measurements collect garbage before each turn, which takes long in a process that holds a thousand tests."""
-    gc.collect()
+    """Measurements collect garbage before each run, which takes long in a process that holds a thousand tests."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -70,13 +71,22 @@ def fake_clock() -> Callable[..., FakeClock]:
 
 
 @pytest.fixture
-def opened() -> MakeOpened:
-    """Makes a model that takes so many seconds a call; options are the stand-in's and the subject's name."""
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """A clock for all timers, which passes only while fake models run or the server scenario sleeps."""
+    clock = FakeClock()
+    for timer in (time_repeats, time_interleaved):
+        monkeypatch.setitem(timer.__kwdefaults__, "clock", clock)
+    monkeypatch.setitem(serve.__kwdefaults__, "clock", lambda: clock() / 1e9)
+    monkeypatch.setitem(serve.__kwdefaults__, "sleep", clock.spend)
+    return clock
 
-    def make(
-        takes: float | Callable[[int], float], spend: Callable[[float], None] = time.sleep, name: str = "stand-in"
-    ) -> LoadedTarget:
-        session = StandIn(takes if callable(takes) else lambda _: takes, spend)
+
+@pytest.fixture
+def fake_target() -> MakeTarget:
+    """Makes a model that takes so many seconds a call."""
+
+    def make(takes: float | Callable[[int], float], spend: Callable[[float], None], name: str = "fake") -> LoadedTarget:
+        session = FakeSession(takes if callable(takes) else lambda _: takes, spend)
         return LoadedTarget(session, Target(name, runtime="onnxruntime", device="cpu", precision="fp32"), 1)
 
     return make

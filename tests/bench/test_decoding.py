@@ -1,4 +1,4 @@
-"""`bench decoding`: what a decode path changes of plain Pillow's pixels."""
+"""`bench decoding`: the pixels of our decode paths against plain Pillow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from opal_deploy.bench import decoding
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
-    path = tmp_path / "picture.png"
+def image_file(tmp_path: Path) -> Path:
+    path = tmp_path / "image.png"
     values = np.random.default_rng(0).integers(0, 256, (60, 80, 3), dtype=np.uint8)
     Image.fromarray(values).save(path)
     return path
 
 
 @pytest.mark.data
-def test_our_paths_differ_from_plain_pillow_by_what_they_promise(photographs: list[Path]) -> None:
+def test_our_paths_differ_from_plain_pillow_as_documented(photographs: list[Path]) -> None:
     results = {result.name: result for result in decoding.compare_cpu_paths(photographs[::11], (160, 160))}
 
     assert {result.images for result in results.values()} == {len(photographs[::11])}
@@ -30,25 +30,21 @@ def test_our_paths_differ_from_plain_pillow_by_what_they_promise(photographs: li
     assert results["fast"].largest > 1
 
 
-def test_a_path_that_differs_is_found(picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def brighter(path: Path, size: tuple[int, int]) -> decoding.Pixels:
-        pixels = decoding._decode_with_pillow(path, size).astype(np.int16)
+def test_a_path_that_differs_is_found(image_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def brighter(file: Path, size: tuple[int, int]) -> decoding.Pixels:
+        pixels = decoding._decode_with_pillow(file, size).astype(np.int16)
         pixels[0, 0, 0] += 7 if pixels[0, 0, 0] < 200 else -7
         return pixels.astype(np.uint8)
 
     monkeypatch.setattr(decoding, "DECODE_PATHS", {"brighter": brighter})
-
-    (result,) = decoding.compare_cpu_paths([picture], (10, 12))
+    (result,) = decoding.compare_cpu_paths([image_file], (10, 12))
 
     assert result.largest == 7
     assert result.mean == pytest.approx(7 / (10 * 12 * 3))
     assert result.share_equal == pytest.approx(1 - 1 / (10 * 12 * 3))
 
 
-def test_a_picture_that_cannot_be_read_takes_no_part(picture: Path, tmp_path: Path) -> None:
+def test_an_unreadable_image_is_left_out(image_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jpg"
-    broken.write_bytes(b"not a picture")
-
-    results = decoding.compare_cpu_paths([picture, broken], (8, 8))
-
-    assert [result.images for result in results] == [1, 1, 1]
+    broken.write_bytes(b"not an image")
+    assert [result.images for result in decoding.compare_cpu_paths([image_file, broken], (8, 8))] == [1, 1, 1]

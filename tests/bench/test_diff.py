@@ -132,7 +132,7 @@ def diff(opal: Opal, tmp_path: Path) -> Callable[..., subprocess.CompletedProces
     return run
 
 
-def test_a_regression_exits_with_1_and_says_so(diff: Callable) -> None:
+def test_a_regression_exits_with_1(diff: Callable) -> None:
     done = diff([line(rate(100))], [line(rate(80))])
     assert done.returncode == 1
     assert "throughput: m.onnx: images per second 100 -> 80 images/s (-20.0%; noise up to 3.0%)" in done.stderr

@@ -1,4 +1,4 @@
-"""The timer against calls whose length is known."""
+"""The timer against calls whose length is known, and its inputs of noise."""
 
 from __future__ import annotations
 
@@ -10,84 +10,75 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.bench.timing import time_calls, time_repeats, warm_up
+from opal_deploy.bench.timing import TimingOptions, random_batches, time_calls, time_repeats, warm_up
 
 
 def test_a_known_sleep_is_found_within_five_percent() -> None:
-    found = time_repeats(lambda _: time.sleep(0.02), seconds=0.2, iterations=5, repeats=2, warm_up_seconds=0)
+    timing = time_repeats(lambda _: time.sleep(0.02), TimingOptions(0.1, 5, 2, 0))
+    assert np.median(timing.latencies) == pytest.approx(0.02, rel=0.05)
+    assert np.median(timing.rates(4)) == pytest.approx(4 / 0.02, rel=0.05)
 
-    assert np.median(found.latencies) == pytest.approx(0.02, rel=0.05)
-    assert np.median(found.rates(4)) == pytest.approx(4 / 0.02, rel=0.05)
 
-
-def test_each_repeat_has_at_least_so_many_iterations(fake_clock: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("call_seconds", "options", "calls"),
+    [(1, TimingOptions(2, 7, 3, 0), [7, 7, 7]), (0.5, TimingOptions(10, 2, 2, 0), [20, 20])],
+    ids=["least iterations", "least seconds"],
+)
+def test_a_repeat_has_its_iterations_and_seconds(
+    fake_clock: Callable[..., Any], call_seconds: float, options: TimingOptions, calls: list[int]
+) -> None:
     clock = fake_clock()
-
-    found = time_repeats(lambda _: clock.spend(1), seconds=2, iterations=7, repeats=3, warm_up_seconds=0, clock=clock)
-
-    assert [len(calls) for calls in found.repeats] == [7, 7, 7]
-    assert found.elapsed == (7, 7, 7)
-
-
-def test_each_repeat_lasts_at_least_so_long(fake_clock: Callable[..., Any]) -> None:
-    clock = fake_clock()
-
-    found = time_repeats(
-        lambda _: clock.spend(0.5), seconds=10, iterations=2, repeats=2, warm_up_seconds=0, clock=clock
-    )
-
-    assert [len(calls) for calls in found.repeats] == [20, 20]
-    assert found.latencies.tolist() == [0.5] * 40
+    timing = time_repeats(lambda _: clock.spend(call_seconds), options, clock=clock)
+    assert [len(repeat) for repeat in timing.repeats] == calls
+    assert timing.elapsed == tuple(call_seconds * count for count in calls)
+    assert set(timing.latencies) == {call_seconds}
 
 
-def test_the_warm_up_is_thrown_away_and_counted(fake_clock: Callable[..., Any]) -> None:
+def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock()
     lengths = iter([9.0, 5.0, 3.0, *[1.0] * 1000])
 
-    found = time_repeats(
-        lambda _: clock.spend(next(lengths)), seconds=1, iterations=10, repeats=1, warm_up_seconds=10, clock=clock
-    )
+    timing = time_repeats(lambda _: clock.spend(next(lengths)), TimingOptions(1, 10, 1, 10), clock=clock)
 
     # 17 seconds had passed after three calls, but only after eight the last five took equally long
-    assert (found.warm_up.calls, found.warm_up.seconds, found.warm_up.stable) == (8, 22, True)
-    assert found.latencies.tolist() == [1.0] * 10
-    assert found.settings()["warm_up_iterations"] == 8
+    assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (8, 22, True)
+    assert timing.latencies.tolist() == [1.0] * 10
+    assert timing.settings()["warm_up_iterations"] == 8
 
 
-def test_a_machine_that_never_settles_is_not_waited_for_for_ever(fake_clock: Callable[..., Any]) -> None:
+def test_the_warm_up_of_an_unstable_machine_ends(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock(slower=1.5)
-
-    found = warm_up(lambda _: clock.spend(1), 4, clock=clock)
-
-    assert not found.stable
-    assert 20 <= found.seconds < 40
+    warmed = warm_up(lambda _: clock.spend(1), 4, clock=clock)
+    assert not warmed.stable
+    assert 20 <= warmed.seconds < 40
 
 
-def test_the_call_knows_its_number_so_that_it_can_rotate_its_inputs() -> None:
-    seen: list[int] = []
-
-    time_repeats(seen.append, seconds=0, iterations=4, repeats=2, warm_up_seconds=0)
-
-    assert seen[-8:] == [0, 1, 2, 3, 0, 1, 2, 3]
+def test_a_call_gets_its_number_to_rotate_its_inputs() -> None:
+    numbers: list[int] = []
+    time_repeats(numbers.append, TimingOptions(0, 4, 2, 0))
+    assert numbers[-8:] == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_nothing_is_collected_while_timing_and_the_collector_is_put_back() -> None:
+def test_the_garbage_collector_is_off_while_timing_and_on_again_even_after_a_failure() -> None:
     states: list[bool] = []
-
-    time_repeats(lambda _: states.append(gc.isenabled()), seconds=0, iterations=3, repeats=1, warm_up_seconds=0)
-
+    time_repeats(lambda _: states.append(gc.isenabled()), TimingOptions(0, 3, 1, 0))
     assert not any(states)
     assert gc.isenabled()
-
-
-def test_the_collector_is_put_back_after_a_failure() -> None:
     with pytest.raises(ZeroDivisionError):
         time_calls(lambda _: 1 / 0, 1)
-
     assert gc.isenabled()
 
 
-def test_several_calls_together(fake_clock: Callable[..., Any]) -> None:
+def test_several_calls_are_timed_together(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock()
-
     assert time_calls(lambda _: clock.spend(0.25), 8, clock=clock) == 2.0
+
+
+def test_noise_is_the_same_for_the_same_seed_and_has_all_values() -> None:
+    first, second, _ = batches = random_batches(3, 2, (4, 6))
+    assert [(b.shape, b.dtype) for b in batches] == [((2, 4, 6, 3), np.dtype(np.uint8))] * 3
+    assert not np.array_equal(first, second)
+    assert all(np.array_equal(a, b) for a, b in zip(batches, random_batches(3, 2, (4, 6)), strict=True))
+    assert not np.array_equal(first, random_batches(1, 2, (4, 6), seed=1)[0])
+    (large,) = random_batches(1, 1, (100, 100))
+    assert (large.min(), large.max()) == (0, 255)

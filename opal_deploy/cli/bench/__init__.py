@@ -16,5 +16,5 @@ from opal_deploy.cli.bench.roofline import roofline
 from opal_deploy.cli.bench.throughput import throughput
 
 bench = typer.Typer(name="bench", help="Measure, and say what was measured.", no_args_is_help=True)
-for verb in (overhead, roofline, latency, throughput, compare, pipeline, decoding, engines, report, diff):
-    bench.command()(verb)
+for command in (overhead, roofline, latency, throughput, compare, pipeline, decoding, engines, report, diff):
+    bench.command()(command)

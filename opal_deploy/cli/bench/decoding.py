@@ -12,28 +12,28 @@ from opal_deploy.cli.console import print_json, print_message
 
 def decoding(
     images: Images,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many pictures.")] = 200,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 200,
     size: Annotated[int, typer.Option(min=1, help="Input size in pixels.")] = 224,
     device: Annotated[
         str | None, typer.Option(help="A GPU whose decoder is compared too: cuda, cuda:N.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Every decode path against plain Pillow: largest and mean difference in counts, and pictures a second."""
+    """Compare every decode path with plain Pillow: largest and mean difference in counts, and images per second."""
     from opal_deploy.bench.decoding import compare_cpu_paths, compare_gpu_path
     from opal_deploy.bench.machine import provenance
     from opal_deploy.preprocess.gpu import open_gpu_decoders
     from opal_deploy.runtime.devices import available_cpus, gpu_names
 
     gpus = open_gpu_decoders(gpu_names(device), available_cpus(), "leave --device out") if device else ()
-    paths = [item.path for item in find_items(images, limit)]
-    results = compare_cpu_paths(paths, (size, size))
-    results += [compare_gpu_path(paths, (size, size), gpu) for gpu in gpus]
+    files = [item.path for item in find_items(images, limit)]
+    results = compare_cpu_paths(files, (size, size))
+    results += [compare_gpu_path(files, (size, size), gpu) for gpu in gpus]
     for r in results:
         print_message(
-            f"{r.name}: {r.images} pictures, largest difference {r.largest}, mean {r.mean:.4f} counts, "
+            f"{r.name}: {r.images} images, largest difference {r.largest}, mean {r.mean:.4f} counts, "
             f"{r.share_equal:.1%} equal; {r.path_per_second:.0f}/s, plain Pillow {r.pillow_per_second:.0f}/s on one "
-            f"thread; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of processor time each"
+            f"thread; {r.path_cpu_milliseconds:.2f} and {r.pillow_cpu_milliseconds:.2f} ms of CPU time each"
         )
     if as_json:
         print_json({"paths": [r.to_dict() for r in results], **provenance()})

@@ -13,8 +13,8 @@ from opal_deploy.cli.console import print_json, print_message
 if TYPE_CHECKING:
     from opal_deploy.bench.diff import FigureChange, MeasurementDiff
 
-# of everything but regressions; all of it is in --json
-_MOST_LINES = 20
+# of each list but the regressions; --json has all
+_MAX_LINES = 20
 
 
 def diff(
@@ -26,7 +26,7 @@ def diff(
     strict: Annotated[bool, typer.Option("--strict", help="What only one side has is a failure too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What became slower or larger by more than the noise; exits with 1 if anything did.
+    """List what became slower or larger by more than the noise; exit with 1 if anything did.
 
     Here, exit code 1 is not a bug of opal-deploy but a regression, and its last line says so. Changes in measurements
     that are marked noisy or throttled are listed as doubtful and do not fail.
@@ -35,11 +35,11 @@ def diff(
     from opal_deploy.bench.measurement import read_measurements
 
     result = compare_measurements(read_measurements([old]), read_measurements([new]), tolerance / 100)
-    _tell(result)
+    _print_diff(result)
     if as_json:
         print_json(result.to_dict())
     reasons = []
-    if worse := len(result.of("regression")):
+    if worse := len(result.with_verdict("regression")):
         reasons.append(f"{worse} regression{'s' if worse > 1 else ''} beyond the noise")
     if strict and result.missing:
         reasons.append(f"{result.missing} not in both (--strict)")
@@ -49,19 +49,19 @@ def diff(
     print_message("no regression beyond the noise" if result.changes else "nothing to compare: no figure is in both")
 
 
-def _tell(result: MeasurementDiff) -> None:
+def _print_diff(result: MeasurementDiff) -> None:
     if result.machines:
         print_message("DIFFERENT MACHINES: what follows compares machines as much as software")
-        _list(result.machines)
+        _print_lines(result.machines)
     if result.software:
         print_message("versions differ:")
-        _list(result.software)
+        _print_lines(result.software)
     if result.repeated:
         print_message("measured more than once; the last one counts:")
-        _list(result.repeated)
-    _list_changes("REGRESSIONS", result.of("regression"), limit=None)
-    _list_changes("doubtful, since a measurement is marked", result.of("doubtful"))
-    _list_changes("improvements", result.of("improvement"))
+        _print_lines(result.repeated)
+    _print_changes("REGRESSIONS", result.with_verdict("regression"), limit=None)
+    _print_changes("doubtful, since a measurement is marked", result.with_verdict("doubtful"))
+    _print_changes("improvements", result.with_verdict("improvement"))
     for title, lines in (
         ("only in OLD", result.only_old),
         ("only in NEW", result.only_new),
@@ -69,17 +69,19 @@ def _tell(result: MeasurementDiff) -> None:
     ):
         if lines:
             print_message(f"{title} ({len(lines)}):")
-            _list(lines)
-    print_message(f"unchanged within the noise: {len(result.of('unchanged'))} of {len(result.changes)} figures")
+            _print_lines(lines)
+    print_message(
+        f"unchanged within the noise: {len(result.with_verdict('unchanged'))} of {len(result.changes)} figures"
+    )
 
 
-def _list_changes(title: str, found: tuple[FigureChange, ...], limit: int | None = _MOST_LINES) -> None:
-    if found:
-        print_message(f"{title} ({len(found)}):")
-        _list([change.line() for change in found], limit)
+def _print_changes(title: str, changes: tuple[FigureChange, ...], limit: int | None = _MAX_LINES) -> None:
+    if changes:
+        print_message(f"{title} ({len(changes)}):")
+        _print_lines([change.describe() for change in changes], limit)
 
 
-def _list(lines: tuple[str, ...] | list[str], limit: int | None = _MOST_LINES) -> None:
+def _print_lines(lines: tuple[str, ...] | list[str], limit: int | None = _MAX_LINES) -> None:
     for line in lines[:limit]:
         print_message(f"  {line}")
     if limit is not None and len(lines) > limit:

@@ -1,12 +1,10 @@
-"""Options and inputs that several benchmarks read alike.
-
-Options that say what is timed and in what, for `latency`, `throughput` and `compare`."""
+"""Options that several benchmarks share, and the steps between them: find images, load models, deliver measurements."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
@@ -18,30 +16,74 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.bench.measurement import Measurement
+    from opal_deploy.bench.measurement import Figure, Measurement
     from opal_deploy.bench.targets.loading import LoadedTarget, Setup
     from opal_deploy.bench.targets.networks import NamedNetwork
     from opal_deploy.inference.sources.items import Item
 
 
-Images = Annotated[list[str], typer.Argument(help="Photographs: folders, files, globs, or - for a list on stdin.")]
+RuntimeName = Literal["eager", "compile", "onnxruntime", "tensorrt"]
+PrecisionName = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
+
+Images = Annotated[list[str], typer.Argument(help="Images: folders, files, globs, or - for a list on stdin.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the result to stdout as JSON.")]
 JsonLines = Annotated[bool, typer.Option("--json", help="Write the measurements to stdout, one line of JSON each.")]
 Out = Annotated[Path | None, typer.Option(help="Add the measurements to this file, one line of JSON each.")]
 
-
-def write_measurement(measurement: Measurement, out: Path | None, *, as_json: bool) -> None:
-    """Hand one measurement on as soon as there is one: what was measured survives whatever stops the next."""
-    from opal_deploy.bench.measurement import append_measurement
-
-    if out is not None:
-        append_measurement(out, measurement)
-    if as_json:
-        print_json_line(measurement.to_line())
+_MODEL_PANEL, _TIMING_PANEL = "What is timed", "How"
+Models = Annotated[
+    list[Path] | None,
+    typer.Option("--model", help="A checkpoint, an ONNX file or an engine; repeatable.", rich_help_panel=_MODEL_PANEL),
+]
+Backbones = Annotated[
+    list[str] | None,
+    typer.Option("--backbone", help="torchvision's name; random weights; repeatable.", rich_help_panel=_MODEL_PANEL),
+]
+Head = Annotated[Literal["opal", "linear"], typer.Option(help="On --backbone.", rich_help_panel=_MODEL_PANEL)]
+Classes = Annotated[int, typer.Option(min=2, help="C of --backbone.", rich_help_panel=_MODEL_PANEL)]
+Prototypes = Annotated[int, typer.Option(min=1, help="m of --backbone.", rich_help_panel=_MODEL_PANEL)]
+Size = Annotated[str, typer.Option(help="Input of --backbone: 224, or height x width.", rich_help_panel=_MODEL_PANEL)]
+Runtimes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--runtime",
+        help="Of checkpoints and --backbone: onnxruntime (default), eager, compile, tensorrt; repeatable.",
+        rich_help_panel=_TIMING_PANEL,
+    ),
+]
+Precisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--precision",
+        help="Of checkpoints and --backbone: fp32 (default), tf32, fp16, bf16, int8; repeatable.",
+        rich_help_panel=_TIMING_PANEL,
+    ),
+]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="PyTorch's convolutions as NHWC.", rich_help_panel=_TIMING_PANEL)
+]
+DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N.", rich_help_panel=_TIMING_PANEL)]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="On the CPU; default: all that the process may use.", rich_help_panel=_TIMING_PANEL),
+]
+Batches = Annotated[
+    list[str] | None,
+    typer.Option("--batch", help="Images a call; repeatable, or as 1,2,4.", rich_help_panel=_TIMING_PANEL),
+]
+Buffers = Annotated[
+    int, typer.Option(min=1, help="Batches of noise that calls rotate over.", rich_help_panel=_TIMING_PANEL)
+]
+Warmup = Annotated[
+    float, typer.Option(min=0, help="Least seconds of calls that are thrown away.", rich_help_panel=_TIMING_PANEL)
+]
+Seconds = Annotated[float, typer.Option(min=0, help="Least length of a repeat.", rich_help_panel=_TIMING_PANEL)]
+Iterations = Annotated[int, typer.Option(min=1, help="Least calls of a repeat.", rich_help_panel=_TIMING_PANEL)]
+Repeats = Annotated[int, typer.Option(min=1, help="The spread is between them.", rich_help_panel=_TIMING_PANEL)]
 
 
 def find_items(images: list[str], limit: int) -> list[Item]:
-    """At most `limit` pictures of what the command line names.
+    """Return at most `limit` images that the command line names.
 
     Raises:
         UsageError: there are none.
@@ -56,56 +98,32 @@ def find_items(images: list[str], limit: int) -> list[Item]:
     return items
 
 
-_WHAT, _HOW = "What is timed", "How"
+def write_measurement(measurement: Measurement, out: Path | None, *, as_json: bool) -> None:
+    """Append a measurement to the file `out`, and print it to stdout with `as_json`."""
+    from opal_deploy.bench.measurement import append_measurement
 
-Models = Annotated[
-    list[Path] | None,
-    typer.Option("--model", help="A checkpoint, an ONNX file or an engine; repeatable.", rich_help_panel=_WHAT),
-]
-Backbones = Annotated[
-    list[str] | None,
-    typer.Option("--backbone", help="torchvision's name; random weights; repeatable.", rich_help_panel=_WHAT),
-]
-Head = Annotated[Literal["opal", "linear"], typer.Option(help="On --backbone.", rich_help_panel=_WHAT)]
-Classes = Annotated[int, typer.Option(min=2, help="C of --backbone.", rich_help_panel=_WHAT)]
-Prototypes = Annotated[int, typer.Option(min=1, help="m of --backbone.", rich_help_panel=_WHAT)]
-Size = Annotated[str, typer.Option(help="Input of --backbone: 224, or height x width.", rich_help_panel=_WHAT)]
-RuntimeName = Literal["eager", "compile", "onnxruntime", "tensorrt"]
-Runtimes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--runtime",
-        help="Of checkpoints and --backbone: onnxruntime (default), eager, compile, tensorrt; repeatable.",
-        rich_help_panel=_HOW,
-    ),
-]
-PrecisionName = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
-Precisions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--precision",
-        help="Of checkpoints and --backbone: fp32 (default), tf32, fp16, bf16, int8; repeatable.",
-        rich_help_panel=_HOW,
-    ),
-]
-ChannelsLast = Annotated[
-    bool, typer.Option("--channels-last", help="PyTorch's convolutions as NHWC.", rich_help_panel=_HOW)
-]
-DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N.", rich_help_panel=_HOW)]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="On the CPU; default: all that the process may use.", rich_help_panel=_HOW)
-]
-Batches = Annotated[
-    list[str] | None,
-    typer.Option("--batch", help="Images a call; repeatable, or as 1,2,4.", rich_help_panel=_HOW),
-]
-Buffers = Annotated[int, typer.Option(min=1, help="Batches of noise that calls rotate over.", rich_help_panel=_HOW)]
-Warmup = Annotated[
-    float, typer.Option(min=0, help="Least seconds of calls that are thrown away.", rich_help_panel=_HOW)
-]
-Seconds = Annotated[float, typer.Option(min=0, help="Least length of a repeat.", rich_help_panel=_HOW)]
-Iterations = Annotated[int, typer.Option(min=1, help="Least calls of a repeat.", rich_help_panel=_HOW)]
-Repeats = Annotated[int, typer.Option(min=1, help="The spread is between them.", rich_help_panel=_HOW)]
+    if out is not None:
+        append_measurement(out, measurement)
+    if as_json:
+        print_json_line(measurement.to_line())
+
+
+def deliver(
+    measurements: Iterable[Measurement],
+    format_measurement: Callable[[Measurement], str],
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Write each measurement as soon as it is taken, so that it survives a failure of the next, and print its text."""
+    for measurement in measurements:
+        write_measurement(measurement, out, as_json=as_json)
+        print_message(format_measurement(measurement))
+
+
+def format_spread(figure: Figure) -> str:
+    """Return ` (spread 1.2% over 3)`; empty without repeats."""
+    return "" if figure.spread is None else f" (spread {figure.spread:.1%} over {len(figure.repeats)})"
 
 
 def build_setups(
@@ -116,28 +134,32 @@ def build_setups(
     device: str,
     threads: int | None,
 ) -> list[Setup]:
-    """Every runtime with every precision; `--channels-last` concerns PyTorch alone, where others are asked for too.
+    """Return every runtime with every precision; `--channels-last` applies to PyTorch's runtimes if there are any.
 
     Raises:
         UsageError: no such runtime or precision.
     """
-    from opal_deploy.bench.targets.loading import PYTORCH, Setup
+    from opal_deploy.bench.targets.loading import PYTORCH_RUNTIMES, Setup
 
-    wanted = [_check_choice("--runtime", text, get_args(RuntimeName)) for text in runtimes or ("onnxruntime",)]
+    names = [_check_choice("--runtime", text, get_args(RuntimeName)) for text in runtimes or ("onnxruntime",)]
     for text in precisions or ():
         _check_choice("--precision", text, get_args(PrecisionName))
-    mixed = any(runtime in PYTORCH for runtime in wanted)
+    has_pytorch = any(runtime in PYTORCH_RUNTIMES for runtime in names)
     return [
         Setup(
-            cast(RuntimeName, runtime), device, threads, precision, channels_last and (runtime in PYTORCH or not mixed)
+            cast(RuntimeName, runtime),
+            device,
+            threads,
+            precision,
+            channels_last and (runtime in PYTORCH_RUNTIMES or not has_pytorch),
         )
-        for runtime in wanted
+        for runtime in names
         for precision in precisions or (None,)
     ]
 
 
 def parse_batches(texts: list[str] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """`["1,2", "8"]` to (1, 2, 8), each once, ascending.
+    """Parse `["1,2", "8"]` to (1, 2, 8), each once, ascending.
 
     Raises:
         UsageError: not positive whole numbers.
@@ -152,11 +174,11 @@ def parse_batches(texts: list[str] | None, default: tuple[int, ...]) -> tuple[in
 def build_random_networks(
     backbones: list[str] | None, head: Literal["opal", "linear"], classes: int, prototypes: int, size: str
 ) -> Iterator[NamedNetwork]:
-    """The networks of `--backbone`, each made when its turn comes: nine of them need not fit into memory together.
+    """Return the networks of `--backbone`, each built when it is due, since all may not fit into memory together.
 
     Raises:
-        UsageError: no such backbone, or a size that is none: at the call, before anything is measured. MissingExtra:
-        no torch.
+        UsageError: no such backbone, or not a size; raised by the call, before anything is measured.
+        MissingExtra: no torch.
     """
     if not backbones:
         return iter(())
@@ -177,35 +199,36 @@ def build_random_networks(
 def load_targets(
     models: list[Path] | None, networks: Iterator[NamedNetwork], setups: Sequence[Setup]
 ) -> Iterator[LoadedTarget]:
-    """Every model in every setup, each opened when its turn comes; what cannot run here is named and passed over.
+    """Load every model in every setup, each when it is due; print those that cannot run here, and go on.
 
-    ONNX files and engines have a runtime and a precision of their own: they come once.
+    ONNX files and engines have a runtime and a precision of their own and are loaded once.
 
     Args:
         models: files.
         networks: those of `--backbone`.
-        setups: of checkpoints and networks; the first one's device, threads and precision are the files' too.
+        setups: of checkpoints and networks; files take device, threads and precision of the first.
 
     Raises:
-        UsageError: there is nothing to time, or nothing can run here; it says why the last one cannot.
+        UsageError: there is no model.
+        OpalError: no model can run here; the error of the last one.
     """
-    refused: list[tuple[str, OpalError]] = []
-    opened_any = False
-    for name, open_it in _loaders(models, networks, setups):
+    unusable: list[tuple[str, OpalError]] = []
+    any_loaded = False
+    for name, load in _loaders(models, networks, setups):
         try:
-            opened = open_it()
+            loaded = load()
         except OpalError as error:
-            refused.append((name, error))
+            unusable.append((name, error))
             continue
-        opened_any = True
-        _print_unusable(refused)
-        print_message(opened.title)
-        yield opened
-    if opened_any:
-        _print_unusable(refused)
-    elif refused:
-        _, last = refused.pop()
-        _print_unusable(refused)
+        any_loaded = True
+        _print_unusable(unusable)
+        print_message(loaded.title)
+        yield loaded
+    if any_loaded:
+        _print_unusable(unusable)
+    elif unusable:
+        _, last = unusable.pop()
+        _print_unusable(unusable)
         raise last
     else:
         raise UsageError("nothing to time: give --model FILE or --backbone NAME (both repeatable)")
@@ -229,13 +252,13 @@ def _loader_name(name: str, setup: Setup) -> str:
     return f"{name} in {setup.runtime}, {setup.precision or 'fp32'}"
 
 
-def _print_unusable(refused: list[tuple[str, OpalError]]) -> None:
-    for name, error in refused:
+def _print_unusable(unusable: list[tuple[str, OpalError]]) -> None:
+    for name, error in unusable:
         print_message(f"{name}: not usable: {error}")
-    refused.clear()
+    unusable.clear()
 
 
-def _check_choice(option: str, text: str, known: tuple[str, ...]) -> str:
-    if text not in known:
-        raise UsageError(f"{option} {text!r}: expected one of {', '.join(known)}")
+def _check_choice(option: str, text: str, choices: tuple[str, ...]) -> str:
+    if text not in choices:
+        raise UsageError(f"{option} {text!r}: expected one of {', '.join(choices)}")
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,22 +12,25 @@ from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import default_workers
 from opal_deploy.errors import require
 
+if TYPE_CHECKING:
+    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
+
 _BATCH = 8
 
 
 def pipeline(
     images: Images,
     model: Annotated[Path, typer.Option(help="An exported model, or a checkpoint.")],
-    limit: Annotated[int, typer.Option(min=1, help="At most so many pictures.")] = 256,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 256,
     batch: Annotated[
-        str | None, typer.Option(help=f"Pictures a forward pass; several: 1,8,32. Default: {_BATCH}.")
+        str | None, typer.Option(help=f"Images a forward pass; several: 1,8,32. Default: {_BATCH}.")
     ] = None,
     workers: Annotated[
         str | None, typer.Option(help="Threads that decode, and that draw; several: 1,2,4. Default: as in infer.")
     ] = None,
     image_size: Annotated[
         str | None,
-        typer.Option(help="WIDTHxHEIGHT: use copies of the pictures in this size; several: 500x375,2000x1500."),
+        typer.Option(help="WIDTHxHEIGHT: use copies of the images in this size; several: 500x375,2000x1500."),
     ] = None,
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Run the network, or only replay its answers.")
@@ -49,60 +52,55 @@ def pipeline(
     out: Out = None,
     as_json: JsonLines = False,
 ) -> None:
-    """What `infer` loses against the bare session, with and without overlays: time per stage, what bounds it, memory.
+    """Measure what `infer` loses against the bare session: time by stage, the bottleneck, memory; with overlays too.
 
-    Of several values each is varied on its own around a base case. With --no-network answers cost nothing: what is
-    measured is the pipeline itself.
+    Of several values each is varied on its own around a base case. With --no-network the network's outputs are replayed
+    at no cost, so that the pipeline alone is measured.
     """
     from opal_deploy.bench.memory import release_memory
     from opal_deploy.bench.monitor import monitor_devices
     from opal_deploy.bench.pipeline.cases import Case, build_cases, parse_counts, parse_sizes, resized_copies
     from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
-    from opal_deploy.bench.pipeline.measure import load_for_inference, measure_case
+    from opal_deploy.bench.pipeline.measure import PipelineOptions, measure_case
+    from opal_deploy.bench.targets.loading import load_for_inference
     from opal_deploy.preprocess.decode import Decoding, parse_decoding
     from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
     from opal_deploy.runtime.devices import gpu_names
 
-    path = parse_decoding(decode)
+    decoding = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
     sizes = parse_sizes("--image-size", image_size)
-    default = Case(_BATCH, default_workers(), decode=path, isolate=isolate)
+    default = Case(_BATCH, default_workers(), decode=decoding, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
     gpus: tuple[GpuDecoder, ...] = ()
-    if path is Decoding.gpu:
+    if decoding is Decoding.gpu:
         gpus = open_gpu_decoders(gpu_names(device), default.workers, "give another --decode, or --device cuda:N")
-    loop = None
-    if plain is not None:
-        require("torchvision", "train", "bench pipeline --plain")
-        from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
-        from opal_deploy.runtime.torch_session import torch_device
-
-        loop = EagerBaseline(plain, str(torch_device(device)), threads)
+    baseline = None if plain is None else _load_baseline(plain, device, threads)
+    options = PipelineOptions(repeats, network, gpus, baseline)
     results = []
     for case in build_cases(default, batches=batches, workers=counts, sizes=sizes):
-        # a session of its own: one keeps the memory of its largest batch
-        opened = load_for_inference(model, device=device, threads=threads)
-        if loop is not None:
-            loop.check_same(opened.metadata)
-        with resized_copies(items, case.image_size) as pictures, monitor_devices(opened.target.device) as monitor:
-            result = measure_case(
-                opened.session,
-                pictures,
-                case,
-                repeats=repeats,
-                say=print_message,
-                network=network,
-                gpus=gpus,
-                plain=loop,
-            )
-        found = build_measurement(result, opened, monitor, repeats=repeats, network=network)
-        for line in (*format_result(result), *(f"  marked {mark}" for mark in found.marks)):
+        # a new session each time, since one keeps the memory of its largest batch
+        loaded = load_for_inference(model, device=device, threads=threads)
+        if baseline is not None:
+            baseline.check_source(loaded.metadata)
+        with resized_copies(items, case.image_size) as copies, monitor_devices(loaded.target.device) as monitor:
+            result = measure_case(loaded.session, copies, case, options, print_message)
+        measurement = build_measurement(result, loaded, monitor, options)
+        for line in (*format_result(result), *(f"  marked {mark}" for mark in measurement.marks)):
             print_message(line)
-        write_measurement(found, out, as_json=as_json)
+        write_measurement(measurement, out, as_json=as_json)
         results.append(result)
-        del opened
+        del loaded
         release_memory()
     if len(results) > 1:
         for line in format_summary(results):
             print_message(line)
+
+
+def _load_baseline(checkpoint: Path, device: str, threads: int | None) -> EagerBaseline:
+    require("torchvision", "train", "bench pipeline --plain")
+    from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
+    from opal_deploy.runtime.torch_session import torch_device
+
+    return EagerBaseline(checkpoint, str(torch_device(device)), threads)

@@ -7,97 +7,67 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.cli.bench.options import (
-    Backbones,
-    Batches,
-    Buffers,
-    ChannelsLast,
-    Classes,
-    DeviceName,
-    Head,
-    Iterations,
-    JsonLines,
-    Models,
-    Out,
-    Precisions,
-    Prototypes,
-    Repeats,
-    Runtimes,
-    Seconds,
-    Size,
-    Threads,
-    Warmup,
-    build_random_networks,
-    build_setups,
-    load_targets,
-    parse_batches,
-    write_measurement,
-)
-from opal_deploy.cli.console import print_message
+from opal_deploy.cli.bench import options
 
 if TYPE_CHECKING:
     from opal_deploy.bench.measurement import Measurement
 
 
 def throughput(
-    model: Models = None,
-    backbone: Backbones = None,
-    head: Head = "opal",
-    classes: Classes = 200,
-    prototypes: Prototypes = 5,
-    size: Size = "224",
-    runtime: Runtimes = None,
-    precision: Precisions = None,
-    channels_last: ChannelsLast = False,
-    device: DeviceName = "auto",
-    threads: Threads = None,
-    batch: Batches = None,
-    seconds: Seconds = 3.0,
-    iterations: Iterations = 10,
-    repeats: Repeats = 3,
-    warmup: Warmup = 1.0,
-    buffers: Buffers = 4,
+    model: options.Models = None,
+    backbone: options.Backbones = None,
+    head: options.Head = "opal",
+    classes: options.Classes = 200,
+    prototypes: options.Prototypes = 5,
+    size: options.Size = "224",
+    runtime: options.Runtimes = None,
+    precision: options.Precisions = None,
+    channels_last: options.ChannelsLast = False,
+    device: options.DeviceName = "auto",
+    threads: options.Threads = None,
+    batch: options.Batches = None,
+    seconds: options.Seconds = 3.0,
+    iterations: options.Iterations = 10,
+    repeats: options.Repeats = 3,
+    warmup: options.Warmup = 1.0,
+    buffers: options.Buffers = 4,
     ceiling: Annotated[
         Path | None, typer.Option(help="What `bench roofline --measure-ceiling --out FILE` measured on this machine.")
     ] = None,
-    out: Out = None,
-    as_json: JsonLines = False,
+    out: options.Out = None,
+    as_json: options.JsonLines = False,
 ) -> None:
-    """Images per second over batch sizes, with the share of the hardware's ceiling; offline: the best of them.
+    """Measure images per second over batch sizes, with the share of the hardware's ceiling; offline: the best of them.
 
     A batch size that does not fit into memory is named, and ends that model's sweep.
     """
-    from opal_deploy.bench.batch_timing import TimingOptions
     from opal_deploy.bench.throughput import measure_throughput, read_ceilings
+    from opal_deploy.bench.timing import TimingOptions
 
-    sizes = parse_batches(batch, (1, 2, 4, 8, 16, 32))
-    measured = () if ceiling is None else read_ceilings(ceiling)
-    options = TimingOptions(seconds, iterations, repeats, warmup, buffers)
-    for opened in load_targets(
+    batches = options.parse_batches(batch, (1, 2, 4, 8, 16, 32))
+    ceilings = () if ceiling is None else read_ceilings(ceiling)
+    timing = TimingOptions(seconds, iterations, repeats, warmup, buffers)
+    for loaded in options.load_targets(
         model,
-        build_random_networks(backbone, head, classes, prototypes, size),
-        build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
+        options.build_random_networks(backbone, head, classes, prototypes, size),
+        options.build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
     ):
-        for measurement in measure_throughput(opened, sizes, options, measured):
-            write_measurement(measurement, out, as_json=as_json)
-            _tell(measurement)
+        measurements = measure_throughput(loaded, batches, timing, ceilings)
+        options.deliver(measurements, _format, out, as_json=as_json)
 
 
-def _tell(found: Measurement) -> None:
-    if not found.figures:
-        print_message(f"  batch {found.case['batch']}: {found.marks[0]}")
-        return
-    rate = found.figures["images_per_second"]
-    spread = "" if rate.spread is None else f" (spread {rate.spread:.1%} over {len(rate.repeats)})"
-    if found.case.get("scenario"):
-        print_message(f"  offline: {rate.value:.2f} images/s{spread} at batch {found.figures['best_batch'].value:.0f}")
-        return
+def _format(measurement: Measurement) -> str:
+    figures, case = measurement.figures, measurement.case
+    if not figures:
+        return f"  batch {case['batch']}: {measurement.marks[0]}"
+    rate = figures["images_per_second"]
+    spread = options.format_spread(rate)
+    if case.get("scenario"):
+        return f"  offline: {rate.value:.2f} images/s{spread} at batch {figures['best_batch'].value:.0f}"
     share = ""
-    if ceiling := found.figures.get("share_of_ceiling"):
-        share = f", {ceiling.value:.1f} % of the ceiling ({found.details['ceiling']['bound']})"
-    marks = "".join(f"; {mark}" for mark in found.marks)
-    latencies = f"p50 {found.figures['p50_ms'].value:.2f} ms, p99 {found.figures['p99_ms'].value:.2f} ms"
-    memory = f"{found.figures['peak_memory'].value:.0f} MB"
-    print_message(
-        f"  batch {found.case['batch']}: {rate.value:.2f} images/s{spread}, {latencies}, {memory}{share}{marks}"
-    )
+    if ceiling := figures.get("share_of_ceiling"):
+        share = f", {ceiling.value:.1f} % of the ceiling ({measurement.details['ceiling']['bound']})"
+    marks = "".join(f"; {mark}" for mark in measurement.marks)
+    latencies = f"p50 {figures['p50_ms'].value:.2f} ms, p99 {figures['p99_ms'].value:.2f} ms"
+    memory = f"{figures['peak_memory'].value:.0f} MB"
+    return f"  batch {case['batch']}: {rate.value:.2f} images/s{spread}, {latencies}, {memory}{share}{marks}"

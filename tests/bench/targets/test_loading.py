@@ -34,16 +34,16 @@ def network(exact_model: Path) -> NamedNetwork:
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Any:
+def images() -> Any:
     return example_images(3, 96, 96)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_pytorch_answers_as_the_exported_file(
-    network: NamedNetwork, exact_model: Path, pictures: Any, channels_last: bool
+    network: NamedNetwork, exact_model: Path, images: Any, channels_last: bool
 ) -> None:
-    found = load_network(network, replace(CPU, runtime="eager", channels_last=channels_last)).session.run(pictures)
-    expected = OnnxSession(exact_model, device="cpu", threads=1).run(pictures)
+    found = load_network(network, replace(CPU, runtime="eager", channels_last=channels_last)).session.run(images)
+    expected = OnnxSession(exact_model, device="cpu", threads=1).run(images)
 
     np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
     np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
@@ -53,13 +53,11 @@ def test_pytorch_answers_as_the_exported_file(
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_rounds_the_body_and_leaves_the_head(
-    network: NamedNetwork, pictures: Any, precision: str
-) -> None:
+def test_half_precision_rounds_the_body_and_leaves_the_head(network: NamedNetwork, images: Any, precision: str) -> None:
     session = load_network(network, replace(CPU, runtime="eager", precision=precision)).session
-    whole = load_network(network, replace(CPU, runtime="eager")).session.run(pictures)
+    whole = load_network(network, replace(CPU, runtime="eager")).session.run(images)
 
-    found = session.run(pictures)
+    found = session.run(images)
 
     assert found.logits.dtype == np.float32
     assert 0 < np.abs(found.logits - whole.logits).max() < 0.1
@@ -68,42 +66,42 @@ def test_half_precision_rounds_the_body_and_leaves_the_head(
     assert all(p.dtype == torch.float32 for p in network.checkpoint.network.parameters())
 
 
-def test_onnx_runtime_gets_the_same_network(network: NamedNetwork, exact_model: Path, pictures: Any) -> None:
-    opened = load_network(network, CPU)
+def test_onnx_runtime_gets_the_same_network(network: NamedNetwork, exact_model: Path, images: Any) -> None:
+    loaded = load_network(network, CPU)
 
     np.testing.assert_allclose(
-        opened.session.run(pictures).logits, OnnxSession(exact_model).run(pictures).logits, atol=1e-5
+        loaded.session.run(images).logits, OnnxSession(exact_model).run(images).logits, atol=1e-5
     )
-    assert opened.metadata.unverified == "made to be timed"
-    assert opened.metadata.outputs == ("logits", "argmax", "scores")
+    assert loaded.metadata.unverified == "made to be timed"
+    assert loaded.metadata.outputs == ("logits", "argmax", "scores")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
-def test_a_file_in_another_precision_is_made_and_runs(network: NamedNetwork, pictures: Any, precision: str) -> None:
-    opened = load_network(network, replace(CPU, precision=precision))
+def test_a_file_in_another_precision_is_made_and_runs(network: NamedNetwork, images: Any, precision: str) -> None:
+    loaded = load_network(network, replace(CPU, precision=precision))
 
-    assert opened.target.precision == opened.metadata.precision == precision
-    assert len(opened.session.run(pictures)) == 3
+    assert loaded.target.precision == loaded.metadata.precision == precision
+    assert len(loaded.session.run(images)) == 3
 
 
 def test_the_record_says_what_it_is(network: NamedNetwork, exact_model: Path) -> None:
-    subject = load_network(network, replace(CPU, runtime="eager")).target
+    target = load_network(network, replace(CPU, runtime="eager")).target
 
-    assert (subject.name, subject.backbone, subject.head) == ("exact.pt", "shufflenet_v2_x0_5", "opal")
-    assert (subject.runtime, subject.runtime_version) == ("torch eager", torch.__version__)
-    assert (subject.device, subject.precision, subject.input_size) == ("cpu", "fp32", (96, 96))
-    assert (subject.num_classes, subject.prototypes_per_class) == (4, 3)
-    assert subject.layout == "uint8 NHWC; convolutions NCHW"
-    assert subject.sha256 == compute_sha256(exact_model.with_suffix(".pt"))
+    assert (target.name, target.backbone, target.head) == ("exact.pt", "shufflenet_v2_x0_5", "opal")
+    assert (target.runtime, target.runtime_version) == ("torch eager", torch.__version__)
+    assert (target.device, target.precision, target.input_size) == ("cpu", "fp32", (96, 96))
+    assert (target.num_classes, target.prototypes_per_class) == (4, 3)
+    assert target.layout == "uint8 NHWC; convolutions NCHW"
+    assert target.sha256 == compute_sha256(exact_model.with_suffix(".pt"))
 
 
 def test_an_onnx_file_is_timed_as_it_is(exact_model: Path) -> None:
-    opened = load_file(exact_model, CPU)
+    loaded = load_file(exact_model, CPU)
 
-    assert opened.target.sha256 == compute_sha256(exact_model)
-    assert opened.target.runtime == "onnxruntime"
-    assert opened.threads == 1
-    assert "to logits, argmax, scores in host memory" in opened.timed
+    assert loaded.target.sha256 == compute_sha256(exact_model)
+    assert loaded.target.runtime == "onnxruntime"
+    assert loaded.threads == 1
+    assert "to logits, argmax, scores in host memory" in loaded.timed
 
 
 def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() -> None:
@@ -143,13 +141,13 @@ def test_heads_have_names(head: HeadConfig, name: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
-def test_stages_of_a_cpu_are_all_computing(network: NamedNetwork, pictures: Any, runtime: Any) -> None:
+def test_stages_of_a_cpu_are_all_computing(network: NamedNetwork, images: Any, runtime: Any) -> None:
     session = load_network(network, replace(CPU, runtime=runtime)).session
     assert isinstance(session, StagedSession)
 
-    outputs, stages = session.run_staged(pictures)
+    outputs, stages = session.run_staged(images)
 
-    np.testing.assert_array_equal(outputs.logits, session.run(pictures).logits)
+    np.testing.assert_array_equal(outputs.logits, session.run(images).logits)
     assert stages.host_to_device is None
     assert stages.device_to_host is None
     assert stages.compute is not None
@@ -158,16 +156,16 @@ def test_stages_of_a_cpu_are_all_computing(network: NamedNetwork, pictures: Any,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
-def test_stages_of_a_gpu_are_told_apart(network: NamedNetwork, pictures: Any, runtime: Any) -> None:
-    opened = load_network(network, Setup(runtime, "cuda"))
-    session = opened.session
+def test_stages_of_a_gpu_are_told_apart(network: NamedNetwork, images: Any, runtime: Any) -> None:
+    loaded = load_network(network, Setup(runtime, "cuda"))
+    session = loaded.session
     assert isinstance(session, StagedSession)
 
-    outputs, stages = session.run_staged(pictures)
+    outputs, stages = session.run_staged(images)
 
-    np.testing.assert_allclose(outputs.logits, session.run(pictures).logits, atol=1e-4)
+    np.testing.assert_allclose(outputs.logits, session.run(images).logits, atol=1e-4)
     assert min(stages.host_to_device or 0, stages.compute or 0, stages.device_to_host or 0) > 0
-    assert opened.target.device.startswith("cuda:0 ")
+    assert loaded.target.device.startswith("cuda:0 ")
 
 
 @pytest.mark.parametrize(

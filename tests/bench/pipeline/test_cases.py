@@ -1,4 +1,4 @@
-"""What `bench pipeline` varies, and the pictures that it varies it with."""
+"""The cases of `bench pipeline`, and their images."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from opal_deploy.bench.pipeline.cases import (
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 
-DEFAULT = Case(8, 2)
-
 
 @pytest.fixture
 def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
@@ -28,7 +26,7 @@ def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("values", "expected"),
     [
         ({}, [Case(8, 2)]),
         ({"batches": [4]}, [Case(4, 2)]),
@@ -40,58 +38,48 @@ def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
         ({"sizes": [(50, 40), (90, 80)]}, [Case(8, 2), Case(8, 2, (50, 40)), Case(8, 2, (90, 80))]),
         ({"batches": [8, 8]}, [Case(8, 2)]),
     ],
+    ids=str,
 )
-def test_each_is_varied_on_its_own_around_one_base_case(given: dict, expected: list[Case]) -> None:
-    assert list(build_cases(DEFAULT, **given)) == expected
+def test_each_value_is_varied_on_its_own_around_one_base_case(values: dict, expected: list[Case]) -> None:
+    assert list(build_cases(Case(8, 2), **values)) == expected
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0"])
-def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
+def test_other_texts_than_counts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--batch .* expected whole numbers from 1 on, such as 1,2,4"):
         parse_counts("--batch", text)
 
 
 @pytest.mark.parametrize("text", ["", "500", "500x", "0x10", "500x375x3", "500X375", "65501x10", "a,b"])
-def test_what_is_no_list_of_sizes_is_refused(text: str) -> None:
+def test_other_texts_than_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--image-size .* expected WIDTHxHEIGHT"):
         parse_sizes("--image-size", text)
 
 
-def test_lists_are_read_with_or_without_spaces() -> None:
+def test_lists_may_have_spaces() -> None:
     assert parse_counts("--batch", "1, 8,32") == [1, 8, 32]
     assert parse_sizes("--image-size", "250x188, 500x375") == [(250, 188), (500, 375)]
     assert parse_counts("--batch", None) == parse_sizes("--image-size", None) == []
 
 
-def test_copies_have_the_size_asked_for_and_are_gone_afterwards(items: list[Item]) -> None:
+def test_copies_have_their_size_and_are_removed_afterwards(items: list[Item]) -> None:
+    items[1].path.write_bytes(b"no image")
     with resized_copies(items, (200, 100)) as copies:
         paths = [copy.path for copy in copies]
-        assert len(set(paths)) == len(items)
+        # a broken image stays what it is
+        assert [path == item.path for path, item in zip(paths, items, strict=True)] == [False, True, *[False] * 3]
+        del paths[1]
+        assert len(set(paths)) == 4
         for path in paths:
             with Image.open(path) as copy:
                 assert (copy.size, copy.format) == ((200, 100), "JPEG")
     assert not any(path.exists() for path in paths)
-
-
-def test_pictures_as_given_are_themselves(items: list[Item]) -> None:
     with resized_copies(items, None) as same:
         assert same == items
 
 
-def test_a_broken_picture_stays_broken_in_another_size(items: list[Item]) -> None:
-    items[1].path.write_bytes(b"no picture")
-    with resized_copies(items, (20, 10)) as copies:
-        assert [copy.path == item.path for copy, item in zip(copies, items, strict=True)] == [
-            False, True, False, False, False,
-        ]  # fmt: skip
-
-
-def test_the_bare_sessions_batches_hold_every_usable_picture(items: list[Item]) -> None:
-    items[1].path.write_bytes(b"no picture")
-    batches = decode_batches(items, (32, 48), 3)
-    assert [batch.shape for batch in batches] == [(3, 32, 48, 3), (1, 32, 48, 3)]
-
-
-def test_fewer_pictures_than_a_batch_are_refused(items: list[Item]) -> None:
-    with pytest.raises(UsageError, match=r"5 usable pictures, and a batch takes 6; give more, or a smaller --batch"):
+def test_batches_hold_every_usable_image(items: list[Item]) -> None:
+    items[1].path.write_bytes(b"no image")
+    assert [batch.shape for batch in decode_batches(items, (32, 48), 3)] == [(3, 32, 48, 3), (1, 32, 48, 3)]
+    with pytest.raises(UsageError, match=r"4 usable images, and a batch takes 6; give more, or a smaller --batch"):
         decode_batches(items, (32, 32), 6)

@@ -1,0 +1,261 @@
+"""`bench pipeline` with sessions, decoders and disks of known slowness, and its command from end to end."""
+
+from __future__ import annotations
+
+import itertools
+import pkgutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import opal_deploy
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.bench.measurement import Measurement, read_measurements
+from opal_deploy.bench.pipeline.cases import Case
+from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
+from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, ReplaySession, measure_case
+from opal_deploy.inference.sources.items import Item
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.session import ImageBatch
+
+
+class SleepingSession:
+    """Takes so many seconds a batch, and keeps so many megabytes of each."""
+
+    description = "sleeping on CPU"
+
+    def __init__(self, seconds: float = 0.0, *, leaks: int = 0) -> None:
+        self.metadata = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
+        self.seconds, self.leaks = seconds, leaks
+        self.kept: list[bytearray] = []
+
+    def run(self, images: ImageBatch) -> Outputs:
+        time.sleep(self.seconds)
+        self.kept.append(bytearray(b"x" * (self.leaks << 20)))
+        count = len(images)
+        scores = np.full((count, 4), 0.5, np.float32)
+        return Outputs(np.full((count, 2), -0.5, np.float32), np.zeros((count, 4), np.int32), scores)
+
+
+@pytest.fixture
+def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
+    return [Item(path, path.name) for path in make_pictures(tmp_path / "pictures", 12)]
+
+
+def measure(session: Any, items: list[Item], report: Any = lambda _: None, **options: Any) -> CaseResult:
+    return measure_case(session, items, Case(2, 1), PipelineOptions(**{"repeats": 1, **options}), report)
+
+
+def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[Item]) -> None:
+    items[3].path.write_bytes(b"")
+    lines: list[str] = []
+
+    result = measure(SleepingSession(), items, lines.append, repeats=3)
+
+    assert (len(result.bare), [len(variant.passes) for variant in result.variants]) == (3, [3, 3])
+    assert [line.split(":")[0] for line in lines] == ["repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
+    assert (result.images, result.given) == (11, 12)
+    assert {one.images for one in (*result.bare, *result.variants[0].passes)} == {11}
+
+
+def test_a_slow_session_is_the_bottleneck(items: list[Item]) -> None:
+    plain, explained = measure(SleepingSession(0.1), items).variants
+
+    for variant in (plain, explained):
+        assert (variant.bottleneck.role, variant.bottleneck.stage) == ("session", "compute")
+        compute = variant.passes[0].times.sum_stage("compute")
+        assert compute is not None
+        assert 6 * 0.1 <= compute.wall <= variant.passes[0].seconds
+    # the loop waits for it, and sleeping keeps no core busy
+    assert plain.bottleneck.waits["session"] > 0.5
+    assert plain.bottleneck.cores_busy < 0.8
+
+
+@pytest.mark.parametrize(
+    ("slow", "role", "stage", "reason", "waited"),
+    [
+        ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "pictures", 0.5),
+        ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "pictures", 0.5),
+        ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk", 0.8),
+        ("opal_deploy.inference.run.drawing.draw_overlay", "drawers", "draw", "drawing", 0.5),
+    ],
+    ids=["decoding", "reading", "writing", "drawing"],
+)
+def test_a_slow_stage_is_the_bottleneck(
+    items: list[Item], monkeypatch: pytest.MonkeyPatch, slow: str, role: str, stage: str, reason: str, waited: float
+) -> None:
+    function = pkgutil.resolve_name(slow)
+    monkeypatch.setattr(slow, lambda *args, **options: (time.sleep(0.05), function(*args, **options))[1])
+
+    plain, explained = measure(SleepingSession(0.01 if stage == "draw" else 0.0), items).variants
+
+    # overlays are drawn with --explain alone
+    bottleneck = (explained if stage == "draw" else plain).bottleneck
+    assert (bottleneck.role, bottleneck.stage) == (role, stage)
+    assert bottleneck.waits[reason] > waited
+    if stage == "draw":
+        assert plain.bottleneck.role != "drawers"
+    if stage == "decode":
+        # twenty a second is what one decoder can do, whatever is added
+        assert 0 < bottleneck.capacity["decoders"] <= 20
+
+
+@pytest.mark.parametrize("leaks", [10, 0])
+def test_a_leaking_session_is_found_by_the_memory_curve(items: list[Item], leaks: int) -> None:
+    many = list(itertools.islice(itertools.cycle(items), 60))
+    variants = measure(SleepingSession(0.01, leaks=leaks), many, interval=0.01).variants
+    first = variants[0].memory
+    if leaks:
+        assert first.grows
+        assert first.end - first.start > 200
+    else:
+        assert not any(variant.memory.grows for variant in variants)
+        # judged, not merely too short to be judged
+        assert first.slope is not None
+
+
+def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model: Path, items: list[Item]) -> None:
+    result = measure(OnnxSession(linear_model, threads=1), items)
+    assert [variant.name for variant in result.variants] == ["infer"]
+
+
+def test_replayed_outputs_are_the_networks_in_order(exact_model: Path) -> None:
+    session = OnnxSession(exact_model, threads=1)
+    images = np.random.default_rng(0).integers(0, 255, (5, 96, 96, 3), np.uint8)
+    replay = ReplaySession.record(session, [images[:3], images[3:]])
+
+    outputs = Outputs.concatenate([replay.run(images[:4]), replay.run(images[:4])])
+
+    expected = Outputs.concatenate([session.run(images[:3]), session.run(images[3:])])
+    order = [0, 1, 2, 3, 4, 0, 1, 2]
+    assert outputs.logits.tolist() == expected.logits[order].tolist()
+    assert outputs.argmax is not None
+    assert expected.argmax is not None
+    assert outputs.argmax.tolist() == expected.argmax[order].tolist()
+    with pytest.raises(ValueError, match="a batch of 6; only 5 answers"):
+        replay.run(np.zeros((6, 96, 96, 3), np.uint8))
+
+
+def test_the_network_can_be_left_out(items: list[Item]) -> None:
+    result = measure(SleepingSession(0.2), items, network=False)
+    assert result.bare == ()
+    compute = result.variants[0].passes[0].times.sum_stage("compute")
+    assert compute is not None
+    assert compute.calls == 6
+    assert compute.wall < 0.2
+    assert result.session.startswith("no network: answers computed beforehand by sleeping")
+
+
+def test_the_eager_baseline_predicts_as_the_session_does(items: list[Item], exact_model: Path) -> None:
+    baseline = EagerBaseline(exact_model.with_suffix(".pt"), "cpu", 1)
+    seen: list[int] = []
+    predict = baseline._predict
+    baseline._predict = lambda images: seen.extend(found := predict(images)) or found  # type: ignore[method-assign]
+    one = baseline.measure([*items, Item(items[0].path.with_name("nothing.jpg"), "nothing.jpg")], 5)
+    assert one.images == len(seen) == len(items)
+    model = opal_deploy.load(exact_model, threads=1)
+    assert seen == [record["prediction"]["class_id"] for record in model.explain([item.path for item in items])]
+
+
+@pytest.fixture
+def bench(opal: Callable, exact_model: Path, items: list[Item]) -> Callable[..., Any]:
+    def run(*arguments: str | Path, model: Path = exact_model) -> Any:
+        folder = items[0].path.parent
+        options = ["--repeats", "2", "--threads", "1", "--json", *arguments]
+        return opal("bench", "pipeline", folder, "--model", model, *options)
+
+    return run
+
+
+def parse(stdout: str) -> list[Measurement]:
+    return [Measurement.from_line(line) for line in stdout.splitlines()]
+
+
+def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pipeline.jsonl"
+
+    done = bench("--batch", "4", "--workers", "1", "--plain", exact_model.with_suffix(".pt"), "--out", out)
+
+    assert done.returncode == 0, done.stderr
+    (measurement,) = parse(done.stdout)
+    figures, target = measurement.figures, measurement.target
+    assert list(read_measurements([out])) == [measurement]
+    assert measurement.kind == "pipeline"
+    assert measurement.case == {
+        "images": 12, "batch": 4, "workers": 1, "threads": 1, "image_size": "as given", "network": True,
+        "decode": "default", "isolate": True,
+    }  # fmt: skip
+    assert target is not None
+    assert (target.name, target.runtime, target.head) == (exact_model.name, "onnxruntime", "opal")
+    assert measurement.command.startswith("opal-deploy bench pipeline pictures --model exact.onnx")
+    for name in ("bare", "infer", "infer_explain", "plain"):
+        assert (figures[name].unit, len(figures[name].repeats)) == ("images/s", 2)
+    for name, reference in (("infer_share", "bare"), ("infer_over_plain", "plain")):
+        ratios = [a / b for a, b in zip(figures["infer"].repeats, figures[reference].repeats, strict=True)]
+        assert figures[name].repeats == pytest.approx(ratios)
+    stages = {name.split(".")[1] for name in figures if name.endswith(".wall")}
+    # on the CPU nothing is copied to a device
+    assert stages == {"read", "decode", "resize", "batch", "compute", "evidence", "draw", "write"}
+    assert 2 <= len(measurement.details["memory"]["infer"]["megabytes"]) <= 60
+    assert f"infer: {figures['infer'].value:.1f} images/s" in done.stderr
+    assert " x plain PyTorch and Pillow" in done.stderr
+    assert measurement.details["bound"]["infer"]["line"] in done.stderr
+
+
+def test_several_values_are_varied_one_at_a_time_without_the_network(bench: Callable) -> None:
+    done = bench(
+        *("--batch", "4,8", "--workers", "1,2", "--image-size", "64x48,200x150", "--repeats", "1", "--no-network")
+    )
+
+    assert done.returncode == 0, done.stderr
+    measurements = parse(done.stdout)
+    cases = [(m.case["batch"], m.case["workers"], m.case["image_size"]) for m in measurements]
+    assert len(cases) == len(set(cases))
+    base = cases[0]
+    assert (base[0], base[2]) == (8, "as given")
+    # all others differ from the base case in one value
+    assert {sum(a != b for a, b in zip(base, case, strict=True)) for case in cases[1:]} == {1}
+    assert {case[0] for case in cases} == {4, 8}
+    assert {case[1] for case in cases} >= {1, 2}
+    assert {case[2] for case in cases} == {"as given", "64x48", "200x150"}
+    summary = done.stderr.splitlines()[-len(cases) :]
+    assert all("images/s" in line and "peak" in line for line in summary)
+    for measurement in measurements:
+        assert measurement.case["network"] is False
+        assert not {"bare", "infer_share", "bare.cpu"} & measurement.figures.keys()
+        assert {"infer", "infer_explain"} <= measurement.figures.keys()
+    assert "no network: answers computed beforehand" in done.stderr
+
+
+def test_a_checkpoint_is_measured_as_infer_runs_it(bench: Callable, exact_model: Path) -> None:
+    done = bench("--repeats", "1", "--no-isolate", model=exact_model.with_suffix(".pt"))
+    assert done.returncode == 0, done.stderr
+    (measurement,) = parse(done.stdout)
+    assert measurement.target is not None
+    assert (measurement.target.runtime, measurement.target.device) == ("torch eager", "cpu")
+    assert measurement.case["threads"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "--batch '0': expected whole numbers"),
+        (["--workers", "x"], "--workers 'x': expected whole numbers"),
+        (["--image-size", "10"], "--image-size '10': expected WIDTHxHEIGHT"),
+        (["--batch", "99"], "12 usable images, and a batch takes 99"),
+        (["--plain", "{map}"], "the model was exported from another file, exact.pt of sha256"),
+    ],
+    ids=["batch", "workers", "size", "few images", "another checkpoint"],
+)
+def test_a_wrong_call_is_answered_in_one_line(
+    bench: Callable, map_model: Path, arguments: list[str], message: str
+) -> None:
+    done = bench(*(text.format(map=map_model.with_suffix(".pt")) for text in arguments))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert message in line

@@ -1,0 +1,135 @@
+"""`bench latency`, `throughput` and `compare` from the command line to the measurements that they write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.bench.measurement import Measurement, read_measurements
+
+QUICK = ["--seconds", "0.05", "--warmup", "0", "--device", "cpu", "--threads", "1"]
+
+
+@pytest.fixture
+def bench(opal: Callable[..., Any]) -> Callable[..., tuple[list[Measurement], str]]:
+    """Runs a quick benchmark that succeeds; returns its measurements from stdout, and stderr."""
+
+    def run(*arguments: Any) -> tuple[list[Measurement], str]:
+        done = opal("bench", *arguments, *QUICK, "--json")
+        assert done.returncode == 0, done.stderr
+        return [Measurement.from_line(line) for line in done.stdout.splitlines()], done.stderr
+
+    return run
+
+
+def test_latency_of_two_models(bench: Any, exact_model: Path, linear_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "latency.jsonl"
+    models = ["--model", exact_model, "--model", linear_model]
+
+    measurements, stderr = bench("latency", *models, "--batch", "1,2", "--repeats", "2", "--out", out)
+
+    first = measurements[0]
+    assert measurements == list(read_measurements([out]))
+    assert [(m.target.name, m.case["batch"]) for m in measurements if m.target] == [
+        ("exact.onnx", 1), ("exact.onnx", 2), ("none.onnx", 1), ("none.onnx", 2),
+    ]  # fmt: skip
+    names = {"p50_ms", "p90_ms", "p95_ms", "p99_ms", "mean_ms", "images_per_second", "peak_memory"}
+    assert names <= set(first.figures)
+    assert len(first.figures["images_per_second"].repeats) == 2
+    assert str(tmp_path) not in out.read_text()
+    assert first.command.startswith("opal-deploy bench latency --model exact.onnx --model none.onnx --batch 1,2")
+    assert "batch 2: p50" in stderr
+
+
+def test_throughput_with_a_ceiling(bench: Any, exact_model: Path, tmp_path: Path) -> None:
+    ceiling = tmp_path / "ceiling.jsonl"
+    ceiling.write_text(
+        '{"schema": 1, "kind": "ceiling", "subject": {"name": "cpu", "device": "cpu"}, "case": {"threads": 1}, '
+        '"figures": {"copy": {"value": 10, "unit": "GB/s"}, "matmul_fp32": {"value": 0.05, "unit": "TFLOP/s"}}}\n'
+    )
+    (row, offline), stderr = bench("throughput", "--model", exact_model, "--batch", "2", "--ceiling", ceiling)
+    assert row.figures["share_of_ceiling"].value > 0
+    assert row.details["ceiling"]["bound"] in ("compute", "memory")
+    assert offline.case["scenario"] == "offline"
+    assert "% of the ceiling" in stderr
+
+
+def test_the_server_scenario(bench: Any, linear_model: Path) -> None:
+    options = ["--scenario", "server", "--limit-ms", "500", "--max-batch", "2", "--repeats", "1"]
+    (measurement,), _ = bench("latency", "--model", linear_model, *options)
+    assert measurement.kind == "server"
+    assert measurement.figures["p99_ms"].value <= 500
+
+
+def test_two_files_are_compared(bench: Any, exact_model: Path, linear_model: Path) -> None:
+    (measurement,), stderr = bench("compare", linear_model, exact_model, "--pairs", "4")
+    assert measurement.case["reference"] == "none.onnx"
+    assert len(measurement.figures["ratio"].repeats) == 4
+    assert "95 % interval" in stderr
+
+
+def test_the_cost_of_the_head(bench: Any, exact_model: Path) -> None:
+    model = ["--model", exact_model.with_suffix(".pt"), "--runtime", "eager"]
+    (measurement,), _ = bench("compare", "--question", "head", *model, "--pairs", "3")
+    assert measurement.case == {"question": "head", "reference": "linear", "batch": 1, "threads": 1}
+    assert measurement.target is not None
+    assert (measurement.target.head, measurement.details["reference"]["head"]) == ("opal", "linear")
+    assert measurement.timed.count("scores") == 1
+    assert measurement.details["reference_timed"].count("scores") == 0
+
+
+def test_precisions_that_cannot_run_here_are_named(bench: Any, exact_model: Path) -> None:
+    model = ["--model", exact_model.with_suffix(".pt"), "--runtime", "eager"]
+    measurements, stderr = bench("compare", "--question", "precision", *model, "--pairs", "2")
+    assert [m.target.precision for m in measurements if m.target] == ["fp16", "bf16"]
+    assert "tf32: not usable: precision tf32: CPUs have none" in stderr
+    assert "int8: not usable:" in stderr
+
+
+def test_a_runtime_that_cannot_run_stops_no_other(bench: Any, exact_model: Path) -> None:
+    runtimes = ["--runtime", "tensorrt", "--runtime", "eager", "--repeats", "1"]
+    measurements, stderr = bench("latency", "--model", exact_model.with_suffix(".pt"), *runtimes)
+    assert [m.target.runtime for m in measurements if m.target] == ["torch eager"]
+    assert "exact.pt in tensorrt, fp32: not usable:" in stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["latency"], "nothing to time: give --model FILE or --backbone NAME"),
+        (["throughput", "--model", "no.onnx"], "no.onnx: no such model"),
+        (["throughput", "--backbone", "resnet19"], "backbone 'resnet19': torchvision has no such classifier"),
+        (["latency", "--model", "{model}", "--batch", "0"], "--batch '0': expected whole numbers from 1"),
+        (["latency", "--model", "{model}", "--runtime", "caffe"], "--runtime 'caffe': expected one of eager"),
+        (["latency", "--model", "{model}", "--precision", "fp8"], "--precision 'fp8': expected one of fp32"),
+        (["latency", "--model", "{model}", "--scenario", "server"], "--scenario server and --limit-ms"),
+        (["latency", "--model", "{model}", "--limit-ms", "3"], "--scenario server and --limit-ms"),
+        (["latency", "--model", "{model}", "--scenario", "server", "--limit-ms", "0"], "expected milliseconds above 0"),
+        (["latency", "--model", "{model}", "--scenario", "single-stream", "--batch", "1"], "leave --batch out"),
+        (["compare", "{model}"], "give two models, A and B, or --question"),
+        (["compare", "--question", "head"], "--question head: of what?"),
+        (["compare", "--backbone", "resnet18"], "are for --question"),
+        (["compare", "{model}", "--question", "head"], "--question takes --model and --backbone"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_call_is_answered_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    exact_model: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    from opal_deploy.cli import main
+
+    filled = ["bench", *(text.format(model=exact_model) for text in arguments)]
+    monkeypatch.setattr("sys.argv", ["opal-deploy", *filled])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
