@@ -143,7 +143,9 @@ def _verify(candidate: ExportCandidate, threads: int | None, report: Report) -> 
         return verify_candidate(replace(candidate, metadata=metadata), Path(folder), threads, report).comparison
 
 
-def _build_engine(library: Bindings, content: bytes, name: str, target: EngineTarget, options: BuildOptions) -> EngineBuild:
+def _build_engine(
+    library: Bindings, content: bytes, name: str, target: EngineTarget, options: BuildOptions
+) -> EngineBuild:
     try:
         network = Network(library, content, name)
         plan = network.build(target, options)

@@ -20,9 +20,9 @@ from opal_deploy.bench.measurement import LINEAR, OPAL, Head
 from opal_deploy.errors import UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
-from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.images import Pixels
+from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
 from opal_deploy.export.tensorrt.options import EngineRequest, choose_engine_targets

@@ -111,9 +111,7 @@ def test_a_ceiling_applies_to_its_device_and_threads(tmp_path: Path, fake_target
         write_ceiling(tmp_path / "c.jsonl", device, threads)
     ceilings = read_ceilings(tmp_path / "c.jsonl")
     loaded = fake_target(0.001, fake_time.spend)
-    assert [(c.device, c.threads) for c in ceilings if c.applies_to(loaded)] == [
-        ("cpu", 1)
-    ]
+    assert [(c.device, c.threads) for c in ceilings if c.applies_to(loaded)] == [("cpu", 1)]
     assert ceilings[0].ceiling.bytes_per_second == 20e9
 
 
