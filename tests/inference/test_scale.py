@@ -91,14 +91,14 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path, count: i
     watched(write_tar(tmp_path / "first.tar", 200), FreeSession())
     curve = watched(path, FreeSession())
     assert curve.rise is not None
-    assert not curve.grows, curve.line()
+    assert not curve.grows, curve.describe()
 
 
 def test_the_same_check_finds_a_session_that_leaks(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", 2_000)
     watched(write_tar(tmp_path / "first.tar", 200), FreeSession())
     curve = watched(path, LeakingSession())
-    assert curve.grows, curve.line()
+    assert curve.grows, curve.describe()
 
 
 @linux
