@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.report.machines import changes, hardware, software
-from opal_deploy.bench.report.tables import Row, labels
+from opal_deploy.bench.report.rows import Row, hardware_facts, label_rows, list_changes, software_facts
 from opal_deploy.bench.tables import format_number, format_value, humanize
 
 TOLERANCE = 0.03
@@ -121,8 +120,9 @@ def compare_measurements(
             elif b.figures[figure].better is not None:
                 marks = tuple(dict.fromkeys((*a.marks, *b.marks)))
                 compared.append(_change(label, figure, a.figures[figure], b.figures[figure], marks, tolerance))
-    machines = (text for a, b in pairs.values() for text in changes(hardware(a.machine), hardware(b.machine)))
-    versions = (text for a, b in pairs.values() for text in changes(software(a.machine), software(b.machine)))
+    both = [(a.machine, b.machine) for a, b in pairs.values()]
+    machines = (text for a, b in both for text in list_changes(hardware_facts(a), hardware_facts(b)))
+    versions = (text for a, b in both for text in list_changes(software_facts(a), software_facts(b)))
     return MeasurementDiff(
         changes=tuple(compared),
         only_old=tuple(only_old),
@@ -181,7 +181,7 @@ def _label_measurements(measurements: Sequence[Measurement]) -> dict[str, str]:
     for kind in dict.fromkeys(m.kind for m in by_key.values()):
         of_kind = {key: m for key, m in by_key.items() if m.kind == kind}
         rows = [Row(0, _without_version(m)) for m in of_kind.values()]
-        for key, label in zip(of_kind, labels(rows, named=True), strict=True):
+        for key, label in zip(of_kind, label_rows(rows, named=True), strict=True):
             names[key] = f"{kind}: {label}" if label else kind
     return names
 

@@ -56,12 +56,15 @@ def overhead(
     require("ptflops", "bench", "opal-deploy bench overhead")
     from opal_deploy.bench.overhead import formatting
     from opal_deploy.bench.overhead import paper as papers
-    from opal_deploy.bench.overhead.chart import check_chart, draw
+    from opal_deploy.bench.overhead.operations import head_title
     from opal_deploy.bench.overhead.table import build_measurements, make_table
+    from opal_deploy.bench.report.chart_file import check_chart_path, write_charts
+    from opal_deploy.bench.report.charts import draw_charts
+    from opal_deploy.bench.report.rows import number_rows
 
     if as_json and output != "text":
         raise UsageError(f"--json with --format {output}: both write to stdout; give one of them")
-    check_chart(chart)
+    check_chart_path(chart)
     paper = papers.load_paper()
     head, input_size = _build_head(prototypes, without or [], distance), parse_size(size)
     if check:
@@ -70,7 +73,8 @@ def overhead(
     if classes:
         columns = [(formatting.format_classes(number), number) for number in dict.fromkeys(classes)]
     table = make_table(backbone or list(paper.backbones), columns, head, input_size, on_backbone=_print_backbone)
-    for measurement in build_measurements(table) if out is not None or as_json else ():
+    measurements = list(build_measurements(table))
+    for measurement in measurements if out is not None or as_json else ():
         write_measurement(measurement, out, as_json=as_json)
     cells = papers.compare_with_paper(table, paper) if check else None
     if output == "json":
@@ -80,7 +84,10 @@ def overhead(
     elif not as_json:
         print(formatting.to_text(table, paper.titles(), markdown=output == "markdown"), end="", flush=True)
     if chart is not None:
-        draw(table, chart, paper.titles())
+        heading = (
+            f"What the {head_title(head)} head adds to its backbone (m = {prototypes}, {input_size[0]}x{input_size[1]})"
+        )
+        write_charts(draw_charts("overhead", number_rows(measurements)), heading, chart)
         print_message(f"{chart}: written")
     if cells is not None:
         for line in papers.format_comparison(cells):

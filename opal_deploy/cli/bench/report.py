@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.cli.console import print_json_line, print_message
-from opal_deploy.errors import UsageError, require
+from opal_deploy.errors import UsageError
 
 
 def report(
@@ -17,14 +17,14 @@ def report(
         Path | None, typer.Option(help="Write one page of HTML.", show_default="report.html unless --markdown is given")
     ] = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write Markdown, without plots; - writes it to stdout.", allow_dash=True)
+        Path | None, typer.Option(help="Write Markdown, without charts; - writes it to stdout.", allow_dash=True)
     ] = None,
     title: Annotated[str, typer.Option(help="The page's heading.")] = "Benchmarks",
 ) -> None:
-    """Measurements as a page with plots and tables, and how to repeat each."""
+    """Measurements as a page with charts and tables, and how to repeat each."""
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.bench.measurement import read_measurements
-    from opal_deploy.bench.report.content import report_of
+    from opal_deploy.bench.report.content import build_report
     from opal_deploy.bench.report.markdown import to_markdown
 
     if out is None and markdown is None:
@@ -32,10 +32,7 @@ def report(
     for target in (out, markdown):
         if target is not None and target.exists() and any(f.exists() and target.samefile(f) for f in files):
             raise UsageError(f"{target}: is one of the files to read; give another name for the report")
-    if out is not None:
-        require("matplotlib", "bench", "a page with plots")
-        require("jinja2", "bench", "a page with plots")
-    content = report_of(read_measurements(files), title)
+    content = build_report(read_measurements(files), title)
     if not content.sections:
         raise UsageError("no measurements in these files; `opal-deploy bench ... --out FILE` writes them")
     if markdown is not None:

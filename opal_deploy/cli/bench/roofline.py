@@ -54,14 +54,15 @@ def roofline(
     """The work of each network, and the most images a second that a device could do of it: its roofline."""
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench roofline")
-    from opal_deploy.bench.overhead.chart import check_chart
     from opal_deploy.bench.overhead.paper import load_paper
-    from opal_deploy.bench.roofline.chart import draw
+    from opal_deploy.bench.report.chart_file import check_chart_path, write_charts
+    from opal_deploy.bench.report.charts import draw_charts
+    from opal_deploy.bench.report.rows import number_rows
     from opal_deploy.bench.roofline.table import Case, build_measurements, count_points, format_rows, format_sources
     from opal_deploy.bench.tables import format_table
     from opal_deploy.model.config import HeadConfig
 
-    check_chart(chart)
+    check_chart_path(chart)
     if measure_ceiling and precision == "int8":
         raise UsageError(
             "--measure-ceiling --precision int8: torch has no such product; measure fp32, tf32, fp16, bf16"
@@ -86,7 +87,8 @@ def roofline(
             f"{name}: {len(network.work.layers)} layers, {network.work.macs / 1e9:.3f} GMACs, "
             f"{network.intensity:.1f} FLOPs/byte"
         )
-    for measurement in build_measurements(points, case, ceilings) if out is not None or as_json else ():
+    measurements = list(build_measurements(points, case, ceilings))
+    for measurement in measurements if out is not None or as_json else ():
         write_measurement(measurement, out, as_json=as_json)
     if not as_json:
         header, rows = format_rows(points, ceilings)
@@ -99,7 +101,8 @@ def roofline(
         for line in format_sources(ceilings, precision):
             print(f"- {line}", flush=True)
     if chart is not None:
-        draw(points, ceilings, chart)
+        heading = f"Roofline, {precision}, batch {batch}: where each network may be at most"
+        write_charts(draw_charts("roofline", number_rows(measurements)), heading, chart)
         print_message(f"{chart}: written")
 
 

@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 
 from opal_deploy.bench.measurement import Figure, Kind, Measurement
-from opal_deploy.bench.report.content import report_of
+from opal_deploy.bench.report.content import build_report
 from opal_deploy.bench.report.markdown import to_markdown
 from opal_deploy.bench.report.page import to_html
 
@@ -42,12 +42,12 @@ class Elements(HTMLParser):
 
 @pytest.fixture(scope="module")
 def page(every_kind: list[Measurement]) -> str:
-    return to_html(report_of(every_kind, "Two cores"))
+    return to_html(build_report(every_kind, "Two cores"))
 
 
 @pytest.fixture(scope="module")
 def hostile_page(every_kind: list[Measurement], hostile: str) -> str:
-    return to_html(report_of(_hostile(every_kind, hostile), hostile))
+    return to_html(build_report(_hostile(every_kind, hostile), hostile))
 
 
 def _hostile(measurements: list[Measurement], text: str) -> list[Measurement]:
@@ -72,7 +72,7 @@ def _hostile(measurements: list[Measurement], text: str) -> list[Measurement]:
 
 
 def test_every_kind_has_a_section(every_kind: list[Measurement]) -> None:
-    assert {section.kind for section in report_of(every_kind).sections} == set(get_args(Kind))
+    assert {section.kind for section in build_report(every_kind).sections} == set(get_args(Kind))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_text_in_plots_is_text(page: str) -> None:
 
 
 def test_the_same_measurements_make_the_same_page(every_kind: list[Measurement], page: str) -> None:
-    assert to_html(report_of(every_kind, "Two cores")) == page
+    assert to_html(build_report(every_kind, "Two cores")) == page
 
 
 def test_texts_from_outside_cannot_become_markup(hostile_page: str, page: str) -> None:
@@ -186,7 +186,7 @@ def test_a_real_browser_runs_and_fetches_nothing_and_finds_the_plots(hostile_pag
 
 def test_what_no_report_knows_is_still_in_the_tables(one: Callable[..., Measurement]) -> None:
     strange = one("latency", {"time_to_boredom": Figure(12.5, "yawns", "lower")}, case={"weather": "fine"})
-    text = Elements(to_html(report_of([strange, replace(strange, case={"weather": "rain"})]))).text
+    text = Elements(to_html(build_report([strange, replace(strange, case={"weather": "rain"})]))).text
     for told in ("time to boredom", "yawns", "12.5", "weather", "fine", "rain"):
         assert told in text
 
@@ -194,13 +194,13 @@ def test_what_no_report_knows_is_still_in_the_tables(one: Callable[..., Measurem
 def test_a_measurement_that_failed_is_a_row_without_figures(one: Callable[..., Measurement]) -> None:
     good = one("throughput", {"images_per_second": Figure(10.0, "images/s", "higher")}, case={"batch": 1})
     bad = replace(good, figures={}, case={"batch": 2}, marks=("failed: out of memory",))
-    text = Elements(to_html(report_of([good, bad]))).text
+    text = Elements(to_html(build_report([good, bad]))).text
     assert "failed: out of memory" in text
 
 
 def test_the_last_measurement_of_a_thing_counts_and_the_report_says_so(one: Callable[..., Measurement]) -> None:
     rates = [one("throughput", {"r": Figure(value, "images/s")}, case={"batch": 1}) for value in (11.5, 22.5)]
-    report = report_of(rates)
+    report = build_report(rates)
     assert report.measured == 1
     text = Elements(to_html(report)).text
     assert "22.5" in text
@@ -211,7 +211,7 @@ def test_the_last_measurement_of_a_thing_counts_and_the_report_says_so(one: Call
 def test_machines_are_told_apart(one: Callable[..., Measurement]) -> None:
     here = one("throughput", {"r": Figure(11.5, "images/s")}, case={"batch": 1})
     there = replace(here, machine={"processor": "Other", "gpus": [{"name": "NVIDIA L4"}]})
-    report = report_of([here, there])
+    report = build_report([here, there])
     assert [m.title for m in report.machines] == ["Example CPU 9000, 2 cores", "NVIDIA L4; Other"]
     assert [cell.text for cell in (row[2] for row in report.sections[0].tables[0].rows)] == ["A", "B"]
 
@@ -219,19 +219,19 @@ def test_machines_are_told_apart(one: Callable[..., Measurement]) -> None:
 class TestMarkdown:
     def test_tables_have_as_many_cells_in_each_line(self, every_kind: list[Measurement], hostile: str) -> None:
         for measurements in (every_kind, _hostile(every_kind, hostile)):
-            blocks = re.findall(r"(?:^\|.*\n)+", to_markdown(report_of(measurements)), flags=re.M)
+            blocks = re.findall(r"(?:^\|.*\n)+", to_markdown(build_report(measurements)), flags=re.M)
             assert len(blocks) >= 8
             for block in blocks:
                 assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}) == 1
 
     def test_has_the_figures_commands_and_doubts(self, every_kind: list[Measurement]) -> None:
-        text = to_markdown(report_of(every_kind))
+        text = to_markdown(build_report(every_kind))
         assert "| 1 | resnet50 + opal | 0.972 [0.968, 0.977] |" in text
         assert "- Rows 1–3: `opal-deploy bench compare --model m.onnx`" in text
         assert "**noisy: the repeats differ by 15%**" in text
 
     def test_texts_from_outside_cannot_become_markup(self, every_kind: list[Measurement], hostile: str) -> None:
-        text = to_markdown(report_of(_hostile(every_kind, hostile)))
+        text = to_markdown(build_report(_hostile(every_kind, hostile)))
         outside_code = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text.replace(r"\`", ""))
         assert "<script" not in outside_code
         assert "\x1b" not in text
