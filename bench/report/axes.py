@@ -36,7 +36,7 @@ class Axis:
         return self.start + (self.end - self.start) * (value - low) / (high - low)
 
     def ticks(self, limit: int) -> list[float]:
-        """Return at most so many round values."""
+        """Return about so many round values."""
         if self.logarithmic:
             return _logarithmic_ticks(self.low, self.high, limit)
         size = (self.high - self.low) / limit
