@@ -20,10 +20,8 @@ Opal = Callable[..., "CompletedProcess[str]"]
 
 def test_lines_hold_work_and_ceilings_of_backbone_head_and_both(opal: Opal, tmp_path: Path) -> None:
     lines, chart = tmp_path / "roofline.jsonl", tmp_path / "roofline.svg"
-    done = opal(
-        *["bench", "roofline", "--backbone", "resnet18", "--classes", "10", "--prototypes", "3", "--size", "160x192", "--batch", "8", "--gpu", "l4"],
-        "--gpu", "NVIDIA H200", "--out", lines, "--chart", chart,
-    )  # fmt: skip
+    case = "--backbone resnet18 --classes 10 --prototypes 3 --size 160x192 --batch 8 --gpu l4"
+    done = opal("bench", "roofline", *case.split(), "--gpu", "NVIDIA H200", "--out", lines, "--chart", chart)
     assert done.returncode == 0, done.stderr
     by_part = {m.case["part"]: m for m in read_measurements([lines])}
     body = count_backbone_work("resnet18", (160, 192))
