@@ -1,4 +1,4 @@
-"""What a run writes, by the one process that writes, and what it says when it cannot."""
+"""When a run writes which checkpoint and record, and the error when the disk is full."""
 
 from __future__ import annotations
 
@@ -14,112 +14,111 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.names import escape_name
-from opal_deploy.train import resume as resuming
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import TrainStep
-from opal_deploy.train.resume import Progress
+from opal_deploy.train.resume import RESUME_KEY, Progress, get_random_state, load_run_file
 from opal_deploy.train.run_directory import TrainRunDirectory
 from opal_deploy.train.validation import Evaluation
 
 
 class CheckpointManager:
-    """Checkpoints and records of one run; in processes that do not write, every method does nothing.
+    """Writes the checkpoints and records of one run; only the main process writes.
 
     Attributes:
-        folder: the run's.
-        resolved: what the run is, for checkpoints and config.json.
+        run_dir: the run's directory.
+        run_config: the resolved configuration, for checkpoints and config.json.
     """
 
     def __init__(
         self,
-        folder: TrainRunDirectory,
+        run_dir: TrainRunDirectory,
         data: DataSet,
         group: ProcessGroup,
         network: OpalNetwork,
-        resolved: dict[str, Any],
+        run_config: dict[str, Any],
     ) -> None:
-        self.folder, self.resolved = folder, resolved
+        self.run_dir, self.run_config = run_dir, run_config
         self._data, self._group, self._network = data, group, network
 
-    def begin(self, recipe: str, *, anew: bool) -> None:
-        """config.json and recipe.toml; takes away what killed processes left, and with `anew` an older run's files."""
-        if self._group.is_writer:
-            self.folder.remove_leftovers()
-            if anew:
-                self.folder.clear()
+    def start(self, recipe: str, *, is_new: bool) -> None:
+        """Write config.json and recipe.toml; remove temporary files, and before a new run the files of an older one."""
+        if self._group.is_main:
+            self.run_dir.remove_temporary_files()
+            if is_new:
+                self.run_dir.clear()
             with _stop_when_full(Progress()):
-                self.folder.write_json(self.folder.config, self.resolved)
-                self.folder.write_text(self.folder.recipe, recipe)
+                self.run_dir.write_json(self.run_dir.config, self.run_config)
+                self.run_dir.write_text(self.run_dir.recipe, recipe)
 
-    def best(self, progress: Progress, epoch: int, val: Evaluation) -> None:
-        """best.pt is of this epoch from now on."""
-        if self._group.is_writer:
+    def save_best(self, progress: Progress, epoch: int, val: Evaluation) -> None:
+        """Write this epoch's weights to best.pt."""
+        if self._group.is_main:
             with _stop_when_full(progress):
-                self._write(self.folder.best, {"epoch": epoch, **val.to_dict("val")})
+                self._save(self.run_dir.best, {"epoch": epoch, **val.to_dict("val")})
         progress.best = (epoch, val)
 
-    def last(self, progress: Progress, learner: TrainStep) -> None:
-        """last.pt, with all that the next step depends on."""
-        # of every process: what it draws next
-        random = self._group.everyone(resuming.get_random_state(self._group.device))
-        if not self._group.is_writer:
+    def save_last(self, progress: Progress, train_step: TrainStep) -> None:
+        """Write last.pt with everything that the next step depends on."""
+        # every process draws random numbers of its own
+        random_states = self._group.all_gather(get_random_state(self._group.device))
+        if not self._group.is_main:
             return
         state = {
             "progress": progress.to_dict(),
-            "optimizer": learner.optimizer.state_dict(),
-            "scaler": learner.scaler.state_dict(),
-            "random": random,
+            "optimizer": train_step.optimizer.state_dict(),
+            "scaler": train_step.scaler.state_dict(),
+            "random": random_states,
         }
         with _stop_when_full(progress):
-            self._write(self.folder.last, progress.figures, {resuming.RESUME_KEY: state})
+            self._save(self.run_dir.last, progress.checkpoint_metrics, {RESUME_KEY: state})
 
-    def epochs(self, progress: Progress) -> None:
-        """metrics.csv and curves.png."""
-        if self._group.is_writer:
+    def write_epochs(self, progress: Progress) -> None:
+        """Write metrics.csv and curves.png."""
+        if self._group.is_main:
             with _stop_when_full(progress):
-                self.folder.write_epochs(progress.records)
+                self.run_dir.write_epochs(progress.records)
 
-    def finish(self, progress: Progress, figures: dict[str, Any]) -> None:
-        """best.pt with its test figures, then summary.json; the network holds the best weights."""
-        if not self._group.is_writer:
+    def finish(self, progress: Progress, metrics: dict[str, Any]) -> None:
+        """Write best.pt with its test metrics, then summary.json; the network holds the best weights."""
+        if not self._group.is_main:
             return
         records = progress.records
         summary = {
-            **figures,
+            **metrics,
             "epochs": len(records),
             "seconds": sum(record.seconds for record in records),
             "images_per_second": records[-1].images_per_second,
         }
         with _stop_when_full(progress):
-            self._write(self.folder.best, figures)
-            self.folder.write_epochs(records)
-            self.folder.write_json(self.folder.summary, summary)
-            # from here on the run is finished, and what continued it only takes room
-            self._network.load_state_dict(resuming.load_run_file(self.folder.last)["state_dict"])
-            self._write(self.folder.last, progress.figures)
+            self._save(self.run_dir.best, metrics)
+            self.run_dir.write_epochs(records)
+            self.run_dir.write_json(self.run_dir.summary, summary)
+            # the run is finished now: last.pt needs no state for resuming any more
+            self._network.load_state_dict(load_run_file(self.run_dir.last)["state_dict"])
+            self._save(self.run_dir.last, progress.checkpoint_metrics)
 
-    def bad_batch(self, files: list[Path]) -> str:
-        """Lists the files, one a line; returns where."""
+    def write_nonfinite_batch(self, files: list[Path]) -> str:
+        """List the batch's image files, one a line; return the list's path with the first names."""
         names = [escape_name(str(path)).replace("\n", "\\x0a") for path in files]
-        if self._group.is_writer:
-            # the loss is what has to be said, whether or not this can be written
+        if self._group.is_main:
+            # the loss has to be reported whether or not this file can be written
             with suppress(UsageError, OSError, UnicodeError):
-                self.folder.write_text(self.folder.bad_batch, "\n".join(names) + "\n")
-        return f"{self.folder.bad_batch}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+                self.run_dir.write_text(self.run_dir.nonfinite_batch, "\n".join(names) + "\n")
+        return f"{self.run_dir.nonfinite_batch}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
-    def _write(self, path: Path, metrics: dict[str, Any], beside: dict[str, Any] | None = None) -> None:
+    def _save(self, path: Path, metrics: dict[str, Any], extra: dict[str, Any] | None = None) -> None:
         names, crop = self._data.class_names, self._data.crop
-        checkpoint = Checkpoint(self._network, names, crop=crop, metrics=metrics, training=self.resolved)
-        save(path, checkpoint, beside=beside)
+        checkpoint = Checkpoint(self._network, names, crop=crop, metrics=metrics, training=self.run_config)
+        save(path, checkpoint, beside=extra)
 
 
 def has_finite_weights(network: OpalNetwork) -> bool:
-    """Whether every weight is a number: a loss can be one while its gradient is none."""
+    """Return whether every weight is finite; a finite loss can have an infinite gradient."""
     return all(bool(torch.isfinite(weight).all()) for weight in network.parameters())
 
 
 def describe_kept(progress: Progress) -> str:
-    """What a run that stops has kept."""
+    """Return a clause that says which checkpoint a stopped run has kept."""
     return f"best.pt holds epoch {progress.best[0]}" if progress.best else "nothing was kept yet"
 
 

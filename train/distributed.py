@@ -1,7 +1,7 @@
-"""One process, or several that torchrun started: who this one is, and what they agree on.
+"""One process, or several that torchrun started: ranks, devices, and collective operations.
 
 Every process works on its share of each global batch; sums over all shares make losses, gradients and metrics those of
-one process with the whole batch. One process writes.
+one process with the whole batch. The first process writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opal_deploy.runtime.torch_session import torch_device
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that speaks and writes; known before the processes join."""
+    """Return whether this process prints and writes; known before the processes join."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -30,9 +30,9 @@ class ProcessGroup:
     """The processes of one run.
 
     Attributes:
+        device: the device that this process computes on.
         rank: this process, 0 ... size-1.
-        size: how many there are.
-        device: where this one computes.
+        size: the number of processes.
     """
 
     device: torch.device
@@ -40,44 +40,44 @@ class ProcessGroup:
     size: int = 1
 
     @property
-    def is_writer(self) -> bool:
-        """Whether this process writes files and lines."""
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def total(self, *values: float) -> list[float]:
-        """Each value summed over all processes, in float64."""
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """Return each value summed over all processes, in float64."""
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
         distributed.all_reduce(sums)
         return [float(value) for value in sums.tolist()]
 
-    def everyone(self, value: Any) -> list[Any]:
-        """The value of each process, by rank, in every process."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
 
-    def share_buffers(self, module: nn.Module) -> None:
-        """The first process's buffers (running batch statistics) in every process."""
+    def broadcast_buffers(self, module: nn.Module) -> None:
+        """Give every process the first one's buffers (running batch statistics)."""
         if self.size > 1:
             for buffer in module.buffers():
                 distributed.broadcast(buffer, 0)
 
-    def wait(self) -> None:
-        """Until every process has come here."""
+    def barrier(self) -> None:
+        """Wait until every process has come here."""
         if self.size > 1:
             distributed.barrier()
 
 
 @contextmanager
 def join_process_group(device: str) -> Iterator[ProcessGroup]:
-    """This process's group: of all that torchrun started, or of this one alone.
+    """Yield the group of all processes that torchrun started, or of this process alone.
 
     Args:
-        device: `auto`, `cpu`, `cuda`; with several processes each takes the GPU of its local rank.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`; with several processes each takes the GPU of its local rank.
 
     Raises:
         UsageError: no such device, or fewer GPUs than processes.
@@ -86,17 +86,17 @@ def join_process_group(device: str) -> Iterator[ProcessGroup]:
     if size == 1:
         yield ProcessGroup(torch_device(device))
         return
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch_device(device)
     if chosen.type == "cuda":
         if device not in ("auto", "cuda"):
             raise UsageError(f"device {device!r} for {size} processes: give cuda, and each takes a GPU of its own")
-        if local >= torch.cuda.device_count():
+        if local_rank >= torch.cuda.device_count():
             raise UsageError(
-                f"{local + 1} processes or more on this machine, which has {torch.cuda.device_count()} GPUs; "
+                f"{local_rank + 1} processes or more on this machine, which has {torch.cuda.device_count()} GPUs; "
                 "start one a GPU (torchrun --nproc-per-node)"
             )
-        chosen = torch.device("cuda", local)
+        chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
@@ -106,7 +106,7 @@ def join_process_group(device: str) -> Iterator[ProcessGroup]:
 
 
 def wrap_ddp(network: OpalNetwork, group: ProcessGroup) -> nn.Module:
-    """The network as training calls it: gradients averaged over the group's processes."""
+    """Return the network for training: with several processes, gradients are averaged over them."""
     if group.size == 1:
         return network
     devices = [group.device] if group.device.type == "cuda" else None
@@ -114,6 +114,6 @@ def wrap_ddp(network: OpalNetwork, group: ProcessGroup) -> nn.Module:
 
 
 def convert_sync_batch_norm(network: OpalNetwork) -> OpalNetwork:
-    """Batch statistics over all processes' shares, as one process with the whole batch has them; GPUs only."""
-    found: OpalNetwork = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
-    return found
+    """Return the network with batch statistics over all processes, as one process with the whole batch; GPUs only."""
+    converted: OpalNetwork = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    return converted

@@ -1,4 +1,4 @@
-"""One pass over the training pictures, and what it keeps count of."""
+"""One pass over the training images: the training step, and the metrics of the epoch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.images import Batches, normalize
 from opal_deploy.train.setup import MixedPrecision
 
-# a GPU is asked for its losses only so often: each question waits until it has caught up
+# reading a loss waits until the GPU has caught up, so it is done only every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
 
 
 class NonFiniteLossError(Exception):
-    """The training loss is no number any more.
+    """The training loss is NaN or infinite.
 
     Attributes:
-        step: counted from 0 in its epoch.
-        loss: what it is.
-        files: the pictures of its batch.
+        step: the step in its epoch, counted from 0.
+        loss: the loss.
+        files: the images of its batch.
     """
 
     def __init__(self, step: int, loss: float, files: list[Path]) -> None:
@@ -39,7 +39,15 @@ class NonFiniteLossError(Exception):
 
 @dataclass
 class EpochMetrics:
-    """Of the epoch under way, over all processes: loss, correct answers and pictures; seconds of this process."""
+    """Running totals of an epoch.
+
+    Attributes:
+        loss: summed cross-entropy in nats, over all processes.
+        correct: number of correct predictions, over all processes.
+        seen: number of images, over all processes.
+        seconds: seconds of this process.
+        waited: seconds of this process spent waiting for batches.
+    """
 
     loss: float = 0.0
     correct: float = 0.0
@@ -50,13 +58,14 @@ class EpochMetrics:
 
 @dataclass
 class TrainStep:
-    """What a step changes, and how it is computed.
+    """One optimizer step: forward, loss, backward, update.
 
     Attributes:
-        model: the network, as it is called: perhaps compiled, perhaps spread over processes.
-        optimizer: of the network's weights.
-        amp: see Amp.
-        group: see Group.
+        model: the network, perhaps compiled, perhaps wrapped for several processes.
+        optimizer: the optimizer of the network's weights.
+        amp: mixed precision.
+        group: the processes of the run.
+        scaler: the loss scaler; does something with float16 only.
     """
 
     model: nn.Module
@@ -66,28 +75,28 @@ class TrainStep:
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scaler = self.amp.scaler()
+        self.scaler = self.amp.build_scaler()
 
     def step(self, images: Tensor, labels: Tensor, global_batch: int) -> tuple[Tensor, Tensor]:
-        """One step on this process's share of a batch.
+        """Do one step on this process's n images of a global batch.
 
         Args:
             images: uint8 [n, H0, W0, 3].
             labels: int64 [n].
-            global_batch: N, over all processes.
+            global_batch: N, the number of images over all processes.
 
         Returns:
-            The summed loss and the number of correct answers of the share, on the device.
+            The summed loss and the number of correct predictions of the n images, scalars on the device.
         """
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
-        inputs = normalize(images.to(device, non_blocking=True), IMAGENET_MEAN, IMAGENET_STD)
+        inputs = normalize(images.to(device, non_blocking=True), IMAGENET_MEAN, IMAGENET_STD)  # [n, 3, H0, W0]
         with self.amp.autocast():
             logits: Tensor = self.model(inputs).float()  # [n, C]
         loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
         self.optimizer.zero_grad(set_to_none=True)
-        # gradients are averaged over processes, whose shares may differ by a picture: with the size they become those
-        # of the batch's mean
+        # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the
+        # gradients of the global batch's mean loss
         mean = loss_sum * (self.group.size / global_batch)
         self.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
@@ -96,56 +105,59 @@ class TrainStep:
 
 
 def train_epoch(
-    learner: TrainStep,
+    train_step: TrainStep,
     batches: Batches,
-    sums: EpochMetrics,
+    metrics: EpochMetrics,
     *,
     after_step: Callable[[int, EpochMetrics], None],
 ) -> None:
-    """All batches of `batches.epoch`, from `batches.first` on.
+    """Train on all batches of `batches.epoch`, from `batches.first_step` on.
 
     Args:
-        sums: added to, over all processes.
-        after_step: called with the number of steps done and the sums, whenever the losses were read.
+        train_step: the step.
+        batches: this process's share of the batches.
+        metrics: running totals, which are added to.
+        after_step: called with the number of steps done and the metrics, whenever losses were read.
 
     Raises:
-        LossNotFinite: in every process alike. UsageError: a picture cannot be decoded.
+        NonFiniteLossError: raised in every process alike.
+        UsageError: an image cannot be decoded.
     """
-    learner.model.train()
+    train_step.model.train()
     plan = batches.plan()
-    every = _GPU_STEPS_BETWEEN_READS if learner.group.device.type == "cuda" else 1
-    # since the last reading: (step, loss sum, correct, pictures)
+    steps_between_reads = _GPU_STEPS_BETWEEN_READS if train_step.group.device.type == "cuda" else 1
+    # steps whose losses are still on the device: (step, loss sum, correct, images)
     unread: list[tuple[int, Tensor, Tensor, int]] = []
-    waiting = _TimedBatches(batches)
+    timed_batches = _TimedBatches(batches)
     started = time.perf_counter()
-    for step, (images, labels) in enumerate(waiting, batches.first):
+    for step, (images, labels) in enumerate(timed_batches, batches.first_step):
         global_batch = len(plan[step])
-        unread.append((step, *learner.step(images, labels, global_batch), global_batch))
-        if len(unread) == every or step + 1 == len(plan):
-            _read_losses(unread, sums, learner.group, batches)
+        unread.append((step, *train_step.step(images, labels, global_batch), global_batch))
+        if len(unread) == steps_between_reads or step + 1 == len(plan):
+            _read_losses(unread, metrics, train_step.group, batches)
             unread.clear()
             now = time.perf_counter()
-            sums.seconds += now - started
+            metrics.seconds += now - started
             started = now
-            sums.waited += waiting.take()
-            after_step(step + 1, sums)
+            metrics.waited += timed_batches.pop_seconds()
+            after_step(step + 1, metrics)
 
 
 def _read_losses(
-    unread: list[tuple[int, Tensor, Tensor, int]], sums: EpochMetrics, group: ProcessGroup, batches: Batches
+    unread: list[tuple[int, Tensor, Tensor, int]], metrics: EpochMetrics, group: ProcessGroup, batches: Batches
 ) -> None:
     losses = torch.stack([loss for _, loss, _, _ in unread]).double().tolist()
-    losses = group.total(*losses)
-    for (step, _, _, pictures), loss in zip(unread, losses, strict=True):
+    losses = group.all_reduce_sum(*losses)
+    for (step, _, _, num_images), loss in zip(unread, losses, strict=True):
         if not math.isfinite(loss):
-            raise NonFiniteLossError(step, loss / pictures, batches.files(step))
-    sums.loss += math.fsum(losses)
-    sums.correct += group.total(float(torch.stack([correct for _, _, correct, _ in unread]).sum()))[0]
-    sums.seen += sum(pictures for _, _, _, pictures in unread)
+            raise NonFiniteLossError(step, loss / num_images, batches.image_files(step))
+    metrics.loss += math.fsum(losses)
+    metrics.correct += group.all_reduce_sum(float(torch.stack([correct for _, _, correct, _ in unread]).sum()))[0]
+    metrics.seen += sum(num_images for _, _, _, num_images in unread)
 
 
 class _TimedBatches:
-    """Batches, and the seconds that were spent waiting for them."""
+    """Iterates over batches and counts the seconds spent waiting for them."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -161,29 +173,29 @@ class _TimedBatches:
                 return
             yield batch
 
-    def take(self) -> float:
-        """Seconds since the last call."""
+    def pop_seconds(self) -> float:
+        """Return the seconds since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-def compile_model(model: nn.Module, wanted: bool) -> nn.Module:
-    """Through torch.compile, where asked for."""
-    if not wanted:
+def compile_model(model: nn.Module, enabled: bool) -> nn.Module:
+    """Return the model through torch.compile, or as it is."""
+    if not enabled:
         return model
-    found: Any = torch.compile(model)
-    return found  # type: ignore[no-any-return]
+    compiled: Any = torch.compile(model)
+    return compiled  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def open_summary_writer(folder: Path | None, first_epoch: int) -> Iterator[Any]:
-    """TensorBoard's writer, or None; what an earlier process logged from `first_epoch` on is hidden."""
-    if folder is None:
+def open_summary_writer(log_dir: Path | None, first_epoch: int) -> Iterator[Any]:
+    """Yield TensorBoard's writer, or None without a directory; earlier logs from `first_epoch` on are hidden."""
+    if log_dir is None:
         yield None
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder), purge_step=first_epoch)
+    writer = SummaryWriter(str(log_dir), purge_step=first_epoch)
     try:
         yield writer
     finally:

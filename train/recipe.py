@@ -1,13 +1,13 @@
-"""Recipes: TOML files that say everything a run needs.
+"""The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
-[data] dataset, validation, partition, skip_missing      [model] backbone, weights, input_size
-[head] kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
-[training] epochs, batch_size, lr, augment, seed, precision, tf32
-[machine] device, workers, compile, cache_megabytes, save_every, tensorboard
+    [data]      dataset, validation, partition, skip_missing
+    [model]     backbone, weights, input_size
+    [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
+    [training]  epochs, batch_size, lr, augment, seed, precision, tf32
+    [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-What a recipe leaves out is the paper's. The resolved recipe that is saved with a run repeats it.
-
-Everything that a run depends on besides its pictures. Plain data: importing this module imports no torch."""
+Defaults are the paper's. A run stores its resolved recipe, which repeats the run.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ from typing import Any, Literal, get_args
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 
-# sections of key to value
+Augment = Literal["paper", "none"]
+# type of the convolutions while training; `auto` is bfloat16 or float16 on a GPU, float32 on a CPU
+TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
+
+# section name to keys and values
 Sections = dict[str, dict[str, Any]]
+
+IMAGENET, RANDOM = "imagenet", "none"
+
+# options that may differ between a run and its continuation: they change how fast and where, not what is computed
+CHANGEABLE_ON_RESUME = ("epochs", "device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
 
 _MODEL: dict[str, type] = {"backbone": str, "weights": str, "input_size": list}
 _HEAD = {
@@ -40,20 +49,74 @@ _SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
 _CHOICES = {"validation": ("authors",), "kind": ("opal", "linear")}
-_TOML_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
-IMAGENET, RANDOM = "imagenet", "none"
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of a run. The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2).
+
+    Attributes:
+        backbone: torchvision's name.
+        head: the head's configuration.
+        weights: the backbone's first weights, a file or a name of torchvision's; None starts from random ones.
+        epochs: number of epochs.
+        batch_size: images per batch over all processes.
+        lr: Adam's learning rate, fixed.
+        input_size: (H0, W0) in pixels.
+        augment: `paper` or `none`.
+        seed: seed of weights, order and augmentation.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        precision: type of the convolutions, see TrainingPrecision.
+        tf32: allow TF32 in float32 arithmetic on the GPU.
+        compile: run the training step through torch.compile.
+        workers: number of processes that prepare images; None chooses, see `setup.default_num_workers`.
+        cache_megabytes: resized images are kept in memory up to this much; 0 decodes them in every epoch.
+        save_every: write last.pt every so many steps too, not only after each epoch; 0 does not.
+        tensorboard: log each epoch's metrics for TensorBoard.
+    """
+
+    backbone: str = "convnext_tiny"
+    head: HeadConfig = field(default_factory=HeadConfig)
+    weights: str | None = None
+    epochs: int = 30
+    batch_size: int = 64
+    lr: float = 1e-4
+    input_size: tuple[int, int] = (224, 224)
+    augment: Augment = "paper"
+    seed: int = 0
+    device: str = "auto"
+    precision: TrainingPrecision = "auto"
+    tf32: bool = False
+    compile: bool = False
+    workers: int | None = None
+    cache_megabytes: int = 1024
+    save_every: int = 0
+    tensorboard: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError for values that no run can have."""
+        if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
+            raise UsageError("epochs and batch size must be at least 1 and the learning rate a number above 0")
+        if self.seed >= 1 << 63 or not math.isfinite(self.head.epsilon):
+            raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
+        if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
+            raise UsageError("save_every, cache_megabytes, workers and seed must not be negative")
+        if self.augment not in get_args(Augment):
+            raise UsageError(f"augment {self.augment!r}: expected one of {', '.join(get_args(Augment))}")
+        if self.precision not in get_args(TrainingPrecision):
+            raise UsageError(f"precision {self.precision!r}: expected one of {', '.join(get_args(TrainingPrecision))}")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run, resolved.
+    """A resolved run.
 
     Attributes:
-        options: see Options.
-        dataset: a name of the catalogue's; None recognises the folder by its files.
-        partition: of data sets that come in several.
-        skip_missing: leave out pictures that the lists name and that are not there.
+        options: the options of the run.
+        dataset: name of the data set (`datasets.registry.DATASET_NAMES`); None recognizes the folder by its files.
+        partition: number of the official partition.
+        skip_missing: leave out images that the lists name and that do not exist.
     """
 
     options: TrainOptions
@@ -62,7 +125,7 @@ class Recipe:
     skip_missing: bool = False
 
     def to_toml(self) -> str:
-        """What `resolve` makes this recipe of again."""
+        """Return the TOML text that `resolve_recipe` turns into this recipe again."""
         require("tomli_w", "train", "saving a recipe", pip_name="tomli-w")
         import tomli_w
 
@@ -85,27 +148,26 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
+    """Return the names of the recipes that come with the package."""
     folder = resources.files("opal_deploy.train") / "recipes"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def load_recipe(name: str) -> Sections:
-    """A recipe of the package's by name, or a file.
+    """Return a recipe of the package by name, or a recipe file.
 
     Raises:
         UsageError: no such recipe, not TOML, unknown sections or keys, or values of another type.
     """
-    if name in recipe_names():
+    names = recipe_names()
+    if name in names:
         text, origin = (resources.files("opal_deploy.train") / "recipes" / f"{name}.toml").read_text("utf-8"), name
     else:
         path = Path(name)
         if not path.is_file():
-            raise UsageError(
-                f"recipe {name!r}: no such file, and not one of {', '.join(recipe_names())}; give a .toml file"
-            )
+            raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names)}; give a .toml file")
         try:
-            # a path to weights may hold bytes that are no UTF-8
+            # a path to weights may hold bytes that are not UTF-8
             text, origin = path.read_text(encoding="utf-8", errors="surrogateescape"), str(path)
         except OSError as error:
             raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -120,22 +182,22 @@ def load_recipe(name: str) -> Sections:
 
 
 def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
-    """A recipe with what the command line says instead.
+    """Return a recipe with the command line's values in place of its own.
 
     Args:
-        raw: from `load`.
-        overrides: the same sections; values of None say nothing.
+        raw: a recipe as `load_recipe` returns it.
+        overrides: the same sections; values of None change nothing.
 
     Raises:
         UsageError: options that contradict each other, or values that no run can have.
     """
-    said = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
-    merged: Sections = {section: {**raw.get(section, {}), **said.get(section, {})} for section in _SECTIONS}
+    changes = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
+    merged: Sections = {section: {**raw.get(section, {}), **changes.get(section, {})} for section in _SECTIONS}
     model, data = merged["model"], merged["data"]
     backbone = model.get("backbone", TrainOptions.backbone)
     options = TrainOptions(
         backbone=backbone,
-        head=_resolve_head(raw.get("head", {}), said.get("head", {})),
+        head=_resolve_head(raw.get("head", {}), changes.get("head", {})),
         weights=_resolve_weights(model.get("weights", IMAGENET), backbone),
         input_size=_parse_input_size(model.get("input_size", TrainOptions.input_size)),
         **merged["training"],
@@ -156,7 +218,7 @@ def _find_problems(raw: dict[str, Any]) -> list[str]:
             if key not in known:
                 problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")
             elif not _has_type(value, known[key]):
-                problems.append(f"[{section}] {key} = {value!r}: expected {_TOML_NAMES[known[key]]}")
+                problems.append(f"[{section}] {key} = {value!r}: expected {_TYPE_NAMES[known[key]]}")
             elif key in _CHOICES and value not in _CHOICES[key]:
                 problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_CHOICES[key])}")
     head = raw.get("head")
@@ -165,16 +227,16 @@ def _find_problems(raw: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _has_type(value: Any, wanted: type) -> bool:
-    # True is an int to Python and 1 no float to TOML
-    if wanted is float:
+def _has_type(value: Any, expected: type) -> bool:
+    # True is an int to Python, and 1 is not a float to TOML
+    if expected is float:
         return type(value) in (float, int)
-    return type(value) is wanted
+    return type(value) is expected
 
 
-def _resolve_head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
-    kind = said.get("kind", recipe.get("kind"))
-    switches = {key: value for key, value in said.items() if key != "kind"}
+def _resolve_head(recipe: dict[str, Any], overrides: dict[str, Any]) -> HeadConfig:
+    kind = overrides.get("kind", recipe.get("kind"))
+    switches = {key: value for key, value in overrides.items() if key != "kind"}
     if kind == "linear":
         if switches.get("pooling") == "max":
             raise UsageError(
@@ -187,8 +249,8 @@ def _resolve_head(recipe: dict[str, Any], said: dict[str, Any]) -> HeadConfig:
             )
         return LINEAR_BASELINE
     base = {key: value for key, value in recipe.items() if key != "kind"}
-    if said.get("kind") == "opal":
-        # OPAL's own parts, whatever variant the recipe is of
+    if overrides.get("kind") == "opal":
+        # all of OPAL's parts, whatever variant the recipe has
         base = {key: value for key, value in base.items() if key in ("prototypes_per_class", "distance", "epsilon")}
     known = {field.name for field in fields(HeadConfig)}
     return HeadConfig(**{key: value for key, value in {**base, **switches}.items() if key in known})
@@ -208,65 +270,3 @@ def _parse_input_size(value: Any) -> tuple[int, int]:
     if len(value) != 2 or not all(type(number) is int and number > 0 for number in value):
         raise UsageError(f"input_size {value!r}: expected two whole numbers, height and width in pixels")
     return int(value[0]), int(value[1])
-
-
-Augment = Literal["paper", "none"]
-# of the convolutions while training; `auto`: bfloat16 or float16 on a GPU, float32 on a CPU
-TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
-
-# may differ between a run and its continuation: they do not change what is computed, only where and how fast
-CHANGEABLE_ON_RESUME = ("epochs", "device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2).
-
-    Attributes:
-        backbone: torchvision's name.
-        head: see HeadConfig.
-        weights: the backbone's, a file or a name of torchvision's; None leaves them random.
-        epochs, batch_size, lr: of Adam, fixed. The batch is the global one, whatever the number of processes.
-        input_size: (H0, W0) in pixels.
-        augment: `paper` or `none`.
-        seed: of weights, order and augmentation.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`.
-        precision: of the convolutions, see TrainingPrecision.
-        tf32: allow TF32 in float32 arithmetic on the GPU.
-        compile: run the training step through torch.compile.
-        workers: processes that prepare pictures; None chooses, see `setup.default_workers`.
-        cache_megabytes: squashed pictures are kept in memory up to this much; 0 decodes them in every epoch.
-        save_every: write last.pt every so many steps too, not only after each epoch; 0 does not.
-        tensorboard: log each epoch's figures for TensorBoard.
-    """
-
-    backbone: str = "convnext_tiny"
-    head: HeadConfig = field(default_factory=HeadConfig)
-    weights: str | None = None
-    epochs: int = 30
-    batch_size: int = 64
-    lr: float = 1e-4
-    input_size: tuple[int, int] = (224, 224)
-    augment: Augment = "paper"
-    seed: int = 0
-    device: str = "auto"
-    precision: TrainingPrecision = "auto"
-    tf32: bool = False
-    compile: bool = False
-    workers: int | None = None
-    cache_megabytes: int = 1024
-    save_every: int = 0
-    tensorboard: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError for numbers that no run can have."""
-        if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
-            raise UsageError("epochs and batch size must be at least 1 and the learning rate a number above 0")
-        if self.seed >= 1 << 63 or not math.isfinite(self.head.epsilon):
-            raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
-        if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
-            raise UsageError("save_every, cache_megabytes, workers and seed must not be negative")
-        if self.augment not in get_args(Augment):
-            raise UsageError(f"augment {self.augment!r}: expected one of {', '.join(get_args(Augment))}")
-        if self.precision not in get_args(TrainingPrecision):
-            raise UsageError(f"precision {self.precision!r}: expected one of {', '.join(get_args(TrainingPrecision))}")

@@ -1,7 +1,7 @@
-"""What a run leaves behind: best.pt, last.pt, metrics.csv, curves.png, config.json, recipe.toml, summary.json.
+"""The files of a training run: best.pt, last.pt, metrics.csv, curves.png, config.json, recipe.toml, summary.json.
 
-summary.json is written when all is done: a folder without it holds a run that can be continued.
-Each file is written under another name and renamed, so that a run that is interrupted leaves whole files.
+summary.json is written last: a directory without it holds a run that can be continued. Every file is written under a
+temporary name and renamed, so an interrupted run leaves whole files.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from opal_deploy.artifact.files import atomic_write, remove_temporary_files, wri
 from opal_deploy.errors import UsageError
 
 FILES = ("best.pt", "last.pt", "metrics.csv", "curves.png", "config.json", "recipe.toml", "summary.json")
-# of runs that failed, or on request
-_OTHERS = ("nonfinite_batch.txt",)
+# written by failed runs only
+_FAILURE_FILES = ("nonfinite_batch.txt",)
 
 
 @dataclass(frozen=True)
 class EpochRecord:
     """One line of metrics.csv. Losses are cross-entropies in nats, accuracies 0 ... 1.
 
-    The training figures are of augmented pictures while the weights still changed.
+    Training loss and accuracy are of augmented images, measured while the weights still changed.
 
     Attributes:
-        seconds: of training and validation.
-        images_per_second: training pictures over the seconds of training, all processes together.
-        data_wait: share of these seconds, 0 ... 1, that the loop waited for its next batch (of the first process; a
-            GPU may still have been busy with steps queued before).
+        seconds: duration of training and validation.
+        images_per_second: training images over the seconds of training, all processes together.
+        data_wait: share of these seconds, 0 ... 1, that the first process waited for its next batch (a GPU may still
+            have been busy with steps queued before).
     """
 
     epoch: int
@@ -42,9 +42,18 @@ class EpochRecord:
     images_per_second: float
     data_wait: float
 
+    def describe(self, epochs: int, *, is_best: bool) -> str:
+        """Return one line for a person; `epochs` is the number of epochs of the run."""
+        return (
+            f"epoch {self.epoch}/{epochs}: training loss {self.train_loss:.4f}, {self.train_accuracy:.1%}; "
+            f"validation loss {self.val_loss:.4f}, {self.val_accuracy:.1%}; {self.seconds:.1f} s, "
+            f"{self.images_per_second:.0f} images/s, {self.data_wait:.0%} waiting for data"
+            f"{'; best so far' if is_best else ''}"
+        )
+
 
 class TrainRunDirectory:
-    """A run's folder and its files' paths."""
+    """The directory of a training run, with an attribute for the path of each file."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,7 +61,7 @@ class TrainRunDirectory:
         self.metrics, self.curves = root / "metrics.csv", root / "curves.png"
         self.config, self.summary = root / "config.json", root / "summary.json"
         self.recipe = root / "recipe.toml"
-        self.bad_batch = root / "nonfinite_batch.txt"
+        self.nonfinite_batch = root / "nonfinite_batch.txt"
         self.tensorboard = root / "tensorboard"
 
     @property
@@ -61,28 +70,28 @@ class TrainRunDirectory:
         return self.summary.is_file()
 
     def check_free(self) -> None:
-        """Raise UsageError if the folder holds a run."""
-        found = [name for name in FILES if (self.root / name).exists()]
-        if found:
+        """Raise UsageError if the directory holds a run."""
+        existing = [name for name in FILES if (self.root / name).exists()]
+        if existing:
             raise UsageError(
-                f"{self.root}: it already holds a run ({', '.join(found)}); "
+                f"{self.root}: it already holds a run ({', '.join(existing)}); "
                 "give --resume to continue it, another --out, or --overwrite"
             )
 
-    def remove_leftovers(self) -> None:
-        """What processes left that were killed while they wrote; for whoever has the folder for itself."""
+    def remove_temporary_files(self) -> None:
+        """Remove the temporary files of processes that were killed while writing; the caller holds the lock."""
         for name in FILES:
             remove_temporary_files(self.root / name)
 
     def clear(self) -> None:
-        """Make the folder, and take away an older run's files, so that no two runs mix.
+        """Make the directory, and remove an older run's files, so that no two runs mix.
 
         Raises:
-            UsageError: it cannot be written to.
+            UsageError: the directory cannot be written to.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for name in (*FILES, *_OTHERS):
+            for name in (*FILES, *_FAILURE_FILES):
                 (self.root / name).unlink(missing_ok=True)
             if self.tensorboard.is_dir():
                 shutil.rmtree(self.tensorboard)
@@ -91,20 +100,20 @@ class TrainRunDirectory:
             raise UsageError(f"{self.root}: cannot be written ({reason}); give another --out") from None
 
     def write_json(self, path: Path, document: dict[str, Any]) -> None:
-        """`path` is one of the folder's own."""
+        """Write one of the directory's JSON files."""
         write_json(path, document)
 
     def write_text(self, path: Path, text: str) -> None:
-        """`path` is one of the folder's own."""
+        """Write one of the directory's text files."""
         with atomic_write(path) as temporary:
-            # a path that a recipe holds may have bytes that are no UTF-8
+            # a path in a recipe may have bytes that are not UTF-8
             temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
 
     def read_epochs(self) -> list[EpochRecord]:
-        """What metrics.csv holds; nothing where it is gone.
+        """Return the records of metrics.csv, none where there is no such file.
 
         Raises:
-            UsageError: it cannot be read.
+            UsageError: the file cannot be read.
         """
         if not self.metrics.is_file():
             return []
@@ -116,16 +125,16 @@ class TrainRunDirectory:
             raise UsageError(f"{self.metrics}: not readable ({error}); train again with --overwrite") from None
 
     def write_epochs(self, epochs: list[EpochRecord]) -> None:
-        """metrics.csv and curves.png, with all epochs up to now."""
+        """Write metrics.csv and curves.png with all epochs so far."""
         with atomic_write(self.metrics) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, [field.name for field in fields(EpochRecord)], lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(record) for record in epochs)
         with atomic_write(self.curves) as temporary:
-            _draw(epochs, temporary)
+            _draw_curves(epochs, temporary)
 
 
-def _draw(epochs: list[EpochRecord], path: Path) -> None:
+def _draw_curves(epochs: list[EpochRecord], path: Path) -> None:
     # the object interface: pyplot keeps global state and looks for a display
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a run chooses for the machine it finds itself on, and what it notes down about it."""
+"""What a run chooses for its machine, and what config.json says of the machine."""
 
 from __future__ import annotations
 
@@ -25,49 +25,52 @@ _MAX_WORKERS = 8
 
 
 def default_num_workers(device: torch.device, cached: bool) -> int:
-    """How many processes prepare pictures.
+    """Return the number of processes that prepare images.
 
-    On a CPU none where pictures are cached: augmenting is a few per cent of an epoch, and processes would take the
-    network's cores; otherwise one, to decode ahead. On a GPU all cores but one, at most 8.
+    On a CPU none where images are cached: augmenting is a few per cent of an epoch, and processes would take the
+    network's cores; otherwise one, which prefetches. On a GPU all cores but one, at most 8.
     """
     if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
     return max(1, min(available_cpus() - 1, _MAX_WORKERS))
 
 
-def set_tf32(allowed: bool) -> None:
-    """`fp32` means fp32 unless TF32 was asked for."""
-    torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
+def set_tf32(enabled: bool) -> None:
+    """Allow TF32 in float32 arithmetic, or forbid it, which overrides PyTorch's own defaults."""
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    torch.backends.cudnn.allow_tf32 = enabled
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Mixed precision. `auto`: on a GPU only, bfloat16 where the GPU has it, else float16 with a loss scale.
+    """Automatic mixed precision.
 
     Attributes:
         device_type: `cpu` or `cuda`.
-        dtype: of the convolutions; None is float32 throughout.
+        dtype: type of the convolutions; None is float32 throughout.
     """
 
     device_type: str
     dtype: torch.dtype | None
 
     @staticmethod
-    def choose(device: torch.device, wanted: TrainingPrecision = "auto") -> MixedPrecision:
-        """For the device's own abilities; an emulated bfloat16 does not count for `auto`.
+    def select(device: torch.device, precision: TrainingPrecision = "auto") -> MixedPrecision:
+        """Return the precision for a device.
+
+        `auto` is float32 on a CPU; on a GPU bfloat16 where the GPU computes it natively, else float16.
 
         Raises:
-            UsageError: float16 on a CPU, which has no fast arithmetic of it.
+            UsageError: float16 on a CPU, which has no fast float16 arithmetic.
         """
-        if wanted == "fp16" and device.type == "cpu":
+        if precision == "fp16" and device.type == "cpu":
             raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
-        if wanted == "auto":
+        if precision == "auto":
             if device.type != "cuda":
                 return MixedPrecision(device.type, None)
             native = torch.cuda.get_device_capability(device) >= (8, 0)
             return MixedPrecision(device.type, torch.bfloat16 if native else torch.float16)
-        return MixedPrecision(device.type, {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted])
+        dtypes = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return MixedPrecision(device.type, dtypes[precision])
 
     @property
     def name(self) -> str:
@@ -75,28 +78,28 @@ class MixedPrecision:
         return {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Around the forward pass."""
+        """Return the context of the forward pass."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
 
-    def scaler(self) -> torch.amp.GradScaler:
-        """Does something with float16 only."""
+    def build_scaler(self) -> torch.amp.GradScaler:
+        """Return the loss scaler, which is enabled for float16 only."""
         return torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
 
 
-def check_batch_norm(network: OpalNetwork, share: int) -> None:
-    """Raise UsageError where a process's `share` of a batch is a single value for batch normalisation."""
-    normalises = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-    if normalises and share == 1 and network.grid == (1, 1):
+def check_batch_norm(network: OpalNetwork, local_batch: int) -> None:
+    """Raise UsageError where batch normalisation would see a single value per channel in a process's local batch."""
+    normalizes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
+    if normalizes and local_batch == 1 and network.grid == (1, 1):
         raise UsageError(
-            f"batches of one picture with a single cell in {network.config.backbone}: batch normalisation needs two "
+            f"batches of one image with a single cell in {network.config.backbone}: batch normalisation needs two "
             "values; give a larger --batch-size or --size"
         )
 
 
 def default_weights(backbone: str) -> str:
-    """The ImageNet weights that the paper starts from: torchvision's second set for ResNets, the first for others.
+    """Return the ImageNet weights that the paper starts from: torchvision's second set for ResNets, else the first.
 
     Raises:
         UsageError: torchvision has no such classifier.
@@ -104,15 +107,15 @@ def default_weights(backbone: str) -> str:
     import torchvision
 
     try:
-        known = [weights.name for weights in torchvision.models.get_model_weights(backbone)]
+        names = [weights.name for weights in torchvision.models.get_model_weights(backbone)]
     except ValueError:
         raise UsageError(f"backbone {backbone!r}: torchvision has no such classifier; try resnet50") from None
     preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if backbone.startswith("resnet") else ("IMAGENET1K_V1",)
-    return next((name for name in preferred if name in known), "DEFAULT")
+    return next((name for name in preferred if name in names), "DEFAULT")
 
 
 def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
-    """Where the backbone's first weights came from, with the sha256 of their file."""
+    """Return where the backbone's first weights came from, with the sha256 of their file."""
     if weights is None:
         return {"origin": "random"}
     path = Path(weights)
@@ -125,9 +128,9 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
 
 
 def package_versions() -> dict[str, str]:
-    """Of everything that a run's figures depend on."""
-    found = {"opal-deploy": __version__, "python": platform.python_version()}
+    """Return the versions of Python and of all packages that a run's metrics depend on."""
+    versions = {"opal-deploy": __version__, "python": platform.python_version()}
     for package in ("torch", "torchvision", "numpy", "pillow", "scikit-learn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
+            versions[package] = metadata.version(package)
+    return versions

@@ -1,11 +1,11 @@
-"""The paper's augmentation, as its authors coded it: what training does to a picture that evaluation does not.
+"""The paper's augmentation of training images, as its authors coded it (Supp. B.2).
 
-    squash to 232x232 -> geometric TrivialAugment -> mirror -> random 95 to 100 % of the area, to 228x228
-    -> photometric TrivialAugment -> random 224x224 of it
+    resize to 232x232 -> geometric TrivialAugment -> horizontal flip -> random 95 to 100 % of the area, to 228x228
+    -> photometric TrivialAugment -> random 224x224 crop
 
 TrivialAugment (Müller and Hutter, 2021): one operation drawn uniformly, its strength drawn uniformly from its range,
-its sign by a coin. All random numbers come from the generator that the caller passes, so a picture's augmentation
-depends on nothing but that.
+its sign by a coin. All random numbers come from the caller's generator, so an image's augmentation depends on nothing
+else; torchvision's own transforms draw from a global generator, which is why they are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-# the authors' sizes, for an input of 224 pixels; other inputs scale them
+# the authors' sizes for an input of 224 pixels; other inputs scale them
 _REFERENCE_SIZE = 224
 _RESIZE_SIZE = 232
 _CROP_SIZE = 228
@@ -40,7 +40,7 @@ Operation = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 @dataclass(frozen=True)
 class PaperAugmentation:
-    """uint8 [H1, W1, 3], already squashed to `resize_size`, to uint8 [H0, W0, 3].
+    """The augmentation from uint8 [H1, W1, 3], already resized to `resize_size`, to uint8 [H0, W0, 3].
 
     Attributes:
         input_size: (H0, W0).
@@ -50,19 +50,19 @@ class PaperAugmentation:
 
     @property
     def resize_size(self) -> tuple[int, int]:
-        """(H1, W1), what pictures are squashed to first: 232 for 224."""
+        """(H1, W1), the size before augmentation: 232 for 224."""
         return _scale_size(self.input_size, _RESIZE_SIZE)
 
     @property
     def crop_size(self) -> tuple[int, int]:
-        """What the random resized crop makes: 228 for 224."""
+        """(H, W) after the random resized crop: 228 for 224."""
         return _scale_size(self.input_size, _CROP_SIZE)
 
     def __call__(self, pixels: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Draw one augmented picture; `pixels` is not changed."""
+        """Return one randomly augmented image; `pixels` is not changed."""
         height, width = self.input_size
-        reach = (_MAX_TRANSLATE * width / _REFERENCE_SIZE, _MAX_TRANSLATE * height / _REFERENCE_SIZE)
-        image = apply_geometric(Image.fromarray(pixels), rng, reach)
+        max_shift = (_MAX_TRANSLATE * width / _REFERENCE_SIZE, _MAX_TRANSLATE * height / _REFERENCE_SIZE)
+        image = apply_geometric(Image.fromarray(pixels), rng, max_shift)
         if rng.random() < 0.5:
             image = F.horizontal_flip(image)
         top, left, rows, cols = sample_resized_crop(image, rng)
@@ -74,11 +74,11 @@ class PaperAugmentation:
 
 
 def apply_geometric(
-    image: Image.Image, rng: np.random.Generator, reach: tuple[float, float] = (16.0, 16.0)
+    image: Image.Image, rng: np.random.Generator, max_shift: tuple[float, float] = (16.0, 16.0)
 ) -> Image.Image:
-    """One of identity, shear (up to 0.5), translation (up to `reach` = (x, y) pixels), rotation (up to 60 degrees).
+    """Apply one of identity, shear (up to 0.5), translation (up to `max_shift` = (x, y) pixels), rotation (up to 60°).
 
-    Uncovered corners are black, pixels are moved by nearest neighbour, as in torchvision's TrivialAugment.
+    Uncovered corners are black and pixels are moved by nearest neighbour, as in torchvision's TrivialAugment.
     """
     choice = int(rng.integers(6))
     if choice == 1:
@@ -86,16 +86,16 @@ def apply_geometric(
     if choice == 2:
         return _affine(image, shear=(0.0, math.degrees(math.atan(_sample_signed(rng, _MAX_SHEAR)))))
     if choice == 3:
-        return _affine(image, translate=(int(_sample_signed(rng, reach[0])), 0))
+        return _affine(image, translate=(int(_sample_signed(rng, max_shift[0])), 0))
     if choice == 4:
-        return _affine(image, translate=(0, int(_sample_signed(rng, reach[1]))))
+        return _affine(image, translate=(0, int(_sample_signed(rng, max_shift[1]))))
     if choice == 5:
         return _as_pil(F.rotate(image, _sample_signed(rng, _MAX_ROTATE), InterpolationMode.NEAREST))
     return image
 
 
 def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """One of identity, brightness, contrast, sharpness, colour, posterize (8 to 2 bits), autocontrast, equalize."""
+    """Apply identity, brightness, contrast, sharpness, color, posterize (to 8 ... 2 bits), autocontrast, equalize."""
     choice = int(rng.integers(8))
     if choice == 1:
         return _as_pil(F.adjust_brightness(image, 1.0 + _sample_signed(rng, _MAX_LIGHT_CHANGE)))
@@ -127,12 +127,12 @@ def _affine(
 
 
 def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """(top, left, rows, cols), by the rule of torchvision's RandomResizedCrop.
+    """Draw (top, left, rows, cols) by the rule of torchvision's RandomResizedCrop.
 
-    At 95 % of the area most aspect ratios do not fit; when ten draws fail, the whole picture is taken.
+    At 95 % of the area most aspect ratios do not fit; when ten draws fail, the whole image is taken.
     """
     width, height = image.size
-    # for inputs that are not square the ratios are relative to the picture's own
+    # for inputs that are not square, ratios are relative to the image's own
     low, high = (math.log(ratio * width / height) for ratio in _ASPECT_RANGE)
     for _ in range(_CROP_ATTEMPTS):
         area = width * height * rng.uniform(*_AREA_RANGE)
@@ -143,14 +143,14 @@ def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[i
     return 0, 0, height, width
 
 
-def _sample_signed(rng: np.random.Generator, most: float) -> float:
-    strength = float(rng.uniform(0.0, most))
+def _sample_signed(rng: np.random.Generator, maximum: float) -> float:
+    strength = float(rng.uniform(0.0, maximum))
     return -strength if rng.random() < 0.5 else strength
 
 
-def _scale_size(input_size: tuple[int, int], reference: int) -> tuple[int, int]:
+def _scale_size(input_size: tuple[int, int], size: int) -> tuple[int, int]:
     height, width = input_size
-    return round(height * reference / _REFERENCE_SIZE), round(width * reference / _REFERENCE_SIZE)
+    return round(height * size / _REFERENCE_SIZE), round(width * size / _REFERENCE_SIZE)
 
 
 def _as_pil(image: Any) -> Image.Image:

@@ -1,4 +1,4 @@
-"""What a network makes of labelled pictures."""
+"""A network's metrics on labelled images, while it is trained and at its end."""
 
 from __future__ import annotations
 
@@ -10,46 +10,37 @@ import torch
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
-from opal_deploy.datasets.samples import ProgressCallback, Sample
+from opal_deploy.datasets.samples import ProgressCallback
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.images import Batches, TrainImages, normalize
+from opal_deploy.train.images import Batches, normalize
 
-__all__ = ["Evaluation", "evaluate", "evaluate_batches"]
+__all__ = ["Evaluation", "evaluate"]
+
+# one batch's logits float32 [n, C], labels int64 [n], and where the network has them argmax int32 [n, K] and
+# margins float64 [n]
+BatchOutputs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int32] | None, NDArray[np.float64] | None]
+
+_Number = TypeVar("_Number", np.int32, np.float64)
 
 
 def evaluate(
-    network: OpalNetwork,
-    samples: list[Sample],
-    *,
-    batch_size: int = 64,
-    workers: int = 0,
-    report: ProgressCallback | None = None,
-) -> Evaluation:
-    """Run `samples` (at least one) through `network`, in float32 on its device; leaves it in eval mode.
-
-    Raises:
-        UsageError: names a picture that cannot be decoded.
-    """
-    batches = Batches(TrainImages(samples, network.config.input_size), batch_size, workers=workers)
-    return evaluate_batches(network, batches, report=report)
-
-
-# one batch's logits [n, C], labels [n], and where there are any cells [n, K] and margins [n]
-BatchOutputs = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int32] | None, NDArray[np.float64] | None]
-
-
-def evaluate_batches(
     network: OpalNetwork,
     batches: Batches,
     *,
     report: ProgressCallback | None = None,
     gather: Callable[[list[BatchOutputs]], list[list[BatchOutputs]]] | None = None,
 ) -> Evaluation:
-    """As `evaluate`, over batches that may be cached.
+    """Return the metrics over all batches, computed in float32 on the network's device; leaves it in eval mode.
 
     Args:
-        gather: from this process's share to that of each; the figures are then of all, in every process.
+        network: the network.
+        batches: at least one image.
+        report: called after each batch.
+        gather: from this process's outputs to those of every process, which the metrics are then of.
+
+    Raises:
+        UsageError: names an image that cannot be decoded.
     """
     network.eval()
     device = next(network.parameters()).device
@@ -59,15 +50,16 @@ def evaluate_batches(
     with torch.inference_mode():
         for images, labels in batches:
             outputs = network.explain(normalize(images.to(device), IMAGENET_MEAN, IMAGENET_STD))
-            cells = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
+            argmax = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
             logits = outputs.logits.float().cpu().numpy()
-            sizes = None
+            batch_margins = None
             if outputs.scores is not None:
-                sizes = margins(logits, outputs.scores.float().cpu().numpy(), head.prototypes_per_class, head.epsilon)
-            parts.append((logits, labels.numpy(), cells, sizes))
+                scores = outputs.scores.float().cpu().numpy()
+                batch_margins = margins(logits, scores, head.prototypes_per_class, head.epsilon)
+            parts.append((logits, labels.numpy(), argmax, batch_margins))
             done += len(labels)
             if report is not None:
-                report(done, len(batches.pictures), "evaluating")
+                report(done, len(batches.images), "evaluating")
     if gather is not None:
         parts = [part for share in gather(parts) for part in share]
     return compute_metrics(
@@ -79,10 +71,7 @@ def evaluate_batches(
     )
 
 
-_Number = TypeVar("_Number", np.int32, np.float64)
-
-
 def _concatenate(arrays: list[NDArray[_Number] | None]) -> NDArray[_Number] | None:
-    """None where a network answers with none."""
-    there = [array for array in arrays if array is not None]
-    return np.concatenate(there) if there else None
+    """Return the arrays as one, or None where the network has no such output."""
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present) if present else None

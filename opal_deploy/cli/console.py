@@ -18,8 +18,8 @@ def print_message(text: str = "") -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
-def set_quiet(line: str) -> None:
-    """Instead of `say`, where another process says it."""
+def discard_message(line: str) -> None:
+    """Print nothing: stands in for `print_message` in processes that do not print."""
 
 
 def one_line(text: str) -> str:

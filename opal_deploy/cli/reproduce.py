@@ -1,4 +1,4 @@
-"""`opal-deploy reproduce`: a table of the paper, ours beside it."""
+"""`opal-deploy reproduce`: a table of the paper, with our metrics beside the paper's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import print_json, print_message, progress, set_quiet
+from opal_deploy.cli.console import discard_message, print_json, print_message, progress
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 
@@ -66,17 +66,20 @@ def reproduce(
     """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy reproduce")
-    from opal_deploy.train import recipe as recipes
     from opal_deploy.train.distributed import is_main_process
-    from opal_deploy.train.reproduce import paper, plan, render, results
+    from opal_deploy.train.recipe import Sections, load_recipe
+    from opal_deploy.train.reproduce import render
+    from opal_deploy.train.reproduce.paper import load_table
+    from opal_deploy.train.reproduce.plan import make_plan
+    from opal_deploy.train.reproduce.results import run_plan
 
-    wanted = paper.load_table(table)
-    sources = _sources(data or [])
-    asked = list(sources) or ([c.dataset for c in wanted.columns] if dry_run or show else [])
-    if not asked:
-        names = ", ".join(dict.fromkeys(column.dataset for column in wanted.columns))
+    paper_table = load_table(table)
+    sources = _parse_sources(data or [])
+    datasets = list(sources) or ([c.dataset for c in paper_table.columns] if dry_run or show else [])
+    if not datasets:
+        names = ", ".join(dict.fromkeys(column.dataset for column in paper_table.columns))
         raise UsageError(f"no data set: give --data NAME=FOLDER, of {names} or of your own; --dry-run needs none")
-    overrides: recipes.Sections = {
+    overrides: Sections = {
         "model": {
             "backbone": backbone,
             "weights": weights,
@@ -87,78 +90,85 @@ def reproduce(
         },
         "machine": {"device": device, "workers": workers},
     }  # fmt: skip
-    made = plan.make_plan(
-        wanted, list(dict.fromkeys(asked)), _seeds(seeds), recipes.load_recipe(recipe), overrides, out, only=row or ()
+    plan = make_plan(
+        paper_table,
+        list(dict.fromkeys(datasets)),
+        _parse_seeds(seeds),
+        load_recipe(recipe),
+        overrides,
+        out,
+        only=row or (),
     )
     failures: list[OpalError] = []
     if dry_run:
-        _say_runs(made, out, tflops)
+        _print_runs(plan, out, tflops)
         return
-    # under torchrun every process runs this, and one speaks
-    first = is_main_process()
+    # under torchrun every process runs this command, and one prints
+    is_main = is_main_process()
     if not show:
         with progress("reproducing") as advance:
-            failures = results.run_plan(made, sources, report=advance, log=print_message if first else set_quiet)
-    if not first:
+            failures = run_plan(plan, sources, report=advance, log=print_message if is_main else discard_message)
+    if not is_main:
         return
     if output == "json":
-        print_json(render.to_json(made))
+        print_json(render.to_json(plan))
     else:
-        print(render.to_text(made) if output == "text" else render.to_markdown(made), end="", flush=True)
+        print(render.to_text(plan) if output == "text" else render.to_markdown(plan), end="", flush=True)
     if failures:
-        wrong = any(isinstance(failure, UsageError) for failure in failures)
-        kind = UsageError if wrong else StoppedEarly
-        raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")
+        is_usage = any(isinstance(failure, UsageError) for failure in failures)
+        raise (UsageError if is_usage else StoppedEarly)(
+            f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}"
+        )
 
 
-def _sources(given: list[str]) -> dict[str, DatasetSource]:
+def _parse_sources(texts: list[str]) -> dict[str, DatasetSource]:
     from opal_deploy.datasets.registry import DATASET_NAMES
     from opal_deploy.train.reproduce.results import DatasetSource
 
-    found: dict[str, DatasetSource] = {}
-    for text in given:
+    sources: dict[str, DatasetSource] = {}
+    for text in texts:
         name, equals, folder = text.partition("=")
         if not equals or not folder or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
             raise UsageError(
                 f"--data {text!r}: expected NAME=FOLDER, such as cub=data/CUB_200_2011, the name of letters, digits, "
                 "'_', '-' and '.'"
             )
-        if name in found:
+        if name in sources:
             raise UsageError(f"--data {name} is given twice; give each data set once")
         if not Path(folder).is_dir():
             raise UsageError(f"--data {text}: no such folder; give the data set's folder as it was unpacked")
-        found[name] = DatasetSource(Path(folder), name if name in DATASET_NAMES else None)
-    return found
+        sources[name] = DatasetSource(Path(folder), name if name in DATASET_NAMES else None)
+    return sources
 
 
-def _seeds(text: str) -> list[int]:
+def _parse_seeds(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts) or len(set(map(int, parts))) < len(parts):
         raise UsageError(f"--seeds {text!r}: expected different whole numbers separated by commas, such as 0,1,2")
     return [int(part) for part in parts]
 
 
-def _say_runs(made: Plan, out: Path, tflops: float) -> None:
+def _print_runs(plan: Plan, out: Path, tflops: float) -> None:
     from opal_deploy.train.reproduce.plan import estimate_hours, official_size
 
     hours, unknown, measured = 0.0, 0, 0
-    for run in made.runs:
-        found = estimate_hours(run, out, official_size(run.dataset), tflops)
+    for run in plan.runs:
+        duration = estimate_hours(run, out, official_size(run.dataset), tflops)
         state = "finished" if run.is_finished else "to do"
-        if found is None:
+        if duration is None:
             time = "hours unknown"
             unknown += not run.is_finished
         else:
-            time = f"{found.hours:.2f} GPU hours{' (rate measured here)' if found.measured else ''}"
-            measured += found.measured
-            hours += 0.0 if run.is_finished else found.hours
+            time = f"{duration.hours:.2f} GPU hours{' (rate measured here)' if duration.measured else ''}"
+            measured += duration.measured
+            hours += 0.0 if run.is_finished else duration.hours
         print(f"{run.dataset}  {run.row.name}  seed {run.seed}  {state}  {time}  {run.folder}")
-    todo = sum(not run.is_finished for run in made.runs)
+    todo = sum(not run.is_finished for run in plan.runs)
     print_message(
-        f"{len(made.runs)} runs, {todo} to do, about {hours:.1f} GPU hours"
+        f"{len(plan.runs)} runs, {todo} to do, about {hours:.1f} GPU hours"
         + (f", {unknown} unknown" if unknown else "")
     )
-    if measured < len(made.runs) - unknown:
+    if measured < len(plan.runs) - unknown:
         print_message(
             f"estimated from the backbones' counted operations at an assumed {tflops:g} TFLOP/s (--tflops); "
             "a finished run in the same folder replaces the assumption"

@@ -1,4 +1,4 @@
-"""`opal-deploy train`: from labelled pictures to a checkpoint."""
+"""`opal-deploy train`: from labelled images to a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import one_line, print_message, progress, set_quiet
+from opal_deploy.cli.console import discard_message, one_line, print_message, progress
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import require
 
@@ -36,9 +36,7 @@ def train(
     ] = None,
     skip_missing: Annotated[
         bool | None,
-        typer.Option(
-            "--skip-missing/--no-skip-missing", help="Leave out pictures that are not there.", show_default=False
-        ),
+        typer.Option("--skip-missing/--no-skip-missing", help="Leave out images that are missing.", show_default=False),
     ] = None,
     backbone: Annotated[
         str | None, typer.Option(help="A CNN classifier of torchvision's. Paper: convnext_tiny.", show_default=False)
@@ -80,7 +78,7 @@ def train(
         typer.Option(help="Input in pixels: 224, or 224x448 (height x width). Paper: 224.", show_default=False),
     ] = None,
     augment: Annotated[
-        Literal["paper", "none"] | None, typer.Option(help="Of the training pictures.", show_default=False)
+        Literal["paper", "none"] | None, typer.Option(help="Of the training images.", show_default=False)
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of weights, order and augmentation. Default: 0.", show_default=False)
@@ -97,12 +95,12 @@ def train(
         bool | None, typer.Option("--compile/--no-compile", help="Run steps through torch.compile.", show_default=False)
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that prepare pictures. Default: by the machine.")
+        int | None, typer.Option(min=0, help="Processes that prepare images. Default: by the machine.")
     ] = None,
     cache_megabytes: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Decoded pictures are kept in memory up to this much. Default: 1024.", show_default=False
+            min=0, help="Decoded images are kept in memory up to this much. Default: 1024.", show_default=False
         ),
     ] = None,
     save_every: Annotated[
@@ -120,20 +118,20 @@ def train(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there.")] = False,
 ) -> None:
-    """Train an OPAL network (or the linear baseline) on labelled pictures.
+    """Train an OPAL network (or the linear baseline) on labelled images.
 
     Several GPUs: torchrun --nproc-per-node 4 -m opal_deploy train DATA ...
     """
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "opal-deploy train")
     from opal_deploy.datasets.registry import read_dataset
-    from opal_deploy.train import recipe as recipes
     from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.loop import fit
+    from opal_deploy.train.recipe import load_recipe, resolve_recipe
 
     switches = {"cws": no_cws, "projection": no_projection, "anchors": no_anchors}
-    chosen = recipes.resolve_recipe(
-        recipes.load_recipe(recipe),
+    resolved = resolve_recipe(
+        load_recipe(recipe),
         {
             "data": {"dataset": dataset, "partition": partition, "skip_missing": skip_missing},
             "model": {
@@ -169,33 +167,33 @@ def train(
     )
     out = out or Path("runs") / data.resolve().name
     with progress("reading") as advance:
-        pictures = read_dataset(
-            data, chosen.dataset, partition=chosen.partition, skip_missing=chosen.skip_missing, report=advance
+        labelled = read_dataset(
+            data, resolved.dataset, partition=resolved.partition, skip_missing=resolved.skip_missing, report=advance
         )
-    # under torchrun every process runs this, and one speaks
-    speak = print_message if is_main_process() else set_quiet
-    for line in pictures.warnings:
-        speak(f"warning: {one_line(line)}")
-    speak(f"read as {one_line(pictures.describe())}")
+    # under torchrun every process runs this command, and one prints
+    log = print_message if is_main_process() else discard_message
+    for line in labelled.warnings:
+        log(f"warning: {one_line(line)}")
+    log(f"read as {one_line(labelled.describe())}")
     with progress("training") as advance:
         result = fit(
-            pictures, chosen.options, out,
-            overwrite=overwrite, resume=resume, recipe=chosen, report=advance, log=speak,
+            labelled, resolved.options, out,
+            overwrite=overwrite, resume=resume, recipe=resolved, report=advance, log=log,
         )  # fmt: skip
-    if speak is print_message:
-        _say_result(result)
+    if is_main_process():
+        _print_result(result)
 
 
-def _say_result(result: TrainResult) -> None:
+def _print_result(result: TrainResult) -> None:
     print_message(
         f"best: epoch {result.best_epoch}, validation accuracy {result.val.accuracy:.1%}, loss {result.val.loss:.4f}"
     )
     if result.test is None:
-        print_message("test: the data set has no test pictures")
+        print_message("test: the data set has no test images")
     else:
         collapse = result.test.spatial_prototype_collapse
         print_message(
-            f"test: accuracy {result.test.accuracy:.1%} of {result.test.images} pictures"
+            f"test: accuracy {result.test.accuracy:.1%} of {result.test.images} images"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
     print_message(str(result.best))

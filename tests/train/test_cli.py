@@ -48,7 +48,7 @@ def test_the_command_trains_and_says_what_comes_next(tmp_path: Path, capsys: pyt
     said = capsys.readouterr().err
     assert "warning: 1 of 11 files cannot be used, left out: a/bad.jpg (zero bytes)" in said
     assert f"read as imagefolder from {tmp_path / 'data'}: 2 classes, 8 images to train on, 2 to validate" in said
-    assert "the data set has no test pictures" in said
+    assert "the data set has no test images" in said
     assert said.endswith(f"next: opal-deploy export {out / 'best.pt'}\n")
     assert checkpoint.load(out / "best.pt").class_names == ["a", "b"]
 

@@ -26,7 +26,7 @@ from opal_deploy.train.validation import evaluate
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3 classes; 27 training pictures, so that shares of a batch differ in size; 7 to validate, 5 to test."""
+    """3 classes; 27 training images, so that shares of a batch differ in size; 7 to validate, 5 to test."""
     root = tmp_path_factory.mktemp("squares")
     rng = np.random.default_rng(0)
     for split, counts in (("train", (9, 9, 9)), ("val", (3, 2, 2)), ("test", (2, 2, 1))):
@@ -94,7 +94,7 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_
     done = _train(folder, tmp_path / "run", *batch_norm, processes=2)
     assert done.returncode == 0, done.stderr
     stored = checkpoint.load(tmp_path / "run" / "last.pt")
-    again = evaluate(stored.network, read_dataset(folder).val)
+    again = evaluate(stored.network, Batches(TrainImages(read_dataset(folder).val, (64, 64)), 64))
     assert again.loss == pytest.approx(stored.metrics["val_loss"], abs=1e-6)
 
 
@@ -138,35 +138,35 @@ _train(*sys.argv[1:], "--save-every", "1", processes=2)
 """
 
 
-def test_more_processes_than_pictures_for_them_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_more_processes_than_images_for_them_are_refused(folder: Path, tmp_path: Path) -> None:
     found = _train(folder, tmp_path / "run", "--batch-size", "3", processes=2)
     assert found.returncode != 0
-    assert "at least 2 pictures for each are needed; start fewer" in found.stderr
+    assert "at least 2 images for each are needed; start fewer" in found.stderr
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [16, 17, 21, 40])
-def test_every_picture_is_in_one_share_an_epoch(size: int, count: int, tmp_path: Path) -> None:
-    pictures = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
+def test_every_image_is_in_one_share_an_epoch(size: int, count: int, tmp_path: Path) -> None:
+    images = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
     for shuffle in (None, 7):
-        shares = [Batches(pictures, 8, shuffle_seed=shuffle, rank=rank, size=size) for rank in range(size)]
+        shares = [Batches(images, 8, shuffle_seed=shuffle, rank=rank, size=size) for rank in range(size)]
         for batches in shares:
             batches.epoch = 3
-        seen = Counter(index for batches in shares for share in batches.share() for _, index in share)
+        seen = Counter(index for batches in shares for share in batches.local_plan() for _, index in share)
         assert seen == Counter(range(count))
         if shuffle is not None:
             # as many steps everywhere: a process without a share would leave the others waiting
-            assert len({len(batches.share()) for batches in shares}) == 1
+            assert len({len(batches.local_plan()) for batches in shares}) == 1
 
 
 def test_an_epoch_can_be_entered_at_any_batch(tmp_path: Path) -> None:
-    pictures = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
-    batches = Batches(pictures, 6, shuffle_seed=0)
-    whole = batches.share()
-    batches.first = 2
-    assert batches.share() == whole[2:]
-    assert batches.files(1) == [tmp_path / f"{index}.png" for _, index in whole[1]]
+    images = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
+    batches = Batches(images, 6, shuffle_seed=0)
+    whole = batches.local_plan()
+    batches.first_step = 2
+    assert batches.local_plan() == whole[2:]
+    assert batches.image_files(1) == [tmp_path / f"{index}.png" for _, index in whole[1]]
 
 
 def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:

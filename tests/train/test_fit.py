@@ -20,6 +20,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import loop
+from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import FILES
@@ -93,14 +94,16 @@ def test_best_has_the_lowest_validation_loss(
     losses = [record.val_loss for record in result.epochs]
     assert result.best_epoch == 1 + losses.index(min(losses))
     stored = checkpoint.load(result.best)
-    assert evaluate(stored.network, squares.val).loss == pytest.approx(min(losses), abs=1e-6)
+    assert evaluate(stored.network, Batches(TrainImages(squares.val, (64, 64)), 64)).loss == pytest.approx(
+        min(losses), abs=1e-6
+    )
 
 
 def test_best_carries_the_test_figures_of_its_own_weights(
     run: tuple[loop.TrainResult, list[str], list[int]], squares: DataSet
 ) -> None:
     stored = checkpoint.load(run[0].best)
-    again = evaluate(stored.network, squares.test)
+    again = evaluate(stored.network, Batches(TrainImages(squares.test, (64, 64)), 64))
     assert stored.metrics["test_accuracy"] == again.accuracy
     assert stored.metrics["test_images"] == 9
     assert stored.metrics["test_loss"] == pytest.approx(again.loss, abs=1e-6)
@@ -128,7 +131,7 @@ def test_config_json_is_resolved(run: tuple[loop.TrainResult, list[str], list[in
     assert {"opal-deploy", "torch", "pillow"} <= config["versions"].keys()
 
 
-def test_curves_are_a_picture(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
+def test_curves_are_a_image(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     with Image.open(run[0].best.parent / "curves.png") as image:
         assert image.format == "PNG"
         assert image.width > 500
@@ -137,7 +140,7 @@ def test_curves_are_a_picture(run: tuple[loop.TrainResult, list[str], list[int]]
 def test_progress_and_a_line_an_epoch_are_reported(run: tuple[loop.TrainResult, list[str], list[int]]) -> None:
     _, lines, steps = run
     assert [line.split(":")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
-    assert 60 in steps  # 24 training and 6 validation pictures, twice
+    assert 60 in steps  # 24 training and 6 validation images, twice
 
 
 def test_the_same_seed_gives_the_same_losses(
@@ -197,7 +200,7 @@ def test_the_epoch_with_the_lowest_loss_wins_even_if_it_is_not_the_last(
     squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([0.9, 0.3, 0.3, 0.7])
-    monkeypatch.setattr(loop, "evaluate_batches", lambda network, batches, gather: Evaluation(6, next(losses), 0.5))
+    monkeypatch.setattr(loop, "evaluate", lambda network, batches, gather: Evaluation(6, next(losses), 0.5))
     result = fit(replace(squares, test=[]), replace(OPTIONS, epochs=4), tmp_path)
     assert result.best_epoch == 2  # of equals the earlier
     assert checkpoint.load(tmp_path / "best.pt").metrics["epoch"] == 2
@@ -235,7 +238,7 @@ def test_impossible_options_are_refused_before_anything_is_written(
 
 def test_a_data_set_put_together_in_code_needs_validation(tmp_path: Path) -> None:
     bare = DataSet(tmp_path, "code", ["a", "b"], [Sample(tmp_path / "x.png", 0)], [], [])
-    with pytest.raises(UsageError, match="needs training and validation pictures"):
+    with pytest.raises(UsageError, match="needs training and validation images"):
         fit(bare, OPTIONS, tmp_path / "out")
 
 
@@ -278,7 +281,7 @@ def test_memory_that_runs_out_is_no_bug(squares: DataSet, tmp_path: Path, monkey
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("opal_deploy.train.epoch.TrainStep.step", step)
-    with pytest.raises(StoppedEarly, match=r"out of memory on cpu with batches of 8 pictures of 64x64"):
+    with pytest.raises(StoppedEarly, match=r"out of memory on cpu with batches of 8 images of 64x64"):
         fit(squares, replace(OPTIONS, device="cpu"), tmp_path)
 
 

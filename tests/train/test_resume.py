@@ -177,7 +177,7 @@ def test_another_run_is_refused_with_what_differs(squares: DataSet, whole: Path)
     with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.002; give --resume with the options"):
         fit(squares, replace(OPTIONS, lr=2e-3), whole, resume=True)
     fewer = replace(squares, train=squares.train[1:])
-    with pytest.raises(UsageError, match="the pictures, labels, boxes or splits of the data set are others"):
+    with pytest.raises(UsageError, match="the images, labels, boxes or splits of the data set are others"):
         fit(fewer, OPTIONS, whole, resume=True)
 
 

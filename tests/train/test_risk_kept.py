@@ -1,4 +1,4 @@
-"""Training keeps the validation pictures' risk-coverage curve; the metadata carries it on, and `inspect` shows it."""
+"""Training keeps the validation images' risk-coverage curve; the metadata carries it on, and `inspect` shows it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.statistics.risk import choose_threshold
+from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.validation import evaluate
@@ -49,7 +50,7 @@ def test_the_curve_is_kept_from_training_to_inspect(
     assert metadata.risk["split"] == "val"
     assert metadata.risk["images"] == 9
     assert metadata.risk["error"] == pytest.approx(1 - stored.metrics["val_accuracy"])
-    again = evaluate(stored.network, read_dataset(data).val).risk
+    again = evaluate(stored.network, Batches(TrainImages(read_dataset(data).val, (64, 64)), 64)).risk
     assert again is not None
     assert {**metadata.risk, "levels": None} == {"split": "val", **again, "levels": None}
     assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)

@@ -42,7 +42,7 @@ def test_every_draw_is_uint8_of_the_input_size(input_size: tuple[int, int]) -> N
         assert drawn.dtype == np.uint8
 
 
-def test_the_same_generator_gives_the_same_picture() -> None:
+def test_the_same_generator_gives_the_same_image() -> None:
     augmentation = PaperAugmentation((64, 64))
     pixels = _noise(*augmentation.resize_size)
     first = [augmentation(pixels, np.random.default_rng(seed)) for seed in range(20)]
@@ -157,7 +157,7 @@ def test_brightness_changes_by_at_most_half() -> None:
 
 
 @pytest.mark.parametrize("size", [(232, 232), (464, 232)], ids=["square", "wide"])
-def test_the_resized_crop_takes_at_least_95_percent_of_the_area(size: tuple[int, int]) -> None:
+def test_thesample_resized_crop_takes_at_least_95_percent_of_the_area(size: tuple[int, int]) -> None:
     image = Image.new("RGB", size)
     rng = np.random.default_rng(0)
     areas = []

@@ -1,4 +1,4 @@
-"""The paper's tables as data: rows, columns and the figures that stand there (`paper.toml`)."""
+"""The paper's tables as data: rows, columns and the printed numbers (`paper.toml`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 from opal_deploy.errors import UsageError
 from opal_deploy.train.recipe import Sections
 
-FigureName = Literal["accuracy", "collapse", "consistency", "stability"]
+MetricName = Literal["accuracy", "collapse", "consistency", "stability"]
 
 
 @dataclass(frozen=True)
 class DatasetSize:
-    """A data set's official splits: pictures to train on, validate (0: a fifth of those to train on) and test."""
+    """Numbers of classes and images of a data set's official splits; `val` 0 is set aside from the training images."""
 
     title: str
     classes: int
@@ -27,15 +27,15 @@ class DatasetSize:
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of a data set."""
+    """A metric on a data set."""
 
     dataset: str
-    figure: FigureName
+    metric: MetricName
 
 
 @dataclass(frozen=True)
-class PaperFigure:
-    """What stands in the paper, in per cent; `std` is None where it gives none."""
+class PaperNumber:
+    """A number of the paper, in per cent; `std` is None where the paper gives none."""
 
     mean: float
     std: float | None = None
@@ -43,40 +43,40 @@ class PaperFigure:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table.
+    """A row of a table.
 
     Attributes:
-        name: ours, near the paper's.
-        run: what a recipe is overridden with to train it; None for methods that this package does not train.
-        paper: one entry a column of the table.
+        name: our name, close to the paper's.
+        run: overrides of a recipe that train this row; None for methods that this package does not train.
+        paper: one number per column of the table.
     """
 
     name: str
     run: Sections | None
-    paper: tuple[PaperFigure, ...]
+    paper: tuple[PaperNumber, ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """One of the paper's.
+    """A table of the paper.
 
     Attributes:
-        name: how it is asked for.
-        title: what it is, and where.
-        label: in the paper's source.
-        spread: over what its standard deviations are: `seeds`, or the `pictures` of the test split.
+        name: the name on the command line.
+        title: a title with the place in the paper.
+        label: the label in the paper's source.
+        spread: what its standard deviations are over: `seeds`, or the `images` of the test split.
         columns, rows: see Column and Row.
     """
 
     name: str
     title: str
     label: str
-    spread: Literal["seeds", "pictures"]
+    spread: Literal["seeds", "images"]
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
 
-    def printed(self, row: Row, column: Column) -> PaperFigure | None:
-        """The paper's figure; None for a column of another data set."""
+    def paper_number(self, row: Row, column: Column) -> PaperNumber | None:
+        """Return the paper's number; None for a column of another data set."""
         return row.paper[self.columns.index(column)] if column in self.columns else None
 
 
@@ -87,17 +87,17 @@ def _load_toml() -> dict[str, Any]:
 
 
 def dataset_sizes() -> dict[str, DatasetSize]:
-    """By the catalogue's name."""
+    """Return the official sizes by data set name."""
     return {name: DatasetSize(**values) for name, values in _load_toml()["datasets"].items()}
 
 
 def table_names() -> list[str]:
-    """Of the tables, in the paper's order."""
-    return [load_table["name"] for load_table in _load_toml()["table"]]
+    """Return the names of the tables, in the paper's order."""
+    return [table["name"] for table in _load_toml()["table"]]
 
 
 def load_table(name: str) -> Table:
-    """One table.
+    """Return a table by name.
 
     Raises:
         UsageError: no such table.
@@ -105,7 +105,7 @@ def load_table(name: str) -> Table:
     for raw in _load_toml()["table"]:
         if raw["name"] == name:
             rows = tuple(
-                Row(row["name"], row.get("run"), tuple(PaperFigure(*figures) for figures in row["paper"]))
+                Row(row["name"], row.get("run"), tuple(PaperNumber(*numbers) for numbers in row["paper"]))
                 for row in raw["row"]
             )
             columns = tuple(Column(**column) for column in raw["columns"])

@@ -1,7 +1,7 @@
-"""Which runs a table needs, where they are kept, and how long they may take.
+"""The runs that a table needs, their directories, and an estimate of their GPU hours.
 
-A run's folder is named for what it is (data set, backbone, head, seed), so tables share their runs: full OPAL on
-ConvNeXt-Tiny stands in five of them and is trained once a seed.
+A run's directory is named after data set, backbone, head and seed, so tables share their runs: full OPAL on
+ConvNeXt-Tiny is a row of five tables and is trained once per seed.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
-from opal_deploy.train import recipe as recipes
-from opal_deploy.train import resume as resuming
-from opal_deploy.train.recipe import Sections, TrainOptions
+from opal_deploy.train.recipe import Sections, TrainOptions, load_recipe, resolve_recipe
 from opal_deploy.train.reproduce.paper import Column, DatasetSize, Row, Table, dataset_sizes
+from opal_deploy.train.resume import read_config
 from opal_deploy.train.run_directory import TrainRunDirectory
 
-# sustained while training, where no run of this backbone is finished here yet: an assumption, to be overridden
+# assumed to be sustained while training, where no finished run of the same backbone gives a measured rate
 ASSUMED_TFLOPS = 40.0
-# forward, and backward for inputs and weights
+# the forward pass, and the backward passes for inputs and for weights
 _PASSES = 3
 
 
@@ -32,11 +31,11 @@ class Run:
     """One training run.
 
     Attributes:
-        dataset: the column's.
-        row: of the table.
-        seed: of everything random.
-        options: resolved.
-        folder: where it is kept.
+        dataset: name of the data set.
+        row: the table's row.
+        seed: seed of everything random.
+        options: the resolved options.
+        folder: the run directory.
     """
 
     dataset: str
@@ -47,32 +46,32 @@ class Run:
 
     @property
     def files(self) -> TrainRunDirectory:
-        """What is in its folder."""
+        """The files of the run directory."""
         return TrainRunDirectory(self.folder)
 
     @property
     def is_finished(self) -> bool:
-        """Whether it came to its end in its folder."""
+        """Whether the run came to its end."""
         return self.files.is_finished
 
-    def stored(self) -> dict[str, Any]:
-        """What it was begun with; empty where there is no record of it.
+    def read_stored_config(self) -> dict[str, Any]:
+        """Return the configuration that the run was started with; empty where none is stored.
 
         Raises:
-            CheckpointError: a damaged record.
+            CheckpointError: the stored configuration is damaged.
         """
-        found = resuming.read_config(self.files) or {}
-        return found if isinstance(found.get("options"), dict) else {}
+        config = read_config(self.files) or {}
+        return config if isinstance(config.get("options"), dict) else {}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything a table needs.
+    """All runs of a table.
 
     Attributes:
-        table: the paper's.
-        columns: those to be filled: of the data sets at hand; in the order of the table, then others'.
-        runs: seed by seed, so that a whole table of one seed is there first.
+        table: the paper's table, with the chosen rows.
+        columns: the columns of the available data sets, in the order of the table, then those of other data sets.
+        runs: seed by seed, so that the whole table of one seed is finished first.
     """
 
     table: Table
@@ -80,9 +79,9 @@ class Plan:
     runs: tuple[Run, ...]
 
     @property
-    def departures(self) -> tuple[str, ...]:
-        """Where the runs are not the paper's protocol, a line each: as they were done, or else as they are planned."""
-        return tuple(dict.fromkeys(line for run in self.runs for line in _find_departures(run)))
+    def deviations(self) -> tuple[str, ...]:
+        """Deviations from the paper's protocol, a line each, of finished runs as trained and of others as planned."""
+        return tuple(dict.fromkeys(line for run in self.runs for line in _find_deviations(run)))
 
 
 def make_plan(
@@ -95,13 +94,14 @@ def make_plan(
     *,
     only: Sequence[str] = (),
 ) -> Plan:
-    """The runs of a table.
+    """Return the runs of a table.
 
     Args:
-        datasets: names of those at hand; one that the table does not have becomes columns of its own.
-        seeds: at least one.
+        table: the paper's table.
+        datasets: names of the available data sets; a data set that the table lacks becomes columns of its own.
+        seeds: at least one seed.
         base: a recipe.
-        overrides: of the recipe, for every run; what a row says comes last.
+        overrides: values that replace the recipe's in every run; a row's own values come last.
         out: the folder of all runs.
         only: parts of row names; none takes all rows.
 
@@ -115,54 +115,51 @@ def make_plan(
         )
     varied = {key for row in rows if row.run for key in row.run.get("model", {})}
     fixed = {key for key, value in overrides.get("model", {}).items() if value is not None}
-    if clash := varied & fixed:
-        raise UsageError(f"{', '.join(sorted(clash))} is what the table {table.name} varies; leave it out")
-    figures = list(dict.fromkeys(column.figure for column in table.columns))
+    if conflicts := varied & fixed:
+        raise UsageError(f"{', '.join(sorted(conflicts))} is what the table {table.name} varies; leave it out")
+    metrics = list(dict.fromkeys(column.metric for column in table.columns))
     columns = [column for column in table.columns if column.dataset in datasets]
-    own = [name for name in datasets if name not in {column.dataset for column in table.columns}]
-    columns += [Column(name, figure) for name in own for figure in figures]
+    others = [name for name in datasets if name not in {column.dataset for column in table.columns}]
+    columns += [Column(name, metric) for name in others for metric in metrics]
     runs = []
     for seed in seeds:
         for row in rows:
             if row.run is None:
                 continue
-            options = recipes.resolve_recipe(
-                base, _merge_sections(overrides, row.run, {"training": {"seed": seed}})
-            ).options
+            options = resolve_recipe(base, _merge_sections(overrides, row.run, {"training": {"seed": seed}})).options
             for name in dict.fromkeys(column.dataset for column in columns):
                 runs.append(Run(name, row, seed, options, out / name / run_folder_name(options)))
-    shown = replace(table, rows=tuple(rows))
-    return Plan(shown, tuple(columns), tuple(runs))
+    return Plan(replace(table, rows=tuple(rows)), tuple(columns), tuple(runs))
 
 
 def _matches_row(part: str, name: str, table: Table) -> bool:
-    """A whole name, or its last word, means that row alone (m=1, not m=10); anything else each that holds it."""
+    """Return whether `part` selects a row: by its whole name or last word (m=1, not m=10), or else as any part."""
     exact = [row.name for row in table.rows if part.lower() in (row.name.lower(), row.name.lower().split()[-1])]
     return name in exact if exact else part.lower() in name.lower()
 
 
 def run_folder_name(options: TrainOptions) -> str:
-    """Of a run: backbone, head and seed."""
+    """Return the name of a run's directory: backbone, head and seed."""
     return f"{options.backbone}-{head_name(options.head)}-seed{options.seed}"
 
 
 def head_name(head: HeadConfig) -> str:
-    """`opal-m5-l2`, `linear`, or the parts that are on."""
+    """Return `opal-m5-l2`, `linear`, or the head's enabled parts, such as `proj+gmp-m5`."""
     if head == LINEAR_BASELINE:
         return "linear"
     parts = {"proj": head.projection, "gmp": head.pooling == "max", "cws": head.cws, "orth": head.anchors}
-    on = "opal" if all(parts.values()) else "+".join(name for name, is_on in parts.items() if is_on)
+    enabled = "opal" if all(parts.values()) else "+".join(name for name, is_enabled in parts.items() if is_enabled)
     size = f"-m{head.prototypes_per_class}" if head.projection else ""
-    return f"{on}{size}{f'-{head.distance}' if head.anchors else ''}"
+    return f"{enabled}{size}{f'-{head.distance}' if head.anchors else ''}"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """How long a run may take.
+    """The estimated duration of a run.
 
     Attributes:
-        hours: of one GPU.
-        measured: whether from images per second of a finished run of the same backbone and size, in the same folder.
+        hours: hours of one GPU.
+        measured: whether the estimate uses the images per second of a finished run of the same backbone and size.
     """
 
     hours: float
@@ -170,7 +167,17 @@ class Estimate:
 
 
 def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float = ASSUMED_TFLOPS) -> Estimate | None:
-    """From the pictures of the data set and the multiply-accumulates of the backbone; None if its size is not known."""
+    """Return an estimate of a run's duration; None where the size of the data set is unknown.
+
+    The estimate uses the measured rate of a finished run in `out`, or else the backbone's multiply-accumulates at an
+    assumed rate.
+
+    Args:
+        run: the run.
+        out: the folder of all runs.
+        size: size of the data set.
+        tflops: assumed rate in 1e12 floating-point operations per second.
+    """
     if size is None:
         return None
     val = size.val or size.train // 5
@@ -181,17 +188,17 @@ def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float 
     from opal_deploy.model.backbones import backbone_macs
 
     flops = 2.0 * backbone_macs(options.backbone, options.input_size)
-    pictures = options.epochs * (_PASSES * train + val) + size.test
-    return Estimate(flops * pictures / (tflops * 1e12) / 3600, measured=False)
+    num_images = options.epochs * (_PASSES * train + val) + size.test
+    return Estimate(flops * num_images / (tflops * 1e12) / 3600, measured=False)
 
 
 def official_size(name: str) -> DatasetSize | None:
-    """The official one; None for a data set of somebody's own."""
+    """Return a data set's official size; None for a data set that the paper does not use."""
     return dataset_sizes().get(name)
 
 
 def _measured_rate(out: Path, options: TrainOptions) -> float | None:
-    """Training pictures a second of a finished run in `out` with the same backbone, input and precision."""
+    """Return the training images per second of a finished GPU run with the same backbone, input and precision."""
     for path in sorted(out.glob(f"*/{options.backbone}-*/summary.json")):
         try:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
@@ -199,7 +206,7 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
             same = stored["options"]["input_size"] == list(options.input_size)
             same &= stored["options"]["precision"] == options.precision
             same &= stored["options"]["batch_size"] == options.batch_size
-            # hours of a GPU are what is asked for
+            # a run on a CPU says nothing about GPU hours
             same &= stored["device"].startswith("cuda")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -218,26 +225,26 @@ def _merge_sections(*layers: Sections) -> Sections:
 
 @cache
 def _paper_options(backbone: str | None) -> TrainOptions:
-    """Of the paper's protocol, on its reference or on another backbone."""
-    return recipes.resolve_recipe(recipes.load_recipe("paper"), {"model": {"backbone": backbone}}).options
+    """Return the options of the paper's protocol, on its reference or on another backbone."""
+    return resolve_recipe(load_recipe("paper"), {"model": {"backbone": backbone}}).options
 
 
-def _find_departures(run: Run) -> list[str]:
-    """Where a run is another than the paper's, head and seed apart, which the row and its folder's name say."""
-    stored = run.stored() if run.is_finished else {}
+def _find_deviations(run: Run) -> list[str]:
+    """Return where a run differs from the paper's, apart from head and seed, which the row's name states."""
+    stored = run.read_stored_config() if run.is_finished else {}
     ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
-    papers = _paper_options((run.row.run or {}).get("model", {}).get("backbone"))
+    paper = _paper_options((run.row.run or {}).get("model", {}).get("backbone"))
     lines = []
     for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment", "tf32"):
-        expected = json.loads(json.dumps(getattr(papers, key)))
+        expected = json.loads(json.dumps(getattr(paper, key)))
         if ours.get(key) != expected:
             lines.append(f"{key} {ours.get(key)} instead of {expected}")
     size, data = official_size(run.dataset), stored.get("data")
     if size is not None and isinstance(data, dict):
-        found = (data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test"))
-        if found != (size.classes, size.train + size.val, size.test):
+        classes, train, test = data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test")
+        if (classes, train, test) != (size.classes, size.train + size.val, size.test):
             lines.append(
-                f"{run.dataset} is {found[0]} classes, {found[1]:,} pictures to train and validate on and {found[2]:,} "
+                f"{run.dataset} is {classes} classes, {train:,} images to train and validate on and {test:,} "
                 f"to test instead of {size.classes}, {size.train + size.val:,} and {size.test:,}"
             )
     return lines

@@ -1,18 +1,18 @@
-"""A table for people and for programs: ours beside the paper's."""
+"""A table as text, Markdown or JSON, our metrics beside the paper's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from opal_deploy.train.reproduce.paper import Column, PaperFigure
+from opal_deploy.train.reproduce.paper import Column, PaperNumber
 from opal_deploy.train.reproduce.plan import Plan
-from opal_deploy.train.reproduce.results import MeasuredFigure, collect_figures
+from opal_deploy.train.reproduce.results import MeasuredMetric, collect_metric
 
-_NOTHING = "-"
+_MISSING = "-"
 
 
 def to_text(plan: Plan) -> str:
-    """Aligned columns for a terminal."""
+    """Return the table with aligned columns, for a terminal."""
     head, rows = _table_cells(plan)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     aligned = [
@@ -23,7 +23,7 @@ def to_text(plan: Plan) -> str:
 
 
 def to_markdown(plan: Plan) -> str:
-    """A table that Markdown readers draw."""
+    """Return the table in Markdown."""
     head, rows = _table_cells(plan)
     lines = [
         f"**{plan.table.title}**",
@@ -37,21 +37,21 @@ def to_markdown(plan: Plan) -> str:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """Everything, with each seed's value; figures in per cent."""
+    """Return the table with each seed's value, metrics in per cent."""
     seeds = sorted({run.seed for run in plan.runs})
     rows = []
     for row in plan.table.rows:
         cells = []
         for column in plan.columns:
-            ours, printed = collect_figures(plan, row, column), plan.table.printed(row, column)
+            ours, paper = collect_metric(plan, row, column), plan.table.paper_number(row, column)
             cells.append({
                 "dataset": column.dataset,
-                "figure": column.figure,
+                "figure": column.metric,
                 "ours": None if ours is None else {
                     "mean": ours.mean, "std": ours.std, "values": list(ours.values),
-                    "std_over_pictures": ours.over_pictures,
+                    "std_over_pictures": ours.std_over_images,
                 },
-                "paper": None if printed is None else {"mean": printed.mean, "std": printed.std},
+                "paper": None if paper is None else {"mean": paper.mean, "std": paper.std},
             })  # fmt: skip
         folders = [str(run.folder) for run in plan.runs if run.row == row]
         rows.append({"row": row.name, "trained_here": row.run is not None, "cells": cells, "runs": folders})
@@ -59,7 +59,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "table": plan.table.name,
         "title": plan.table.title,
         "seeds": seeds,
-        "departures": list(plan.departures),
+        "departures": list(plan.deviations),
         "rows": rows,
     }
 
@@ -73,47 +73,47 @@ def _table_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
         cells = [row.name]
         for column in plan.columns:
             cells += [
-                _format_ours(plan, collect_figures(plan, row, column)),
-                _format_paper(plan.table.printed(row, column)),
+                _format_ours(plan, collect_metric(plan, row, column)),
+                _format_paper(plan.table.paper_number(row, column)),
             ]
         rows.append(cells)
     return head, rows
 
 
 def _column_title(plan: Plan, column: Column) -> str:
-    figures = {c.figure for c in plan.columns}
-    return column.dataset if len(figures) == 1 else f"{column.dataset} {column.figure}"
+    metrics = {c.metric for c in plan.columns}
+    return column.dataset if len(metrics) == 1 else f"{column.dataset} {column.metric}"
 
 
-def _format_ours(plan: Plan, found: MeasuredFigure | None) -> str:
-    if found is None:
-        return _NOTHING
+def _format_ours(plan: Plan, measured: MeasuredMetric | None) -> str:
+    if measured is None:
+        return _MISSING
     seeds = len({run.seed for run in plan.runs})
-    spread = found.over_pictures if plan.table.spread == "pictures" else found.std
-    short = f" ({len(found.values)} of {seeds})" if len(found.values) < seeds else ""
-    return f"{found.mean:.1f}{'' if spread is None else f' ± {spread:.1f}'}{short}"
+    spread = measured.std_over_images if plan.table.spread == "images" else measured.std
+    unfinished = f" ({len(measured.values)} of {seeds})" if len(measured.values) < seeds else ""
+    return f"{measured.mean:.1f}{'' if spread is None else f' ± {spread:.1f}'}{unfinished}"
 
 
-def _format_paper(printed: PaperFigure | None) -> str:
-    if printed is None:
-        return _NOTHING
-    return f"{printed.mean:.1f}{'' if printed.std is None else f' ± {printed.std:.1f}'}"
+def _format_paper(paper: PaperNumber | None) -> str:
+    if paper is None:
+        return _MISSING
+    return f"{paper.mean:.1f}{'' if paper.std is None else f' ± {paper.std:.1f}'}"
 
 
 def _notes(plan: Plan) -> list[str]:
     seeds = sorted({run.seed for run in plan.runs})
-    over = (
-        "mean over seeds ± standard deviation over the test pictures (mean over seeds)"
-        if plan.table.spread == "pictures"
+    spread = (
+        "mean over seeds ± standard deviation over the test images (mean over seeds)"
+        if plan.table.spread == "images"
         else "mean ± standard deviation over seeds (n - 1)"
     )
-    figures = ", ".join(dict.fromkeys(column.figure for column in plan.columns))
-    notes = [f"{figures} in per cent of the test split: {over}; seeds {', '.join(map(str, seeds))}"]
+    metrics = ", ".join(dict.fromkeys(column.metric for column in plan.columns))
+    notes = [f"{metrics} in per cent of the test split: {spread}; seeds {', '.join(map(str, seeds))}"]
     missing = [c.dataset for c in plan.table.columns if c not in plan.columns]
     if missing:
         notes.append(f"without a folder, left out: {', '.join(dict.fromkeys(missing))} (--data NAME=FOLDER)")
-    if departures := plan.departures:
-        notes.append(f"not the paper's protocol: {'; '.join(departures)}")
+    if deviations := plan.deviations:
+        notes.append(f"not the paper's protocol: {'; '.join(deviations)}")
     unfinished = [run for run in plan.runs if not run.is_finished]
     if unfinished:
         notes.append(f"{len(unfinished)} of {len(plan.runs)} runs are not finished")

@@ -1,4 +1,4 @@
-"""Doing a plan's runs, those that are missing, and reading the figures of those that are there."""
+"""Train the unfinished runs of a plan, and read the metrics of the finished ones."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from opal_deploy.model.checkpoint import load
 from opal_deploy.train.distributed import is_main_process
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, Recipe
-from opal_deploy.train.reproduce.paper import Column, FigureName, Row
+from opal_deploy.train.reproduce.paper import Column, MetricName, Row
 from opal_deploy.train.reproduce.plan import Plan, Run
 from opal_deploy.train.resume import describe_differences
 
 PARTS_FILE = "parts.json"
-# our names of the figures in PARTS_FILE
-_PART_FIGURES = {"consistency": CONSISTENCY, "stability": STABILITY}
+# the names of part metrics in PARTS_FILE
+_PART_METRICS = {"consistency": CONSISTENCY, "stability": STABILITY}
 
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """Where a data set is, and how it is read."""
+    """The folder of a data set, and the name to read it as; None recognizes it by its files."""
 
     root: Path
     dataset: str | None = None
 
 
 @dataclass(frozen=True)
-class MeasuredFigure:
-    """What our runs say, in per cent.
+class MeasuredMetric:
+    """A metric of our runs, in per cent.
 
     Attributes:
-        values: one a finished seed.
-        mean: of them.
-        std: over them, with n - 1; None for a single one.
-        over_pictures: mean over the seeds of the standard deviation over the test pictures, where it is kept.
+        values: one per finished seed.
+        std_over_images: mean over the seeds of the standard deviation over the test images, where it is stored.
     """
 
     values: tuple[float, ...]
-    over_pictures: float | None = None
+    std_over_images: float | None = None
 
     @property
     def mean(self) -> float:
+        """The mean over the seeds."""
         return statistics.fmean(self.values)
 
     @property
     def std(self) -> float | None:
+        """The standard deviation over the seeds, with n - 1; None for a single seed."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
@@ -68,45 +68,49 @@ def run_plan(
     report: ProgressCallback,
     log: Callable[[str], None],
 ) -> list[OpalError]:
-    """Train what is not finished, measure what is not measured.
+    """Train the unfinished runs, and measure the parts of finished ones.
 
     Args:
-        sources: of every data set of the plan.
+        plan: the plan.
+        sources: the source of every data set of the plan.
+        report: called with images done, images in all, and a note.
+        log: called with one line at a time.
 
     Returns:
-        What went wrong with single runs, each named; the others were done nevertheless.
+        The errors of single runs, which did not stop the others.
 
     Raises:
-        UsageError: a data set is wrong, or has no parts where nothing else is asked for; a finished run was begun with
-            other options. StoppedEarly: the disk is full. All can be resumed.
+        UsageError: a data set is wrong, or has no parts although the table is about nothing else; a finished run was
+            trained with other options.
+        StoppedEarly: the disk is full; the same plan can be resumed.
     """
-    wanted = {column.figure for column in plan.columns}
+    metrics = {column.metric for column in plan.columns}
     for run in plan.runs:
         if run.is_finished:
             _check_finished_run(run)
-    todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, wanted)]
-    # before the first run of hours, whatever is wrong with the last data set
+    todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, metrics)]
+    # all data sets are checked before the first run, which takes hours
     data: dict[str, DataSet] = {}
     for name in dict.fromkeys(run.dataset for run in todo):
         data[name] = read_dataset(sources[name].root, sources[name].dataset, report=report)
         for line in data[name].warnings:
             log(f"warning: {name}: {line}")
         log(f"{name}: read as {data[name].describe()}")
-        if wanted <= _PART_FIGURES.keys() and not has_parts(data[name]):
+        if metrics <= _PART_METRICS.keys() and not has_parts(data[name]):
             raise UsageError(
                 f"{name} ({sources[name].root}): it has no part locations (CUB's parts/part_locs.txt), and the table "
                 f"{plan.table.name} is about nothing else"
             )
     failures: list[OpalError] = []
     for number, run in enumerate(todo, 1):
-        pictures = data[run.dataset]
+        dataset = data[run.dataset]
         name = f"{run.dataset}, {run.row.name}, seed {run.seed}"
         log(f"run {number} of {len(todo)}: {name} ({run.folder})")
         recipe = Recipe(run.options, sources[run.dataset].dataset)
         try:
-            fit(pictures, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
-            if _needs_parts(run, wanted) and has_parts(pictures) and is_main_process():
-                _measure_parts(run, pictures)
+            fit(dataset, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
+            if _needs_parts(run, metrics) and has_parts(dataset) and is_main_process():
+                _measure_parts(run, dataset)
         except (DivergenceError, UsageError) as error:
             failures.append(type(error)(f"{name}: {error}"))
             log(f"failed: {failures[-1]}")
@@ -114,37 +118,36 @@ def run_plan(
 
 
 def _check_finished_run(run: Run) -> None:
-    stored = run.stored()
-    wanted = {"options": asdict(run.options)}
-    free = tuple(name for name in CHANGEABLE_ON_RESUME if name != "epochs")
-    if stored and (differences := describe_differences(stored, wanted, free)):
+    stored = run.read_stored_config()
+    ignored = tuple(name for name in CHANGEABLE_ON_RESUME if name != "epochs")
+    if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, ignored)):
         raise UsageError(
             f"{run.folder}: it holds a finished run of other options: {'; '.join(differences)}; "
             "give the same options, another --out, or remove that folder"
         )
 
 
-def collect_figures(plan: Plan, row: Row, column: Column) -> MeasuredFigure | None:
-    """The figures of a row's finished runs; None where there is none yet."""
+def collect_metric(plan: Plan, row: Row, column: Column) -> MeasuredMetric | None:
+    """Return a metric over a row's finished runs; None where no run is finished."""
     values, spreads = [], []
     for run in plan.runs:
         if run.row != row or run.dataset != column.dataset or not run.is_finished:
             continue
-        value, spread = _read_figure(run, column.figure)
+        value, spread = _read_metric(run, column.metric)
         if value is not None:
             values.append(value)
         if spread is not None:
             spreads.append(spread)
     if not values:
         return None
-    return MeasuredFigure(tuple(values), statistics.fmean(spreads) if spreads else None)
+    return MeasuredMetric(tuple(values), statistics.fmean(spreads) if spreads else None)
 
 
-def _read_figure(run: Run, name: FigureName) -> tuple[float | None, float | None]:
-    """A run's figure in per cent, and its spread over pictures."""
-    if name in _PART_FIGURES:
+def _read_metric(run: Run, name: MetricName) -> tuple[float | None, float | None]:
+    """Return a run's metric and its standard deviation over images, both in per cent."""
+    if name in _PART_METRICS:
         path = run.folder / PARTS_FILE
-        return _read_number(_read_json(path), _PART_FIGURES[name], path), None
+        return _read_number(_read_json(path), _PART_METRICS[name], path), None
     path = run.files.summary
     summary = _read_json(path)
     key = {"accuracy": "test_accuracy", "collapse": "spatial_prototype_collapse"}[name]
@@ -153,31 +156,30 @@ def _read_figure(run: Run, name: FigureName) -> tuple[float | None, float | None
     return (None if value is None else 100.0 * value), (None if spread is None else 100.0 * spread)
 
 
-def _needs_parts(run: Run, wanted: set[FigureName]) -> bool:
-    if not wanted & _PART_FIGURES.keys() or run.options.head.evidence == "none":
+def _needs_parts(run: Run, metrics: set[MetricName]) -> bool:
+    if not metrics & _PART_METRICS.keys() or run.options.head.evidence == "none":
         return False
     return not (run.folder / PARTS_FILE).is_file()
 
 
-def _measure_parts(run: Run, pictures: DataSet) -> None:
-    found = measure_parts(load(run.files.best).network, pictures)
-    write_json(run.folder / PARTS_FILE, found.to_dict())
+def _measure_parts(run: Run, data: DataSet) -> None:
+    write_json(run.folder / PARTS_FILE, measure_parts(load(run.files.best).network, data).to_dict())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: not the figures of a run; remove its folder and reproduce again")
-    return found
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: not the metrics of a run; remove its folder and reproduce again")
+    return document
 
 
-def _read_number(found: dict[str, Any], name: str, path: Path) -> float | None:
-    value = found.get(name)
+def _read_number(document: dict[str, Any], name: str, path: Path) -> float | None:
+    value = document.get(name)
     if value is None or (isinstance(value, int | float) and math.isfinite(value)):
         return value
-    raise UsageError(f"{path}: {name} is {value!r}, no figure; remove its folder and reproduce again")
+    raise UsageError(f"{path}: {name} is {value!r}, not a finite number; remove its folder and reproduce again")

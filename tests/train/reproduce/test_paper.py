@@ -37,7 +37,7 @@ def _printed(source: str, label: str) -> list[tuple[float, float | None]]:
 @pytest.mark.parametrize("name", paper.table_names())
 def test_every_figure_is_the_papers(name: str, source: str) -> None:
     table = paper.load_table(name)
-    ours = [(figure.mean, figure.std) for row in table.rows for figure in row.paper]
+    ours = [(number.mean, number.std) for row in table.rows for number in row.paper]
     assert ours == _printed(source, table.label)
     assert all(len(row.paper) == len(table.columns) for row in table.rows)
 

@@ -13,7 +13,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
 from opal_deploy.train.reproduce import paper, render
 from opal_deploy.train.reproduce.plan import Plan, Run, estimate_hours, make_plan
-from opal_deploy.train.reproduce.results import collect_figures, run_plan
+from opal_deploy.train.reproduce.results import collect_metric, run_plan
 
 PAPER = recipe.load_recipe("paper")
 
@@ -63,7 +63,7 @@ def test_a_whole_table_of_one_seed_comes_first(tmp_path: Path) -> None:
 
 def test_a_data_set_of_ones_own_is_a_column_without_the_papers_figures(tmp_path: Path) -> None:
     plan = _plan("ablation", tmp_path, ("mine",))
-    assert [(column.dataset, column.figure) for column in plan.columns] == [("mine", "accuracy")]
+    assert [(column.dataset, column.metric) for column in plan.columns] == [("mine", "accuracy")]
     assert "left out: cub, cars, pets, dogs, flowers" in render.to_text(plan)
 
 
@@ -82,15 +82,15 @@ def test_what_a_table_varies_cannot_be_fixed(tmp_path: Path) -> None:
 def test_departures_from_the_protocol_are_said(tmp_path: Path) -> None:
     overrides = {"training": {"epochs": 2, "lr": 1e-3}, "model": {"backbone": "resnet18", "weights": "none"}}
     plan = _plan("ablation", tmp_path, overrides=overrides)
-    assert plan.departures == (
+    assert plan.deviations == (
         "backbone resnet18 instead of convnext_tiny",
         "weights None instead of IMAGENET1K_V1",
         "epochs 2 instead of 30",
         "lr 0.001 instead of 0.0001",
     )
     assert "not the paper's protocol: backbone resnet18" in render.to_text(plan)
-    assert _plan("ablation", tmp_path).departures == ()
-    assert _plan("backbones", tmp_path).departures == ()
+    assert _plan("ablation", tmp_path).deviations == ()
+    assert _plan("backbones", tmp_path).deviations == ()
 
 
 def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_now(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_n
     run = _run(plan, "OPAL")
     short = replace(run, options=replace(run.options, epochs=1))
     _finish(short, {"data": {"classes": 10, "train": 240, "val": 60, "test": 243}}, test_accuracy=0.5)
-    assert plan.departures == (
+    assert plan.deviations == (
         "epochs 1 instead of 30",
-        "cub is 10 classes, 300 pictures to train and validate on and 243 to test instead of 200, 5,994 and 5,794",
+        "cub is 10 classes, 300 images to train and validate on and 243 to test instead of 200, 5,994 and 5,794",
     )
 
 
@@ -131,7 +131,7 @@ def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
         _finish(_run(plan, "OPAL", seed), test_accuracy=accuracy)
     _finish(_run(plan, "Baseline (ConvNeXt-Tiny)", 1), test_accuracy=0.83)
     opal, baseline = plan.table.rows[-1], plan.table.rows[0]
-    found = collect_figures(plan, opal, plan.columns[0])
+    found = collect_metric(plan, opal, plan.columns[0])
     assert found is not None
     assert found.mean == pytest.approx(85.0)
     assert found.std == pytest.approx(1.0)  # n - 1
@@ -151,16 +151,16 @@ def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
     cell = document["rows"][-1]["cells"][0]
     assert cell["ours"]["values"] == pytest.approx([84.0, 86.0, 85.0])
     assert cell["paper"] == {"mean": 85.6, "std": 0.2}
-    assert collect_figures(plan, baseline, plan.columns[0]).std is None  # type: ignore[union-attr]
+    assert collect_metric(plan, baseline, plan.columns[0]).std is None  # type: ignore[union-attr]
 
 
-def test_collapse_spreads_over_pictures_as_in_the_paper(tmp_path: Path) -> None:
+def test_collapse_spreads_over_images_as_in_the_paper(tmp_path: Path) -> None:
     plan = _plan("collapse", tmp_path, seeds=(0, 1))
     for seed in (0, 1):
         run = _run(plan, "Proj.+GMP+CWS+Orth. (OPAL)", seed)
         _finish(run, spatial_prototype_collapse=0.01 + 0.02 * seed, spatial_prototype_collapse_std=0.08)
     assert "2.0 ± 8.0" in render.to_text(plan)
-    assert "standard deviation over the test pictures" in render.to_text(plan)
+    assert "standard deviation over the test images" in render.to_text(plan)
 
 
 def test_markdown_is_a_table(tmp_path: Path) -> None:

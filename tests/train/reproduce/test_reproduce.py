@@ -71,7 +71,7 @@ def test_a_run_that_diverges_does_not_stop_the_others(
     assert next(line for line in lines if line.startswith("Proj.+GMP+CWS+Orth.")).split()[2] != "-"
 
 
-def test_a_dry_run_needs_no_pictures_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reproduce("prototypes", out=tmp_path, seeds="0,1", dry_run=True)
     found = capsys.readouterr()
     assert len(found.out.splitlines()) == 5 * 5 * 2

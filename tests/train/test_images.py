@@ -31,21 +31,21 @@ def samples(tmp_path: Path) -> list[Sample]:
 
 
 def _epoch(samples: list[Sample], *, epoch: int = 1, seed: int = 0, workers: int = 0, cached: bool = False) -> bytes:
-    pictures = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
+    images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
     if cached:
-        pictures.fill_cache(_nothing)
-    batches = Batches(pictures, 4, shuffle_seed=seed, workers=workers)
+        images.fill_cache(_nothing)
+    batches = Batches(images, 4, shuffle_seed=seed, workers=workers)
     batches.epoch = epoch
     return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
 
 
-def test_evaluation_pictures_are_those_of_preprocess(samples: list[Sample]) -> None:
+def test_evaluation_images_are_those_of_preprocess(samples: list[Sample]) -> None:
     (images, labels), *_ = Batches(TrainImages(samples, (32, 64)), 9)
     assert images.dtype == torch.uint8
     assert labels.tolist() == [sample.label for sample in samples]
-    for image, sample in zip(images, samples, strict=True):
-        picture = decode(sample.path)
-        assert np.array_equal(image.numpy(), to_input(picture, compute_geometry(picture, sample.box), (32, 64)))
+    for pixels, sample in zip(images, samples, strict=True):
+        image = decode(sample.path)
+        assert np.array_equal(pixels.numpy(), to_input(image, compute_geometry(image, sample.box), (32, 64)))
 
 
 def test_normalisation_is_that_of_preprocess_bit_for_bit(samples: list[Sample]) -> None:
@@ -65,9 +65,9 @@ def test_exif_orientation_is_applied(tmp_path: Path, augmented: bool) -> None:
     path = tmp_path / "phone.jpg"
     Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
     augmentation = PaperAugmentation((32, 32)) if augmented else None
-    pictures = TrainImages([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
-    pictures.augmentation = None  # the squashed picture itself, at the size that augmentation starts from
-    (images, _), *_ = Batches(pictures, 2)
+    images = TrainImages([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
+    images.augmentation = None  # the squashed image itself, at the size that augmentation starts from
+    (images, _), *_ = Batches(images, 2)
     assert images.shape[1] == (33 if augmented else 32)
     rows = images[0].numpy()[..., 0].mean(axis=1)
     assert rows[:12].min() > 200
@@ -87,15 +87,15 @@ def test_epochs_and_seeds_differ(samples: list[Sample]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_kept_workers_see_the_next_epoch(samples: list[Sample]) -> None:
-    pictures = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)))
-    batches = Batches(pictures, 4, shuffle_seed=0, workers=1)
+    images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)))
+    batches = Batches(images, 4, shuffle_seed=0, workers=1)
     for epoch in (1, 2):
         batches.epoch = epoch
         seen = b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
         assert seen == _epoch(samples, epoch=epoch)
 
 
-def test_an_epoch_has_every_picture_once_and_no_batch_of_one(samples: list[Sample]) -> None:
+def test_an_epoch_has_every_image_once_and_no_batch_of_one(samples: list[Sample]) -> None:
     plan = Batches(TrainImages(samples, (32, 32)), 4, shuffle_seed=0).plan()
     assert [len(batch) for batch in plan] == [4, 5]
     assert sorted(index for batch in plan for _, index in batch) == list(range(9))
@@ -103,16 +103,16 @@ def test_an_epoch_has_every_picture_once_and_no_batch_of_one(samples: list[Sampl
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_picture_that_breaks_off_is_named_in_one_line(samples: list[Sample], workers: int) -> None:
+def test_a_image_that_breaks_off_is_named_in_one_line(samples: list[Sample], workers: int) -> None:
     bad = samples[4].path
     bad.write_bytes(bad.read_bytes()[:1500])
-    with pytest.raises(UsageError, match=r"4\.png: .*remove or replace this picture$") as caught:
+    with pytest.raises(UsageError, match=r"4\.png: .*remove or replace this image$") as caught:
         list(Batches(TrainImages(samples, (32, 32)), 4, workers=workers))
     assert "\n" not in str(caught.value)
 
 
-def test_filling_the_cache_names_every_bad_picture(samples: list[Sample]) -> None:
+def test_filling_the_cache_names_every_bad_image(samples: list[Sample]) -> None:
     for index in (2, 6):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
-    with pytest.raises(UsageError, match=r"2 picture\(s\) cannot be decoded.*2\.png.*6\.png"):
+    with pytest.raises(UsageError, match=r"2 image\(s\) cannot be decoded.*2\.png.*6\.png"):
         TrainImages(samples, (32, 32)).fill_cache(_nothing)
