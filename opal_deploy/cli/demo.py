@@ -1,4 +1,4 @@
-"""`opal-deploy demo`: the whole job on generated pictures, in minutes on a CPU."""
+"""`opal-deploy demo`: training, export and explanation on generated images, in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MARKER = "demo.json"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What fits into four minutes on two cores, from random weights."""
+class DemoSettings:
+    """Settings that fit into four minutes on two cores, from random weights."""
 
     backbone: str = "resnet18"
     prototypes: int = 2
     species: int = 8
-    # many pictures seldom seen, instead of few seen often and augmented
+    # many images seen a few times, instead of few images seen often and augmented
     train_per_class: int = 250
     val_per_class: int = 15
     test_per_class: int = 15
@@ -38,17 +38,17 @@ class Recipe:
     lr: float = 5e-4
 
 
-RECIPE = Recipe()
+SETTINGS = DemoSettings()
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for data, model and explanations.")] = Path("opal-demo"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier demo there.")] = False,
-    epochs: Annotated[int, typer.Option(min=1)] = RECIPE.epochs,
-    train_per_class: Annotated[int, typer.Option(min=4)] = RECIPE.train_per_class,
+    epochs: Annotated[int, typer.Option(min=1)] = SETTINGS.epochs,
+    train_per_class: Annotated[int, typer.Option(min=4)] = SETTINGS.train_per_class,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     weights: Annotated[
-        Path | None, typer.Option(help=f"ImageNet weights of {RECIPE.backbone} as a file; default: random weights.")
+        Path | None, typer.Option(help=f"ImageNet weights of {SETTINGS.backbone} as a file; default: random weights.")
     ] = None,
 ) -> None:
     """Draw creatures whose species differ in a few parts; train, export and explain; see if the boxes are right."""
@@ -57,16 +57,16 @@ def demo(
     for package in ("onnx", "onnxscript", "onnxruntime"):
         require(package, "all-cpu", "opal-deploy demo")
     started = time.perf_counter()
-    _make_room(out, overwrite=overwrite)
-    _draw(out / "data", train_per_class, seed)
+    _make_empty_dir(out, overwrite=overwrite)
+    _generate_data(out / "data", train_per_class, seed)
     accuracy = _train(out, epochs, seed, weights)
     model = _export(out / "run" / "best.pt")
     summary = _explain(out, model)
-    evidence = judge(out / "data", out / "explanations" / "results.jsonl")
-    _tell(out, model, accuracy, summary, evidence, time.perf_counter() - started)
+    evidence = measure_evidence(out / "data", out / "explanations" / "results.jsonl")
+    _report(out, model, accuracy, summary, evidence, time.perf_counter() - started)
 
 
-def _make_room(out: Path, *, overwrite: bool) -> None:
+def _make_empty_dir(out: Path, *, overwrite: bool) -> None:
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise UsageError(f"{out}: it is not empty; choose another --out, or give --overwrite")
@@ -80,22 +80,21 @@ def _make_room(out: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from None
 
 
-def _draw(folder: Path, train_per_class: int, seed: int) -> None:
+def _generate_data(folder: Path, train_per_class: int, seed: int) -> None:
     from opal_deploy.synthetic import generate_dataset
 
-    r = RECIPE
     with progress("drawing") as advance:
-        drawn = generate_dataset(
+        dataset = generate_dataset(
             folder,
-            num_species=r.species,
+            num_species=SETTINGS.species,
             train_per_class=train_per_class,
-            val_per_class=r.val_per_class,
-            test_per_class=r.test_per_class,
-            size=(r.size, r.size),
+            val_per_class=SETTINGS.val_per_class,
+            test_per_class=SETTINGS.test_per_class,
+            size=(SETTINGS.size, SETTINGS.size),
             seed=seed,
             progress=advance,
         )
-    print_message(f"Drew {sum(drawn.images.values())} pictures of {len(drawn.classes)} species in {folder}")
+    print_message(f"Drew {sum(dataset.images.values())} images of {len(dataset.classes)} species in {folder}")
 
 
 def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
@@ -104,15 +103,14 @@ def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
     from opal_deploy.train.loop import fit
     from opal_deploy.train.recipe import TrainOptions
 
-    r = RECIPE
     options = TrainOptions(
-        backbone=r.backbone,
-        head=HeadConfig(prototypes_per_class=r.prototypes),
+        backbone=SETTINGS.backbone,
+        head=HeadConfig(prototypes_per_class=SETTINGS.prototypes),
         weights=None if weights is None else str(weights),
         epochs=epochs,
-        batch_size=r.batch_size,
-        lr=r.lr,
-        input_size=(r.size, r.size),
+        batch_size=SETTINGS.batch_size,
+        lr=SETTINGS.lr,
+        input_size=(SETTINGS.size, SETTINGS.size),
         augment="none",
         seed=seed,
         device="cpu",
@@ -120,7 +118,7 @@ def _train(out: Path, epochs: int, seed: int, weights: Path | None) -> float:
     with progress("training") as advance:
         result = fit(read_dataset(out / "data"), options, out / "run", report=advance, log=print_message)
     if result.test is None:
-        raise RuntimeError("the demo's data set has test pictures, but none were evaluated")
+        raise RuntimeError("the demo's data set has test images, but none were evaluated")
     return result.test.accuracy
 
 
@@ -146,9 +144,9 @@ def _explain(out: Path, model: Path) -> Summary:
     folder = out / "explanations"
     folder.mkdir(exist_ok=True)
     facts = (
-        ("Model", f"{model}: {RECIPE.backbone}, {RECIPE.prototypes} slots a class, from random weights"),
+        ("Model", f"{model}: {SETTINGS.backbone}, {SETTINGS.prototypes} slots a class, from random weights"),
         ("Runtime", sessions[0].description),
-        ("Pictures", "generated creatures; the classes differ in two of five parts each"),
+        ("Images", "generated creatures; the classes differ in two of five parts each"),
     )
     options = RunOptions(folder, InferenceOptions(batch=16), report=ReportOptions(facts))
     requests = build_requests(discover([str(out / "data" / "test")], Skipped()))
@@ -156,20 +154,21 @@ def _explain(out: Path, model: Path) -> Summary:
         return run(requests, sessions, options, report_progress=lambda done: advance(done.total))
 
 
-def judge(data: Path, results: Path) -> EvidenceSummary:
-    """How often the boxes of correctly classified test pictures cover parts, beside what chance would give.
+def measure_evidence(data: Path, results: Path) -> EvidenceSummary:
+    """Return how often the boxes of correctly classified test images cover parts, and how often random cells would.
 
     Args:
-        data: a generated data set. results: the records of its test pictures.
+        data: a generated data set.
+        results: the records of its test images.
 
     Raises:
-        UsageError: no picture was classified correctly, so there is nothing to judge.
+        UsageError: no image was classified correctly, so there is no evidence to measure.
     """
     from opal_deploy.evaluation.pointing import box_hits, summarise
     from opal_deploy.synthetic import read_annotations
 
     annotations = {str(data / a.image): a for a in read_annotations(data)}
-    grid = (RECIPE.size // 32, RECIPE.size // 32)
+    grid = (SETTINGS.size // 32, SETTINGS.size // 32)
     hits = []
     with results.open(encoding="utf-8") as stream:
         for line in stream:
@@ -179,13 +178,15 @@ def judge(data: Path, results: Path) -> EvidenceSummary:
                 hits.append(box_hits(annotation, [slot["box"] for slot in record["evidence"]], grid))
     if not hits:
         raise UsageError(
-            "no test picture was classified correctly, so no evidence can be judged; train longer (--epochs)"
+            "no test image was classified correctly, so no evidence can be measured; train longer (--epochs)"
         )
     return summarise(hits)
 
 
-def _tell(out: Path, model: Path, accuracy: float, summary: Summary, evidence: EvidenceSummary, seconds: float) -> None:
-    chance = 1 / RECIPE.species
+def _report(
+    out: Path, model: Path, accuracy: float, summary: Summary, evidence: EvidenceSummary, seconds: float
+) -> None:
+    chance = 1 / SETTINGS.species
     (out / MARKER).write_text(
         json.dumps({
             "test_accuracy": accuracy,
@@ -197,7 +198,7 @@ def _tell(out: Path, model: Path, accuracy: float, summary: Summary, evidence: E
         }, indent=2) + "\n"
     )  # fmt: skip
     print_message()
-    print_message(f"Test accuracy {accuracy:.1%} on {summary.total} pictures (chance {chance:.1%})")
+    print_message(f"Test accuracy {accuracy:.1%} on {summary.total} images (chance {chance:.1%})")
     print_message(
         f"Boxes on a part that distinguishes the species: {evidence.distinguishing:.1%} "
         f"(random cells of the creature: {evidence.control_distinguishing:.1%})"

@@ -1,4 +1,4 @@
-"""`opal-deploy explain`: an evidence sheet an image."""
+"""`opal-deploy explain`: one evidence sheet per image."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opal_deploy.inference.sheets import SheetBuilder
-    from opal_deploy.inference.types import Request
-    from opal_deploy.visualization.atlas.storage import Atlas
+    from opal_deploy.inference.types import Result
 
 SOME_IMAGES_FAILED = 3
 FORMATS = ("png", "svg")
-_SHEETS = Path("sheets")
+_DEFAULT_DIR = Path("sheets")
 
 
 def explain(
     images: Annotated[
-        list[str], typer.Argument(help="Pictures: files, folders, globs, archives, or - for a list on stdin.")
+        list[str], typer.Argument(help="Images: files, folders, globs, archives, or - for a list on stdin.")
     ],
     model: Annotated[
         Path | None, typer.Option(help="An exported model, or a checkpoint; default: the one in this directory.")
@@ -33,7 +32,7 @@ def explain(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="For one picture a file, .png or .svg; for several a folder. Default: NAME.evidence.png; sheets.",
+            help="For one image a file, .png or .svg; for several a folder. Default: NAME.evidence.png; sheets.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +45,7 @@ def explain(
     ] = False,
     atlas: Annotated[
         Path | None,
-        typer.Option(help="Of `opal-deploy atlas`: show patches of other pictures of the class.", show_default=False),
+        typer.Option(help="Of `opal-deploy atlas`: show patches of other images of the class.", show_default=False),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Patches a slot to show of --atlas.")] = 4,
     slot_names: Annotated[
@@ -62,145 +61,161 @@ def explain(
     expect_sha256: Annotated[
         str | None, typer.Option("--expect-sha256", help="Of the model's file, as given to you by a trusted way.")
     ] = None,
-    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse pictures with more pixels than this.")] = 100_000_000,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="Write what the sheets say to stdout, as JSON.")] = False,
 ) -> None:
-    """Show why: what the model saw in a picture, what else it considered, and how far apart the two are.
+    """Show why: what the model saw in an image, what else it considered, and how far apart the two are.
 
     The sheet has the places that decided, each enlarged, what each added to the answer, and the same for the runner-up.
     """
     from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import setup
-    from opal_deploy.inference.sheets import SheetBuilder
+    from opal_deploy.inference.executor import predict_stream
+    from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, with_attention
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes
     from opal_deploy.inference.sources.items import Skipped
-    from opal_deploy.inference.types import build_requests
+    from opal_deploy.inference.types import InferenceOptions, build_requests
     from opal_deploy.runtime.select import open_sessions
 
     discovery.check_inputs(images)
-    place = _Place.of(images, out, file_format, overwrite=overwrite)
+    output = _Output.parse(images, out, file_format, overwrite=overwrite)
     crops = read_boxes(boxes) if boxes else None
     path = model or setup.find_default_model(device)
     setup.raise_pillow_limit(max_pixels)
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
-    session = open_sessions(path, device=device, threads=threads)[0]
-    metadata = session.metadata
-    neighbours = None
+    sessions = open_sessions(path, device=device, threads=threads)[:1]
+    metadata = sessions[0].metadata
+    opened_atlas = None
     if atlas is not None:
-        neighbours = setup.load_atlas(path, metadata, setup.fingerprint_model(path), atlas)
+        opened_atlas = setup.load_atlas(path, metadata, setup.fingerprint_model(path), atlas)
     names = setup.load_slot_names(metadata, setup.find_names_file(slot_names, atlas))
-    maker = SheetBuilder(
-        session, heatmap=heatmap, min_margin=min_margin, names=names, max_pixels=max_pixels, model=str(path)
-    )
+    builder = SheetBuilder(metadata, SheetOptions(heatmap, opened_atlas, rows, names, min_margin), model=str(path))
+    if heatmap:
+        sessions = with_attention(sessions, str(path))
     setup.print_cautions(metadata, boxed=crops is not None)
+    options = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
     requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
-    _explain_all(requests, maker, place, neighbours, rows, as_json=as_json)
+    results = predict_stream(requests, sessions, options)
+    _write_sheets(results, builder, output, max_pixels, as_json=as_json)
 
 
-class _Place:
-    """Where sheets go: one file, or a folder of them."""
+class _Output:
+    """Where sheets are written: one file, or a folder of files.
 
-    def __init__(self, path: Path, kind: str, *, one: bool, overwrite: bool) -> None:
-        self.path, self.kind, self.one, self._overwrite = path, kind, one, overwrite
+    Attributes:
+        path: the file or the folder.
+        one: whether there is only one sheet.
+    """
+
+    def __init__(self, path: Path, file_format: str, *, one: bool, overwrite: bool) -> None:
+        self.path, self.one = path, one
+        self._format, self._overwrite = file_format, overwrite
 
     @staticmethod
-    def of(images: list[str], out: Path | None, kind: str | None, *, overwrite: bool) -> _Place:
-        """Read it off the call.
+    def parse(images: list[str], out: Path | None, file_format: str | None, *, overwrite: bool) -> _Output:
+        """Read the output off the call.
 
         Raises:
-            UsageError: another format; a file for several pictures; a sheet that is there already.
+            UsageError: an unknown format, a file for several images, or a sheet that is there already.
         """
         from opal_deploy.inference.sources.archives import is_archive_name
 
-        if kind is not None and kind not in FORMATS:
-            raise UsageError(f"--format {kind!r}: expected {' or '.join(FORMATS)}")
+        if file_format is not None and file_format not in FORMATS:
+            raise UsageError(f"--format {file_format!r}: expected {' or '.join(FORMATS)}")
         one = len(images) == 1 and Path(images[0]).is_file() and not is_archive_name(images[0])
         suffix = "" if out is None else out.suffix.lower().lstrip(".")
         if out is not None and suffix and suffix not in FORMATS and not out.is_dir():
             raise UsageError(f"--out {out}: expected a file called .png or .svg, or a folder")
         if suffix in FORMATS and out is not None and not out.is_dir():
             if not one:
-                raise UsageError(f"--out {out}: a file, but there may be several pictures; give a folder")
-            if kind is not None and kind != suffix:
-                raise UsageError(f"--out {out} and --format {kind} disagree; leave one out")
-            place = _Place(out, suffix, one=True, overwrite=overwrite)
+                raise UsageError(f"--out {out}: a file, but there may be several images; give a folder")
+            if file_format is not None and file_format != suffix:
+                raise UsageError(f"--out {out} and --format {file_format} disagree; leave one out")
+            output = _Output(out, suffix, one=True, overwrite=overwrite)
         elif one and out is None:
-            kind = kind or FORMATS[0]
-            place = _Place(Path(f"{Path(images[0]).stem}.evidence.{kind}"), kind, one=True, overwrite=overwrite)
+            file_format = file_format or FORMATS[0]
+            path = Path(f"{Path(images[0]).stem}.evidence.{file_format}")
+            output = _Output(path, file_format, one=True, overwrite=overwrite)
         else:
-            place = _Place(out or _SHEETS, kind or FORMATS[0], one=False, overwrite=overwrite)
-        if place.one:
-            place.check(place.path)
-            if place.path.exists() and place.path.samefile(images[0]):
-                raise UsageError(f"--out {place.path}: that is the picture itself; give another name")
-        return place
+            output = _Output(out or _DEFAULT_DIR, file_format or FORMATS[0], one=False, overwrite=overwrite)
+        if output.one:
+            output.check(output.path)
+            if output.path.exists() and output.path.samefile(images[0]):
+                raise UsageError(f"--out {output.path}: that is the image itself; give another name")
+        return output
 
     def check(self, path: Path) -> None:
-        """Refuse to replace a file, unless that is wanted."""
+        """Raise UsageError for a file that is there already, unless --overwrite was given."""
         if path.exists() and not self._overwrite:
             raise UsageError(f"{path}: it is there already; give another --out, or --overwrite")
 
-    def of_image(self, index: int, name: str | None) -> Path:
-        """The file of one picture's sheet."""
+    def name_sheet(self, index: int, image_name: str | None) -> Path:
+        """Return the file of one image's sheet."""
         from opal_deploy.inference.run_files import overlay_name
 
         if self.one:
             return self.path
-        return self.path / Path(overlay_name(index, name)).with_suffix(f".{self.kind}").name
+        return self.path / Path(overlay_name(index, image_name)).with_suffix(f".{self._format}").name
 
 
-def _explain_all(
-    requests: Iterator[Request], maker: SheetBuilder, place: _Place, atlas: Atlas | None, rows: int, *, as_json: bool
+def _write_sheets(
+    results: Iterator[Result], builder: SheetBuilder, output: _Output, max_pixels: int, *, as_json: bool
 ) -> None:
-    """Draw and write every sheet.
+    """Draw and write the sheet of every result.
 
     Raises:
-        ImageError: the only picture cannot be used. typer.Exit: some of several cannot. UsageError: a sheet cannot be
-            written.
+        ImageError: the only image cannot be used.
+        typer.Exit: some of several images cannot be used.
+        UsageError: a sheet cannot be written.
     """
     documents: list[dict[str, Any]] = []
     failed = 0
     with progress("sheets") as advance:
-        for index, request in enumerate(requests):
+        for index, result in enumerate(results):
+            name = result.prepared.request.name
             try:
-                path = place.of_image(index, request.name)
-                place.check(path)
-                documents.append({**_one(request, maker, path, atlas, rows), "sheet": path.as_posix()})
+                path = output.name_sheet(index, name)
+                output.check(path)
+                documents.append({**_write_sheet(result, builder, path, max_pixels), "sheet": path.as_posix()})
             except ImageError as error:
-                if place.one:
+                if output.one:
                     raise
                 failed += 1
-                print_message(one_line(f"{request.name}: {error.code}: {error}"))
+                print_message(one_line(f"{name}: {error.code}: {error}"))
             advance(index + 1)
-    if not place.one:
-        print_message(f"{len(documents)} sheets in {place.path}{f', {failed} pictures failed' if failed else ''}")
+    if not output.one:
+        print_message(f"{len(documents)} sheets in {output.path}{f', {failed} images failed' if failed else ''}")
     if as_json:
-        print_json(documents[0] if place.one else documents)
+        print_json(documents[0] if output.one else documents)
     if failed:
         raise typer.Exit(SOME_IMAGES_FAILED)
 
 
-def _one(request: Request, maker: SheetBuilder, path: Path, atlas: Atlas | None, rows: int) -> dict[str, Any]:
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.inference.decoding.prepare import content_sha256
-    from opal_deploy.visualization.atlas.exemplars import find_exemplars
-    from opal_deploy.visualization.legend import format_number
-    from opal_deploy.visualization.sheet.layout import layout_sheet
-    from opal_deploy.visualization.sheet.rendering import encode_png, encode_svg
+def _write_sheet(result: Result, builder: SheetBuilder, path: Path, max_pixels: int) -> dict[str, Any]:
+    """Write one sheet and return its content for JSON.
 
-    seen = maker.see(request)
-    content = seen.content
-    looks = None
-    if atlas is not None:
-        looks = find_exemplars(atlas, content, exclude={content_sha256(request.source)}, rows=rows)
-    drawing = layout_sheet(content, seen.photograph, looks)
-    encoded = encode_svg(drawing) if path.suffix.lower() == ".svg" else encode_png(drawing)
+    Raises:
+        ImageError: the image cannot be used.
+    """
+    from opal_deploy.artifact.files import atomic_write
+    from opal_deploy.preprocess.decode import decode
+    from opal_deploy.visualization.legend import format_number
+
+    if "error" in result.record:
+        raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
+    request = result.prepared.request
+    # a large image is not kept while its batch is computed
+    image = result.prepared.image or decode(request.source, max_pixels=max_pixels)
+    if image.size != (result.record["width"], result.record["height"]):
+        raise ImageError("unreadable", "the file changed while it was read")
+    sheet = builder.build(result, image)
     with atomic_write(path) as temporary:
-        temporary.write_bytes(encoded)
+        temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
+    content = sheet.content
     margin = "" if content.margin is None else f", margin {format_number(content.margin)}"
     mark = " (abstained)" if content.abstained else ""
-    name = f"{request.name}: {content.predicted.label}, cosine {format_number(content.predicted.cosine)}"
-    print_message(one_line(f"{name}{margin}{mark}: {path}"))
+    answer = f"{content.predicted.label}, cosine {format_number(content.predicted.cosine)}"
+    print_message(one_line(f"{request.name}: {answer}{margin}{mark}: {path}"))
     return content.to_dict()

@@ -58,6 +58,15 @@ class StagedSession(Session, Protocol):
         ...
 
 
+@runtime_checkable
+class AttentionSession(Session, Protocol):
+    """A session that gives attention maps on request, although they are not among its model's outputs: PyTorch's."""
+
+    def run_with_attention(self, images: ImageBatch) -> Outputs:
+        """Return what `run` returns, with the attention maps, float32 [N, K, H, W]."""
+        ...
+
+
 def check_batch(images: ImageBatch, metadata: Metadata) -> None:
     """Raise ValueError for a batch that no session may be given: a bug of the caller's."""
     expected = (*metadata.input_size, 3)

@@ -70,6 +70,10 @@ class TorchSession:
         """`run` for float32 [N, 3, H0, W0], already normalised, and with the attention maps."""
         return to_outputs(self._explain(images), attention=True)
 
+    def run_with_attention(self, images: ImageBatch) -> Outputs:
+        """See `AttentionSession.run_with_attention`."""
+        return self.run_normalised(normalise(images, self.metadata.mean, self.metadata.std))
+
     def _explain(self, images: FloatArray) -> HeadOutputs:
         try:
             with torch.inference_mode():

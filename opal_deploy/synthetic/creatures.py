@@ -1,4 +1,4 @@
-"""One drawn creature: its picture, where each part is, and which pixels are creature."""
+"""Drawn creatures: the image, the boxes of the parts, and the mask of the foreground."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from opal_deploy.synthetic.shapes import Frame, Points, ellipse, line, part_poly
 from opal_deploy.synthetic.species import VARIANTS, Species
 
 MIN_SIDE = 32
-_OUTLINE = 0.009  # width of the dark line around everything, in creature units
+# width of the dark line around every shape, in creature units (1 is the shorter side of the image at scale 1)
+_OUTLINE = 0.009
 
 
 @dataclass(frozen=True)
 class PartBox:
-    """Where one part of a creature is, in pixels; a pixel's own area is [x, x + 1] x [y, y + 1].
+    """The place of one part of a creature in pixels; pixel (x, y) covers [x, x + 1] x [y, y + 1].
 
     Attributes:
-        variant: which variant of the part this is.
-        box: (x0, y0, x1, y1), tight around everything the part paints. Also given for a part that was hidden.
-        centre: (x, y), centre of gravity of the part's outlines.
+        variant: the part's variant.
+        box: (x0, y0, x1, y1), tight around everything that the part paints, also for a hidden part.
+        centre: (x, y) of the centre of gravity of the part's outlines.
         distinguishing: whether the variant tells this species from most others, see `Species.distinguishing`.
-        visible: False only if the part was left out, see `draw`.
+        visible: False only for a part hidden by `draw_creature`.
     """
 
     variant: str
@@ -51,8 +52,8 @@ class Creature:
 
     Attributes:
         image: uint8 [H, W, 3], RGB.
-        parts: part name -> where it is, for every part.
-        foreground: bool [H, W], the pixels that the creature covers at least half of.
+        parts: the place of every part, by name.
+        foreground: bool [H, W], True where the creature covers at least half of the pixel.
     """
 
     image: NDArray[np.uint8]
@@ -62,7 +63,7 @@ class Creature:
 
 @dataclass(frozen=True)
 class _Appearance:
-    """Everything about a drawing that is left to chance except the scene; nothing in it depends on the species."""
+    """All random properties of a drawing except its scene; none depends on the species."""
 
     flip: bool
     angle: float  # of the whole creature, radians
@@ -72,7 +73,7 @@ class _Appearance:
     wobble: dict[str, float]  # direction of each part, radians off its rest
     stride: float  # half the distance between the feet, creature units
     scale: float
-    place: tuple[float, float]  # 0 ... 1, where within the room that is left
+    place: tuple[float, float]  # 0 ... 1, where within the free margin
     light: tuple[float, float]  # how much brighter a side is, across and down
     body: Color
     belly: Color
@@ -81,8 +82,8 @@ class _Appearance:
     paint: dict[str, tuple[Color, Color]]  # of each part: its colour and its second colour
 
 
-# A part's colour varies around a hue that is the part's own, in every species alike: it helps to find the part and says
-# nothing of its shape, which alone tells species apart. From random weights a network then learns within minutes.
+# A part's colour varies around the part's own hue in every species: that helps to find the part, and says nothing about
+# its shape, which alone tells species apart. A network then learns from random weights within minutes.
 _HUES = {"beak": 0.08, "crest": 0.95, "wing": 0.60, "tail": 0.36, "feet": 0.16}
 _HUE_JITTER = 0.05
 
@@ -121,66 +122,68 @@ def _sample_appearance(rng: np.random.Generator) -> _Appearance:
     )
 
 
-def _frames(look: _Appearance) -> dict[str, list[Frame]]:
-    """Part -> (x, y, direction) of the frames it is drawn in, in creature units: facing right, body at the origin."""
-    (hx, hy), lean = look.head, look.lean
+def _frames(appearance: _Appearance) -> dict[str, list[Frame]]:
+    """Return the frames (x, y, direction) of each part in creature units, facing right with the body at the origin."""
+    (hx, hy), lean = appearance.head, appearance.lean
 
     def on_body(x: float, y: float) -> tuple[float, float]:
         px, py = rotate(np.array([[x, y]]), lean)[0]
         return float(px), float(py)
 
     def on_head(angle: float) -> tuple[float, float]:
-        return hx + 0.086 * math.cos(look.tilt + angle), hy + 0.086 * math.sin(look.tilt + angle)
+        return hx + 0.086 * math.cos(appearance.tilt + angle), hy + 0.086 * math.sin(appearance.tilt + angle)
 
     up = -1.75
     rest = {
-        "beak": (*on_head(0.1), look.tilt),
-        "crest": (*on_head(up), look.tilt + up),
+        "beak": (*on_head(0.1), appearance.tilt),
+        "crest": (*on_head(up), appearance.tilt + up),
         "wing": (*on_body(-0.025, -0.005), lean),
         "tail": (*on_body(-0.19, -0.03), lean + math.pi + 0.12),
     }
-    frames = {part: [(x, y, angle + look.wobble[part])] for part, (x, y, angle) in rest.items()}
-    frames["feet"] = [(x, 0.235, look.wobble["feet"] / 2) for x in (0.01 - look.stride, 0.01 + look.stride)]
+    frames = {part: [(x, y, angle + appearance.wobble[part])] for part, (x, y, angle) in rest.items()}
+    frames["feet"] = [
+        (x, 0.235, appearance.wobble["feet"] / 2) for x in (0.01 - appearance.stride, 0.01 + appearance.stride)
+    ]
     return frames
 
 
-def _paint_order(look: _Appearance, variants: Mapping[str, str]) -> Iterator[tuple[str, Points, Color, bool]]:
-    """(part or "", outline in creature units, colour, whether it gets a dark line around), from back to front."""
-    frames = _frames(look)
+def _paint_order(appearance: _Appearance, variants: Mapping[str, str]) -> Iterator[tuple[str, Points, Color, bool]]:
+    """Yield (part or "", outline in creature units, colour, whether it is outlined) from back to front."""
+    frames = _frames(appearance)
 
     def part(name: str) -> Iterator[tuple[str, Points, Color, bool]]:
-        fill, mark = look.paint[name]
-        tones = {"fill": fill, "base": fill, "mark": mark, "rib": look.dark}
+        fill, mark = appearance.paint[name]
+        tones = {"fill": fill, "base": fill, "mark": mark, "rib": appearance.dark}
         for frame in frames[name]:
             for outline, tone in part_polygons(name, variants[name]):
                 yield name, place_in_frame(outline, frame), tones[tone], tone == "fill"
 
-    hx, hy = look.head
+    hx, hy = appearance.head
     yield from part("tail")
     for x, y, _ in frames["feet"]:
-        yield "", line(x * 0.75, 0.09, x, y, 0.028, 0.022), look.legs, True
+        yield "", line(x * 0.75, 0.09, x, y, 0.028, 0.022), appearance.legs, True
     yield from part("feet")
     neck = np.array([[0.07, -0.03], [0.13, -0.1], [hx, hy]])
-    yield "", ribbon(neck, 0.2, 0.1), look.body, True
-    yield "", rotate(ellipse(0, 0, 0.2, 0.142, corners=40), look.lean), look.body, True
-    yield "", ribbon(neck, 0.185, 0.085), look.body, False  # again, over the line between neck and body
-    yield "", rotate(ellipse(0.035, 0.075, 0.125, 0.054), look.lean), look.belly, False
+    yield "", ribbon(neck, 0.2, 0.1), appearance.body, True
+    yield "", rotate(ellipse(0, 0, 0.2, 0.142, corners=40), appearance.lean), appearance.body, True
+    yield "", ribbon(neck, 0.185, 0.085), appearance.body, False  # again, over the line between neck and body
+    yield "", rotate(ellipse(0.035, 0.075, 0.125, 0.054), appearance.lean), appearance.belly, False
     yield from part("wing")
     yield from part("crest")
     yield from part("beak")
-    yield "", ellipse(hx, hy, 0.09, 0.09, corners=32), look.body, True
-    ex, ey = rotate(np.array([[0.028, -0.022]]), look.tilt)[0] + (hx, hy)
+    yield "", ellipse(hx, hy, 0.09, 0.09, corners=32), appearance.body, True
+    ex, ey = rotate(np.array([[0.028, -0.022]]), appearance.tilt)[0] + (hx, hy)
     yield "", ellipse(ex, ey, 0.027, 0.029, corners=20), (250, 250, 246), True
     yield "", ellipse(ex + 0.006, ey, 0.014, 0.016, corners=16), (22, 20, 26), False
 
 
-def _to_pixels(look: _Appearance, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[2, 2] matrix and [2] shift from creature units to pixels.
+def _to_pixels(appearance: _Appearance, size: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the matrix [2, 2] and the shift [2] from creature units to pixels.
 
-    Room is kept for every variant of every part, so that a creature's place does not depend on its species.
+    Every variant of every part would fit, so that a creature's place does not depend on its species.
     """
     height, width = size
-    frames = _frames(look)
+    frames = _frames(appearance)
     corners = [
         place_in_frame(outline, frame)
         for part, names in VARIANTS.items()
@@ -188,21 +191,25 @@ def _to_pixels(look: _Appearance, size: tuple[int, int]) -> tuple[NDArray[np.flo
         for outline, _ in part_polygons(part, name)
         for frame in frames[part]
     ]
-    c, s = math.cos(look.angle), math.sin(look.angle)
-    matrix = np.array([[-1.0 if look.flip else 1.0, 0.0], [0.0, 1.0]]) @ np.array([[c, s], [-s, c]]) * min(size)
+    c, s = math.cos(appearance.angle), math.sin(appearance.angle)
+    matrix = np.array([[-1.0 if appearance.flip else 1.0, 0.0], [0.0, 1.0]]) @ np.array([[c, s], [-s, c]]) * min(size)
     reach = np.concatenate(corners) @ matrix
     low, high = reach.min(axis=0), reach.max(axis=0)
     margin = 0.02 * min(size)
-    room = np.array([width, height], dtype=np.float64) - 2 * margin
-    scale = min(look.scale, float((room / (high - low)).min()))
-    shift = margin - low * scale + (room - (high - low) * scale) * look.place
+    available = np.array([width, height], dtype=np.float64) - 2 * margin
+    scale = min(appearance.scale, float((available / (high - low)).min()))
+    shift = margin - low * scale + (available - (high - low) * scale) * appearance.place
     return matrix * scale, shift
 
 
 def check_size(size: tuple[int, int]) -> None:
-    """Raise UsageError unless a creature can be drawn in (H, W) pixels."""
+    """Check that a creature can be drawn in `size` = (H, W) pixels.
+
+    Raises:
+        UsageError: a side is under 32 pixels.
+    """
     if min(size) < MIN_SIDE:
-        raise UsageError(f"creatures of {size[0]}x{size[1]} pixels asked for: each side must be at least {MIN_SIDE}")
+        raise UsageError(f"image size {size[0]}x{size[1]}: expected at least {MIN_SIDE} pixels on each side")
 
 
 def draw_creature(
@@ -214,25 +221,25 @@ def draw_creature(
     in the same state differ only inside the boxes of the parts in which the species differ.
 
     Args:
-        species: what to draw.
-        rng: source of everything else.
+        species: the species.
+        rng: the source of everything else.
         size: (H, W) in pixels, each at least 32.
-        hide: names of parts to leave out, everything else unchanged (to see what a classifier makes of it).
+        hide: names of parts to leave out, everything else unchanged, to test what a classifier does without them.
 
     Raises:
-        UsageError: the picture is too small, or `hide` names something that is not a part.
+        UsageError: the image is too small, or `hide` names something that is not a part.
     """
     check_size(size)
     if unknown := set(hide) - set(VARIANTS):
         raise UsageError(f"no such part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
     scene = draw_background(rng, size)
-    look = _sample_appearance(rng)
-    matrix, shift = _to_pixels(look, size)
+    appearance = _sample_appearance(rng)
+    matrix, shift = _to_pixels(appearance, size)
 
     stroke = _OUTLINE * math.sqrt(abs(float(np.linalg.det(matrix))))
     layer, pen = blank_layer(size)
     outlines: dict[str, list[Points]] = {part: [] for part in VARIANTS}
-    for part, points, paint, outlined in _paint_order(look, species.variants):
+    for part, points, paint, outlined in _paint_order(appearance, species.variants):
         pixels = points @ matrix + shift
         if part and outlined:
             outlines[part].append(pixels)
@@ -241,12 +248,12 @@ def draw_creature(
         flat = (pixels * SUPERSAMPLING - 0.5).ravel().tolist()
         pen.polygon(flat, fill=premultiply(paint))
         if outlined:
-            pen.line(flat + flat[:4], fill=premultiply(look.dark), width=max(1, round(stroke * SUPERSAMPLING)))
+            pen.line(flat + flat[:4], fill=premultiply(appearance.dark), width=max(1, round(stroke * SUPERSAMPLING)))
     region, figure, alpha = composite(layer)
     down, across = (
         np.linspace(-1, 1, length, dtype=np.float32)[part] for length, part in zip(size, region, strict=True)
     )
-    light = 1 + look.light[0] * across + look.light[1] * down[:, None]
+    light = 1 + appearance.light[0] * across + appearance.light[1] * down[:, None]
     lit = scene[region] * (1 - alpha) + figure * light[..., None]
     scene[region] = np.clip(lit + 0.5, 0, 255).astype(np.uint8)
     foreground = np.zeros(size, dtype=np.bool_)
@@ -273,7 +280,7 @@ def _part_box(outlines: list[Points], stroke: float, variant: str, distinguishin
 
 
 def _moments(points: Points) -> tuple[float, float, float]:
-    """Area of a polygon, and area times its centre of gravity (x, y)."""
+    """Return the area of a polygon, and the area times its centre of gravity (x, y)."""
     after = np.roll(points, -1, axis=0)
     cross = points[:, 0] * after[:, 1] - after[:, 0] * points[:, 1]
     x, y = ((points + after) * cross[:, None]).sum(axis=0) / 6

@@ -1,8 +1,8 @@
-"""A data set of creatures on disk: an ImageFolder, and where every part of every creature is.
+"""A data set of creatures on disk: an ImageFolder with the place of every part; and example images in memory.
 
 out/train/<species>/0000.png ...   out/val/...   out/test/...
-out/classes.txt                    one species a line, in the order of their class ids
-out/parts.jsonl                    one JSON object an image, see `Annotation`; written last
+out/classes.txt                    one species per line, in the order of their class ids
+out/parts.jsonl                    one JSON object per image, see `Annotation`; written last
 
 Pictures that are always at hand: what an exported graph is compared with PyTorch on."""
 
@@ -31,15 +31,16 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Annotation:
-    """What is known about one image.
+    """The annotation of one image.
 
     Attributes:
-        image: path relative to the data set's folder, with forward slashes.
-        species: its class's name.
-        width, height: in pixels.
-        parts: part name -> where it is, in pixels.
-        runs: the foreground, row by row from the top left, as lengths of alternating runs; the first is background
-            (0 if the first pixel is foreground).
+        image: the image's path relative to the data set's folder, with forward slashes.
+        species: the name of the class.
+        width: in pixels.
+        height: in pixels.
+        parts: the place of every part in pixels, by name.
+        runs: the foreground mask, row by row, as lengths of alternating runs; the first run is background (0 if the
+            first pixel is foreground).
     """
 
     image: str
@@ -50,19 +51,19 @@ class Annotation:
     runs: tuple[int, ...]
 
     def foreground(self) -> NDArray[np.bool_]:
-        """bool [H, W], True on the creature."""
+        """Return the mask of the creature: bool [H, W]."""
         values = np.arange(len(self.runs)) % 2 == 1
         return np.repeat(values, self.runs).reshape(self.height, self.width)
 
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What `generate` wrote.
+    """The data set that `generate_dataset` wrote.
 
     Attributes:
         root: the data set's folder.
         classes: species by class id.
-        images: split -> number of images.
+        images: the number of images of each split.
         annotations: the parts file.
     """
 
@@ -85,16 +86,18 @@ def generate_dataset(
 ) -> DatasetSummary:
     """Draw a data set into a new or empty folder.
 
-    An image depends on (seed, split, class id, its number in the class) and on nothing else: more images, or fewer,
-    leave the others as they are.
+    An image depends on (seed, split, class id, number in the class) alone: with more images, or fewer, the others stay
+    as they are.
 
     Args:
         out: the folder; made if missing.
-        num_species: number of classes, 2 ... `MAX_SPECIES`.
-        train_per_class, val_per_class, test_per_class: images a class; 0 leaves the split out.
+        num_species: the number of classes, 2 ... `MAX_SPECIES`.
+        train_per_class: training images per class; 0 leaves the split out.
+        val_per_class: validation images per class; 0 leaves the split out.
+        test_per_class: test images per class; 0 leaves the split out.
         size: (H, W) of every image in pixels, each at least 32.
-        seed: not negative.
-        progress: called with (images written, images in all) after each.
+        seed: at least 0.
+        progress: called with (images written, all images) after each.
 
     Raises:
         UsageError: the folder is not empty or not a folder, or a number is out of range.
@@ -119,7 +122,7 @@ def generate_dataset(
         creature = draw_creature(kind, rng, size)
         name = f"{split}/{kind.name}/{index:04d}.png"
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        # the fastest level: the files are read far more often than they are moved
+        # the fastest compression: the files are read far more often than they are moved
         Image.fromarray(creature.image).save(out / name, compress_level=1)
         lines.append(_to_json(build_annotation(creature, name, kind.name)))
         if progress is not None:
@@ -132,13 +135,13 @@ def generate_dataset(
 
 
 def build_annotation(creature: Creature, image: str, species_name: str) -> Annotation:
-    """The annotation of a drawn creature."""
+    """Return the annotation of a drawn creature."""
     height, width = creature.foreground.shape
     return Annotation(image, species_name, width, height, creature.parts, encode_runs(creature.foreground))
 
 
 def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:
-    """Lengths of the alternating runs of False and True in a mask [H, W], row by row, False first."""
+    """Return the lengths of the alternating runs of False and True in a mask [H, W], row by row, False first."""
     flat = mask.ravel()
     edges = np.flatnonzero(flat[1:] != flat[:-1]) + 1
     bounds = np.concatenate([[0] if flat.size and flat[0] else [], [0], edges, [flat.size]])
@@ -146,10 +149,13 @@ def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:
 
 
 def read_annotations(path: Path) -> list[Annotation]:
-    """Read a parts file, or the one in a data set's folder, in the file's order.
+    """Read annotations in the order of their file.
+
+    Args:
+        path: a parts file, or the data set's folder.
 
     Raises:
-        UsageError: there is no such file, or a line of it is not an annotation.
+        UsageError: there is no such file, or a line is not an annotation.
     """
     file = path / PARTS_FILE if path.is_dir() else path
     try:
@@ -194,14 +200,18 @@ def _from_json(record: dict[str, Any]) -> Annotation:
     return Annotation(record["image"], record["species"], width, height, parts, runs)
 
 
-_SEED = 20260917
+_EXAMPLE_SEED = 20260917
 
 
 def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
-    """Creatures of different species (up to `MAX_SPECIES`, then again from the first), each in a scene of its own.
+    """Return creatures of different species (again from the first after `MAX_SPECIES`), each in its own scene.
 
-    The same arguments give the same pictures wherever numpy and Pillow are the same; picture i does not depend on
-    `count`.
+    The same arguments give the same images wherever NumPy and Pillow are the same; image i does not depend on `count`.
+
+    Args:
+        count: the number of images.
+        height: in pixels, at least 32.
+        width: in pixels, at least 32.
 
     Returns:
         uint8 [count, height, width, 3], RGB.
@@ -210,15 +220,17 @@ def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
         UsageError: `count` is negative or a side is under 32 pixels.
     """
     if count < 0:
-        raise UsageError(f"{count} pictures asked for: the number must not be negative")
+        raise UsageError(f"{count} images: the number must not be negative")
     check_size((height, width))
-    pictures = np.empty((count, height, width, 3), dtype=np.uint8)
+    images = np.empty((count, height, width, 3), dtype=np.uint8)
     kinds = list_species(MAX_SPECIES)
     for i in range(count):
-        pictures[i] = draw_creature(kinds[i % MAX_SPECIES], np.random.default_rng([_SEED, i]), (height, width)).image
-    return pictures
+        images[i] = draw_creature(
+            kinds[i % MAX_SPECIES], np.random.default_rng([_EXAMPLE_SEED, i]), (height, width)
+        ).image
+    return images
 
 
 def noise_image(height: int, width: int) -> NDArray[np.uint8]:
-    """Uniform noise, always the same: uint8 [height, width, 3]."""
-    return np.random.default_rng(_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    """Return uniform noise, always the same: uint8 [height, width, 3]."""
+    return np.random.default_rng(_EXAMPLE_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)

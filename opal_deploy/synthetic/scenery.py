@@ -1,4 +1,4 @@
-"""What is behind a creature. It is drawn from random numbers alone and never sees a species."""
+"""The background of a creature, drawn from random numbers alone, and the layers that both are painted on."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ SUPERSAMPLING = 2
 
 
 def hsv_to_rgb(hue: float, saturation: float, value: float) -> Color:
-    """RGB 0 ... 255 from hue (any number, period 1), saturation and value (both 0 ... 1)."""
+    """Return RGB, 0 ... 255, of a hue (any number, period 1), a saturation and a value (both 0 ... 1)."""
     r, g, b = colorsys.hsv_to_rgb(hue % 1.0, saturation, value)
     return round(255 * r), round(255 * g), round(255 * b)
 
 
 def blank_layer(size: tuple[int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw]:
-    """An empty layer to paint on, supersampled, for a picture of `size` (H, W). Paint with `ink`."""
-    # Four plain bands: colours are kept multiplied by their alpha, so shrinking needs no conversion there and back.
+    """Return an empty supersampled layer for an image of `size` (H, W), painted with colours of `premultiply`."""
+    # four plain bands: colours are kept multiplied by their alpha, so shrinking needs no conversion there and back
     layer = Image.new("CMYK", (size[1] * SUPERSAMPLING, size[0] * SUPERSAMPLING))
     return layer, ImageDraw.Draw(layer)
 
 
 def premultiply(paint: Color, alpha: int = 255) -> tuple[int, int, int, int]:
-    """A colour as `blank_layer` takes it; alpha 0 ... 255."""
+    """Return a colour as layers take it, multiplied by `alpha` (0 ... 255)."""
     r, g, b = paint
     return r * alpha // 255, g * alpha // 255, b * alpha // 255, alpha
 
 
 def composite(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float32], NDArray[np.float32]]:
-    """What a layer shows at the picture's size, only where something was painted.
+    """Reduce a layer to the image's size, only where something was painted.
 
     Returns:
         The rows and columns of that region [h, w]; colour times alpha, float32 [h, w, 3], 0 ... 255; and alpha, float32
@@ -48,10 +48,10 @@ def composite(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float
 
 
 def draw_background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """A scene without a creature.
+    """Draw a scene without a creature.
 
     Args:
-        rng: advanced by a number of draws that depends on what it drew, never on anything else.
+        rng: the source of the scene; how far it is advanced depends on what it drew, and on nothing else.
         size: (H, W) in pixels.
 
     Returns:
@@ -63,7 +63,7 @@ def draw_background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[
     hue = rng.uniform()
     top = np.array(hsv_to_rgb(hue, rng.uniform(0.08, 0.36), rng.uniform(0.62, 0.95)))
     bottom = np.array(hsv_to_rgb(hue + rng.normal(0, 0.12), rng.uniform(0.1, 0.42), rng.uniform(0.42, 0.9)))
-    # a few coloured points, stretched to the picture: a gradient with soft clouds in it
+    # a few coloured points, stretched to the image: a gradient with soft clouds in it
     coarse, clouds = int(rng.integers(4, 17)), rng.uniform(4, 16)
     across = np.linspace(-0.5, 0.5, coarse)
     mix = np.clip(across[:, None] + 0.5 + rng.uniform(-0.35, 0.35) * across, 0, 1)[..., None]

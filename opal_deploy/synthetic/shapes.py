@@ -1,8 +1,8 @@
-"""The outlines of every part's variants, as polygons in the part's own frame.
+"""The outlines of the variants of each part, as polygons in the part's own frame.
 
 A part's frame has its origin where the part meets the creature, x pointing outward and y pointing down for a part that
 points right. Lengths are in image sides (the shorter one) for a creature of scale 1. The variants of one part cover
-about the same area, so that the amount of a colour in a picture does not tell which variant it shows.
+about the same area, so that the amount of a colour in an image does not tell which variant it shows.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ TonedPolygon = tuple[Points, str]
 
 
 def ellipse(x: float, y: float, rx: float, ry: float, angle: float = 0.0, corners: int = 28) -> Points:
-    """[corners, 2] ellipse about (x, y) with half axes rx, ry, turned by `angle` radians."""
+    """Return an ellipse [corners, 2] about (x, y) with half axes rx, ry, turned by `angle` radians."""
     t = np.linspace(0, 2 * math.pi, corners, endpoint=False)
     return place_in_frame(np.stack([rx * np.cos(t), ry * np.sin(t)], axis=1), (x, y, angle))
 
 
 def rotate(points: Points, angle: float) -> Points:
-    """`points` [P, 2] rotated about the origin by `angle` radians (from x towards y)."""
+    """Return `points` [P, 2] rotated about the origin by `angle` radians (from x towards y)."""
     c, s = math.cos(angle), math.sin(angle)
     return np.asarray(points @ np.array([[c, s], [-s, c]]), dtype=np.float64)
 
 
 def place_in_frame(points: Points, frame: Frame) -> Points:
-    """`points` [P, 2] given in `frame`, in the coordinates that the frame itself is given in."""
+    """Return `points` [P, 2] of `frame` in the coordinates that the frame itself is given in."""
     return np.asarray(rotate(points, frame[2]) + np.array(frame[:2]), dtype=np.float64)
 
 
 def ribbon(path: Points, start: float, end: float) -> Points:
-    """[2P, 2] outline of a stroke along `path` [P, 2] whose width goes linearly from `start` to `end`."""
+    """Return the outline [2P, 2] of a stroke along `path` [P, 2], its width linear from `start` to `end`."""
     tangent = np.gradient(path, axis=0)
     tangent /= np.maximum(np.hypot(tangent[:, :1], tangent[:, 1:]), 1e-12)
     normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1) * np.linspace(start / 2, end / 2, len(path))[:, None]
@@ -51,12 +51,12 @@ def ribbon(path: Points, start: float, end: float) -> Points:
 
 
 def line(x0: float, y0: float, x1: float, y1: float, start: float, end: float) -> Points:
-    """[4, 2] straight stroke."""
+    """Return the outline [4, 2] of a straight stroke."""
     return ribbon(np.array([[x0, y0], [x1, y1]]), start, end)
 
 
 def leaf(length: float, width: float, angle: float) -> Points:
-    """[24, 2] feather with a blunt tip, from the origin outward."""
+    """Return a feather [24, 2] with a blunt tip, from the origin outward."""
     t = np.linspace(0, 1, 12)
     half = width / 2 * np.sin(math.pi * t**1.5) ** 0.7
     path = np.stack([length * t, np.zeros_like(t)], axis=1)
@@ -65,13 +65,13 @@ def leaf(length: float, width: float, angle: float) -> Points:
 
 
 def arc(radius: float, start: float, end: float, corners: int = 16) -> Points:
-    """[corners, 2] points of a circle about the origin between two angles (radians)."""
+    """Return points [corners, 2] of a circle about the origin between two angles in radians."""
     t = np.linspace(start, end, corners)
     return np.stack([radius * np.cos(t), radius * np.sin(t)], axis=1)
 
 
 def polygon(*corners: tuple[float, float]) -> Points:
-    """[P, 2] from (x, y) pairs."""
+    """Return (x, y) pairs as an array [P, 2]."""
     return np.array(corners, dtype=np.float64)
 
 
@@ -152,7 +152,7 @@ def _tail(variant: str) -> list[TonedPolygon]:
 
 
 def _foot(variant: str) -> list[TonedPolygon]:
-    """One of the two feet; its frame has x forward along the ground and its origin at the ankle."""
+    """Return one of the two feet; its frame has x forward along the ground and its origin at the ankle."""
     if variant == "toes":
         return _fill(
             *(
@@ -169,7 +169,7 @@ def _foot(variant: str) -> list[TonedPolygon]:
     return _fill(ellipse(0.004, 0.032, 0.041, 0.041, corners=20))
 
 
-_DRAWN: dict[str, Callable[[str], list[TonedPolygon]]] = {
+_DRAW_PART: dict[str, Callable[[str], list[TonedPolygon]]] = {
     "beak": _beak,
     "crest": _crest,
     "wing": _wing,
@@ -180,5 +180,5 @@ _DRAWN: dict[str, Callable[[str], list[TonedPolygon]]] = {
 
 @cache
 def part_polygons(part: str, variant: str) -> Sequence[TonedPolygon]:
-    """The polygons of one variant of a part, in painting order. For the feet: of one foot."""
-    return tuple(_DRAWN[part](variant))
+    """Return the polygons of one variant of a part in painting order; for the feet, those of one foot."""
+    return tuple(_DRAW_PART[part](variant))

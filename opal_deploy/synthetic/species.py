@@ -1,8 +1,8 @@
-"""Which species there are, and which of their parts tell them apart.
+"""The species of creatures, and the parts that tell them apart.
 
 All species share body, head, eye and legs. Five named parts come in four variants each; the first is the common one.
 A species has the common variant of three parts and a special variant of two, so that any two species differ in two,
-three or four parts and agree in the others. What makes a species a species is therefore known, part by part.
+three or four parts and agree in the others. So the parts that define a species are known.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Part name -> its variants, the common one first."""
 
 # Consecutive rows use every part about equally often, so that any number of rows from the top is balanced;
-# rows with the same two parts differ in both variants. tests/demo/test_species.py holds the table to that.
-_SPECIAL: tuple[tuple[str, dict[str, str]], ...] = (
+# rows with the same two parts differ in both variants. tests/synthetic/test_species.py checks that.
+_SPECIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("arbolet", {"beak": "sickle", "tail": "fork"}),
     ("bimlu", {"crest": "spike", "feet": "flippers"}),
     ("corvane", {"wing": "spots", "beak": "spoon"}),
@@ -45,7 +45,7 @@ _SPECIAL: tuple[tuple[str, dict[str, str]], ...] = (
     ("pellune", {"beak": "sickle", "crest": "curl"}),
 )
 
-MAX_SPECIES = len(_SPECIAL)
+MAX_SPECIES = len(_SPECIES)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Species:
     """One class of creature.
 
     Attributes:
-        name: lower-case word, also the folder's name in a data set.
-        variants: part name -> variant, for every part of `VARIANTS`.
+        name: a lower-case word, also the folder's name in a data set.
+        variants: the variant of every part of `VARIANTS`, by the part's name.
         distinguishing: the parts whose variant differs from that of more than two thirds of the other species in
             the set that `list_species` returned. A variant that most share says little about which species this is.
     """
@@ -65,7 +65,7 @@ class Species:
 
 
 def list_species(count: int) -> tuple[Species, ...]:
-    """The first `count` species, in alphabetical order (so index = class id of an ImageFolder).
+    """Return the first `count` species in alphabetical order, so that the index is the class id of an ImageFolder.
 
     Names and variants of a species do not depend on `count`; what distinguishes it does.
 
@@ -73,8 +73,8 @@ def list_species(count: int) -> tuple[Species, ...]:
         UsageError: `count` is not within 2 ... MAX_SPECIES.
     """
     if not 2 <= count <= MAX_SPECIES:
-        raise UsageError(f"{count} species asked for: there are 2 to {MAX_SPECIES}")
-    rows = [(name, {part: special.get(part, VARIANTS[part][0]) for part in VARIANTS}) for name, special in _SPECIAL]
+        raise UsageError(f"{count} species: expected 2 to {MAX_SPECIES}")
+    rows = [(name, {part: special.get(part, VARIANTS[part][0]) for part in VARIANTS}) for name, special in _SPECIES]
     rows = rows[:count]
     return tuple(
         Species(

@@ -1,6 +1,7 @@
-"""The panel beside or under the photograph: what was predicted, how clearly, and what each slot added.
+"""The legend of an overlay: what was predicted, how clearly, and a bar for what each slot added.
 
-What the bar of each slot shows, alike on the picture's legend and in the report."""
+`build_bars` computes the bars of a record for the legend and the report alike.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,19 @@ COSINE = "contribution to the cosine"
 DISTANCE = "part of the distance (smaller: closer)"
 SCORE = "score"
 
-# both are float64 sums over one block, in different orders
+PAPER: RGB = (250, 250, 248)
+INK: RGB = (26, 26, 26)
+_FAINT: RGB = (96, 96, 96)
+_TRACK: RGB = (226, 226, 222)
+_ALERT: RGB = (150, 40, 27)
+
+NO_EVIDENCE = "This model has no exact evidence: no cell of the image decided alone."
+MIN_WIDTH_EM = 22
+_ROWS_PER_COLUMN = 6
+_MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
+
+_HEADINGS = {COSINE: "adds to cosine", DISTANCE: "distance part, less is closer", SCORE: ""}
+# cosine and sum of contributions are float64 sums over one block, in different orders
 _SUM_TOLERANCE = 1e-9
 
 
@@ -26,10 +39,12 @@ class Bar:
     """One slot's bar.
 
     Attributes:
-        slot, color: which.
+        slot: the slot, 0 ... m-1.
+        color: the slot's colour.
         value: the contribution, or the score where there is no contribution.
-        score: the slot's score.
-        start, stop: the bar's ends, as shares of the room for bars: 0 <= start <= stop <= 1.
+        score: the slot's score, in [0, 1].
+        start: the bar's left end as a share of the full bar; 0 <= start <= stop <= 1.
+        stop: the bar's right end.
     """
 
     slot: int
@@ -42,17 +57,22 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """The bars of one record, in slot order, and what their length means: COSINE, DISTANCE or SCORE."""
+    """The bars of one record.
+
+    Attributes:
+        meaning: what the length of a bar means: COSINE, DISTANCE or SCORE.
+        bars: in slot order.
+    """
 
     meaning: str
     bars: tuple[Bar, ...]
 
 
 def build_bars(record: Record) -> Bars:
-    """The bars of a record's evidence; none without evidence.
+    """Return the bars of a record's evidence; none without evidence.
 
-    All bars of a record share one scale. For contributions to the cosine, the whole room is at least 1/m: where every
-    bar fills it, the cosine is 1. Scores are drawn on 0 ... 1. A negative value's bar points left from a common zero.
+    All bars of a record share one scale. For contributions to the cosine a full bar is at least 1/m: where all bars are
+    full, the cosine is 1. For scores it is 1. The bar of a negative value points left from a common zero.
     """
     slots = record.get("evidence", [])
     contributions = [s["contribution"] for s in slots]
@@ -75,35 +95,31 @@ def build_bars(record: Record) -> Bars:
 
 
 def format_number(value: float | None) -> str:
-    """Three decimals, `-0.000` never; a dash where there is no number."""
+    """Return a number with three decimals, never `-0.000`; a dash for None."""
     if value is None:
         return "–"
     text = f"{value:.3f}"
     return "0.000" if text == "-0.000" else text
 
 
-PAPER: RGB = (250, 250, 248)
-INK: RGB = (26, 26, 26)
-_FAINT: RGB = (96, 96, 96)
-_TRACK: RGB = (226, 226, 222)
-_ALERT: RGB = (150, 40, 27)
-
-NO_EVIDENCE = "This model has no exact evidence: no cell of the picture decided alone."
-MIN_WIDTH_EM = 22
-_ROWS_PER_COLUMN = 6
-_MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
-
-_HEADINGS = {COSINE: "adds to cosine", DISTANCE: "distance part, less is closer", SCORE: ""}
-
-
 class Legend:
-    """One record's legend, laid out at `width` pixels in letters of `size` pixels; `height` is what it takes.
+    """The legend of one record.
 
-    Raises:
-        ValueError: the record has no prediction.
+    Attributes:
+        height: in pixels.
     """
 
     def __init__(self, record: Record, width: int, size: int) -> None:
+        """Lay the legend out.
+
+        Args:
+            record: a record with a prediction.
+            width: of the legend, in pixels.
+            size: of the letters, in pixels.
+
+        Raises:
+            ValueError: the record has no prediction.
+        """
         self._size, self._width = size, width
         self._pad = size
         self._line = round(size * 1.5)
@@ -127,7 +143,7 @@ class Legend:
         self.height = 2 * self._pad + head + round(size * 0.5) + rows
 
     def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
-        """Draw with the upper left corner at (x, y)."""
+        """Draw the legend with its upper left corner at (x, y)."""
         size, left = self._size, x + self._pad
         y += self._pad
         for line in self._title_lines:
@@ -184,10 +200,10 @@ class Legend:
 
 
 def get_prediction(record: Record) -> Answer:
-    """The prediction of a record that has one.
+    """Return a record's prediction.
 
     Raises:
-        ValueError: it has none: the image could not be used.
+        ValueError: the record has none: its image could not be used.
     """
     if "prediction" not in record:
         raise ValueError(f"the record of {record['image']!r} has status {record['status']!r} and nothing to draw")
@@ -195,7 +211,7 @@ def get_prediction(record: Record) -> Answer:
 
 
 def format_facts(record: Record) -> str:
-    """Cosine and margin, or the logit where the model has no cosine."""
+    """Return one line with cosine and margin, or the logit where the model has no cosine."""
     answer = get_prediction(record)
     parts = [f"class {answer['class_id']}"]
     if answer["cosine"] is None:

@@ -1,14 +1,14 @@
-"""The photograph with the slots' boxes on it and a legend: what a person checks an answer with.
+"""Overlays: a photograph with the slots' boxes on it and a legend, for a person to check an answer with.
 
-Photograph first: it keeps its own resolution and every pixel outside boxes and tags. Only a picture whose smaller side
-is under 160 pixels is shown enlarged, each pixel as k x k, so that boxes and numbers can be read (`display_scale`).
+The photograph keeps its own resolution and every pixel outside boxes and tags. Only one whose smaller side is under 160
+pixels is enlarged, each pixel to k x k, so that boxes and numbers can be read (`display_scale`).
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from PIL import Image, ImageDraw
 
@@ -19,33 +19,36 @@ from opal_deploy.visualization.text import draw_text, font, text_length
 
 Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
 
-_TINY, _ENLARGED, _LONGEST_ENLARGED = 160, 256, 1600
-_BESIDE = 1.6  # height over width from which the legend stands beside the photograph
-_JPEG_LIMIT = 65_500
+# a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
+_MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
+# from this height over width on the legend stands beside the photograph
+_BESIDE_RATIO = 1.6
+# no side of a JPEG is longer
+_MAX_JPEG_SIDE = 65_500
 
 
 def display_scale(width: int, height: int) -> int:
-    """How many times a picture is enlarged: 1 unless its smaller side is under 160 pixels.
+    """Return how many times an image is enlarged: 1 unless its smaller side is under 160 pixels.
 
-    A tiny picture's smaller side grows to about 256 pixels, unless the longer one would pass 1600.
+    The smaller side of a tiny image grows to about 256 pixels, unless the longer one would pass 1600.
     """
     small, long = min(width, height), max(width, height)
-    if small >= _TINY:
+    if small >= _MIN_SIDE:
         return 1
-    return max(1, min(-(-_ENLARGED // small), _LONGEST_ENLARGED // long))
+    return max(1, min(-(-_ENLARGED_SIDE // small), _MAX_SIDE // long))
 
 
 def photograph_size(width: int, height: int) -> tuple[int, int]:
-    """Width and height of the photograph on the overlay; its upper left corner is the overlay's."""
+    """Return width and height of the photograph on its overlay; both have the same upper left corner."""
     scale = display_scale(width, height)
     return width * scale, height * scale
 
 
 def overlay_width(width: int, height: int) -> int:
-    """Width of the overlay of a picture of that size; its photograph is `photograph_size` large."""
+    """Return the width of the overlay of an image of `width` x `height` pixels."""
     width, height = photograph_size(width, height)
     room = MIN_WIDTH_EM * _font_size(width, height)
-    return width + room if height > _BESIDE * width else max(width, room)
+    return width + room if height > _BESIDE_RATIO * width else max(width, room)
 
 
 def _font_size(width: int, height: int) -> int:
@@ -53,25 +56,25 @@ def _font_size(width: int, height: int) -> int:
 
 
 def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
-    """The photograph with a box for each slot, and the legend under it, or beside it where it is tall and narrow.
+    """Return a photograph with a box for each slot, and the legend below, or beside a tall and narrow photograph.
 
     Slots that share a cell share one border, dashed in their colours in turn, with their tags side by side.
     Lines lie wholly inside their boxes, so boxes of neighbouring cells never cover each other.
 
     Args:
-        image: the whole picture, EXIF orientation applied; not changed.
-        record: its record; without `evidence` there is only the legend, and it says so.
+        image: the whole image, EXIF orientation applied; not changed.
+        record: the image's record; without `evidence` no boxes are drawn, and the legend says so.
 
     Returns:
         RGB; the photograph in the upper left corner, `photograph_size` large.
 
     Raises:
-        ValueError: the record is of another picture size, or has no prediction.
+        ValueError: the record is of another image size, or has no prediction.
     """
     get_prediction(record)
     expected = (record.get("width"), record.get("height"))
     if image.size != expected:
-        raise ValueError(f"the picture is {image.size} pixels but its record says {expected}")
+        raise ValueError(f"the image is {image.size} pixels but its record says {expected}")
     scale = display_scale(*image.size)
     width, height = photograph_size(*image.size)
     photograph = image if image.mode == "RGB" else image.convert("RGB")
@@ -79,7 +82,7 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
         photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
 
     size = _font_size(width, height)
-    beside = height > _BESIDE * width
+    beside = height > _BESIDE_RATIO * width
     legend = Legend(record, MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size), size)
     if beside:
         canvas = Image.new("RGB", (width + MIN_WIDTH_EM * size, max(height, legend.height)), PAPER)
@@ -93,20 +96,32 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
 
 
 def encode_overlay(image: Image.Image, record: Record, quality: int = 90) -> bytes:
-    """`draw_overlay`, encoded by `as_jpeg`."""
+    """Return what `draw_overlay` draws as JPEG."""
     return encode_jpeg(draw_overlay(image, record), quality)
 
 
 def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
-    """An overlay as JPEG, colour at full resolution: thin coloured lines are what it is for."""
-    overlay.thumbnail((_JPEG_LIMIT, _JPEG_LIMIT))
+    """Return an image as JPEG with colour at full resolution, which thin coloured lines need.
+
+    `overlay` is reduced in place where a side exceeds what JPEG allows.
+    """
+    overlay.thumbnail((_MAX_JPEG_SIDE, _MAX_JPEG_SIDE))
     buffer = io.BytesIO()
     overlay.save(buffer, "JPEG", quality=quality, subsampling=0)
     return buffer.getvalue()
 
 
+def crop_box(image: Image.Image, box: Sequence[float]) -> Image.Image:
+    """Return the pixels of a box (x0, y0, x1, y1), x1 and y1 exclusive: at least one, none outside the image."""
+    left = min(max(round(box[0]), 0), image.width - 1)
+    top = min(max(round(box[1]), 0), image.height - 1)
+    right = min(max(round(box[2]), left + 1), image.width)
+    bottom = min(max(round(box[3]), top + 1), image.height)
+    return image.crop((left, top, right, bottom))
+
+
 def pixel_box(box: Iterable[float], scale: int, size: tuple[int, int]) -> Rectangle:
-    """A record's box on the displayed photograph of `size`: the pixels it covers, at least one, none outside."""
+    """Return the pixels that a record's box covers on the photograph of `size`: at least one, none outside."""
     x0, y0, x1, y1 = (round(v * scale) for v in box)
     left, top = min(max(x0, 0), size[0] - 1), min(max(y0, 0), size[1] - 1)
     return left, top, min(max(x1 - 1, left), size[0] - 1), min(max(y1 - 1, top), size[1] - 1)
@@ -126,7 +141,7 @@ def _draw_boxes(draw: ImageDraw.ImageDraw, slots: list[Slot], scale: int, size: 
 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
-    """Dark, coloured and white frames, each inside the other: one of them shows on any background."""
+    """Draw dark, coloured and white frames inside each other: one of them shows on any background."""
     room = (min(box[2] - box[0], box[3] - box[1]) + 1) // 3  # the middle third always stays the photograph's
     line = max(1, min(line, room - 2))
     casing = min(max(1, line // 2), max(0, (room - line) // 2))
@@ -195,7 +210,7 @@ def _draw_tags(
 def _place_tag(
     box: Rectangle, tag: tuple[int, int], size: tuple[int, int], boxes: list[Rectangle], tags: list[Rectangle]
 ) -> tuple[int, int]:
-    """Upper left corner for a tag: at the box, in the picture, where it hides least of other tags, then of boxes."""
+    """Return the upper left corner of a tag at its box, inside the image, hiding least of other tags, then of boxes."""
     (x0, y0, x1, y1), (width, height) = box, tag
     right, below = x1 + 1 - width, y1 + 1
     corners = (

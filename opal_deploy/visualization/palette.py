@@ -1,8 +1,8 @@
-"""The slots' colours: Okabe and Ito's set, made to be told apart with any of the common colour-vision deficiencies.
+"""The colours of slots: Okabe and Ito's set, which people with common colour-vision deficiencies can tell apart.
 
-Two changes to it. Its black became a dark grey, so that it too has a lighter and a darker shade; and it is ordered so
-that the first few slots, all that most models have, lie far apart. Slots 8-15 take lighter and 16-23 darker shades of
-the same hues; from 24 on they repeat, and the number in the tag tells slots apart.
+Black is replaced by a dark grey, which has lighter and darker shades too, and the order keeps the first few slots, all
+that most models have, far apart. Slots 8-15 take lighter and 16-23 darker shades of the same hues; from 24 on colours
+repeat, and the number in the tag tells slots apart.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BASE_COLORS: tuple[RGB, ...] = (
     (0, 158, 115),  # bluish green
 )
 _LIGHTER, _DARKER = 0.55, 0.5
-# different ones, shades among them
+# distinct slot colours, shades included
 NUM_COLORS = 3 * len(BASE_COLORS)
 
 
 def slot_color(slot: int) -> RGB:
-    """The colour of a slot (0, 1, ...): any slot has one, and the same slot always the same."""
+    """Return the colour of a slot (0, 1, ...)."""
     shade, hue = divmod(slot, len(BASE_COLORS))
     color = BASE_COLORS[hue]
     if shade % 3 == 1:
@@ -43,18 +43,18 @@ def slot_color(slot: int) -> RGB:
 
 @lru_cache(maxsize=1024)
 def text_color(background: RGB) -> RGB:
-    """White or black, whichever contrasts more with `background` (at least 4.5:1, WCAG AA)."""
+    """Return white or black, whichever contrasts more with `background` (at least 4.5:1, WCAG AA)."""
     return WHITE if contrast_ratio(WHITE, background) > contrast_ratio(BLACK, background) else BLACK
 
 
 def contrast_ratio(a: RGB, b: RGB) -> float:
-    """WCAG 2 contrast ratio of two colours: 1 to 21."""
+    """Return the WCAG 2 contrast ratio of two colours, from 1 to 21."""
     low, high = sorted((_luminance(a), _luminance(b)))
     return (high + 0.05) / (low + 0.05)
 
 
 def to_hex(color: RGB) -> str:
-    """The colour as CSS writes it: #rrggbb."""
+    """Return the colour as CSS writes it: #rrggbb."""
     return "#{:02x}{:02x}{:02x}".format(*color)
 
 

@@ -1,4 +1,4 @@
-"""What people call the slots, from a TOML file: a table a class, a line a slot.
+"""Names of slots, read from a TOML file with a table per class and a line per slot.
 
 ["Black footed Albatross"]
 0 = "beak"
@@ -16,11 +16,11 @@ from typing import Any
 from opal_deploy.errors import UsageError
 from opal_deploy.records.record import Record, Slot
 
-_LONGEST = 100
+_MAX_LENGTH = 100
 
 
 class SlotNames:
-    """Names of slots by class and slot; those without one are None."""
+    """The names of slots by class and slot."""
 
     def __init__(self, names: Mapping[tuple[int, int], str] | None = None) -> None:
         self._names = dict(names or {})
@@ -29,20 +29,21 @@ class SlotNames:
         return len(self._names)
 
     def name(self, class_id: int, slot: int) -> str | None:
-        """The slot's name, if it has one."""
+        """Return a slot's name; None if it has none."""
         return self._names.get((class_id, slot))
 
 
 def read_slot_names(path: Path, class_names: Sequence[str], prototypes_per_class: int) -> SlotNames:
-    """Read a file of names.
+    """Read a file of slot names.
 
     Args:
-        path: of the TOML file.
-        class_names: the model's, which the tables must be called by.
+        path: the TOML file.
+        class_names: the model's classes, which name the tables.
         prototypes_per_class: m; slots are 0 ... m-1.
 
     Raises:
-        UsageError: unreadable, not TOML, a class or slot that the model does not have, a name that is no text.
+        UsageError: the file cannot be read or is not TOML, names a class or slot that the model does not have, or a
+            name is not a text.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8-sig"))
@@ -72,14 +73,16 @@ def _parse_class(path: Path, label: str, class_id: int, table: Any, count: int) 
     for key, name in table.items():
         if not (key.isascii() and key.isdigit() and int(key) < count):
             raise UsageError(f"{path}: {label!r} has no slot {key!r}; expected 0 to {count - 1}")
-        if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST:
-            raise UsageError(f"{path}: the name of slot {key} of {label!r} is not a text of 1 to {_LONGEST} characters")
+        if not isinstance(name, str) or not name.strip() or len(name) > _MAX_LENGTH:
+            raise UsageError(
+                f"{path}: the name of slot {key} of {label!r} is not a text of 1 to {_MAX_LENGTH} characters"
+            )
         names[class_id, int(key)] = name.strip()
     return names
 
 
 def add_slot_names(record: Record, names: SlotNames) -> Record:
-    """The record with a `name` in each evidence slot that has one; the record itself is not changed."""
+    """Return the record with a `name` in each evidence slot that has one; the given record is not changed."""
     if "evidence" not in record or "prediction" not in record or not names:
         return record
     class_id = record["prediction"]["class_id"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.cli.demo import MARKER, demo, judge
+from opal_deploy.cli.demo import MARKER, demo, measure_evidence
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic import generate_dataset, read_annotations
 
@@ -38,7 +38,7 @@ def _write_records(data: Path, results: Path, box_of: str | None, label: str | N
 def test_boxes_on_a_part_count_where_it_distinguishes_the_species(drawn: Path, tmp_path: Path) -> None:
     _write_records(drawn, tmp_path / "results.jsonl", "crest")
 
-    found = judge(drawn, tmp_path / "results.jsonl")
+    found = measure_evidence(drawn, tmp_path / "results.jsonl")
 
     tests = [a for a in read_annotations(drawn) if a.image.startswith("test/")]
     assert found.any_part == 1.0
@@ -48,7 +48,7 @@ def test_boxes_on_a_part_count_where_it_distinguishes_the_species(drawn: Path, t
 def test_boxes_on_nothing_count_for_nothing(drawn: Path, tmp_path: Path) -> None:
     _write_records(drawn, tmp_path / "results.jsonl", None)
 
-    found = judge(drawn, tmp_path / "results.jsonl")
+    found = measure_evidence(drawn, tmp_path / "results.jsonl")
 
     assert (found.any_part, found.distinguishing) == (0.0, 0.0)
     assert 0 < found.control_distinguishing < found.control_any < 1
@@ -57,8 +57,8 @@ def test_boxes_on_nothing_count_for_nothing(drawn: Path, tmp_path: Path) -> None
 def test_wrong_answers_are_not_judged(drawn: Path, tmp_path: Path) -> None:
     _write_records(drawn, tmp_path / "results.jsonl", "crest", label="no such species")
 
-    with pytest.raises(UsageError, match="no test picture was classified correctly"):
-        judge(drawn, tmp_path / "results.jsonl")
+    with pytest.raises(UsageError, match="no test image was classified correctly"):
+        measure_evidence(drawn, tmp_path / "results.jsonl")
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_several_pictures_give_a_folder_of_sheets_and_a_bad_one_costs_only_itsel
     done = explain("in", "--out", "out", "--format", "svg", "--json")
     assert done.returncode == 3, done.stderr
     assert "in/001.png: not_an_image" in done.stderr
-    assert "2 sheets in out, 1 pictures failed" in done.stderr
+    assert "2 sheets in out, 1 images failed" in done.stderr
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["000000-000.png.svg", "000002-002.png.svg"]
     assert [document["sheet"] for document in json.loads(done.stdout)] == [f"out/{name}" for name in names]
@@ -111,11 +111,11 @@ def test_a_sheet_that_is_there_is_not_replaced_unasked(explain: Opal, tmp_path: 
     ("arguments", "complaint"),
     [
         (["in/000.png", "--heatmap"], "exact.onnx: it was exported without attention maps"),
-        (["in", "--out", "a.png"], "--out a.png: a file, but there may be several pictures"),
+        (["in", "--out", "a.png"], "--out a.png: a file, but there may be several images"),
         (["in/000.png", "--out", "a.jpg"], "expected a file called .png or .svg"),
         (["in/000.png", "--out", "a.png", "--format", "svg"], "disagree"),
         (["in/000.png", "--format", "pdf"], "--format 'pdf': expected png or svg"),
-        (["in/000.png", "--out", "in/000.png", "--overwrite"], "that is the picture itself"),
+        (["in/000.png", "--out", "in/000.png", "--overwrite"], "that is the image itself"),
         (["in/000.png", "--atlas", "in"], "in/atlas.json: cannot be read"),
         (["in/000.png", "--slot-names", "nowhere"], "nowhere: cannot be read"),
         (["nowhere.png"], "nowhere.png: no such file"),

@@ -16,7 +16,7 @@ GRID = (5, 5)
 RecordMaker = Callable[..., Record]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_record() -> RecordMaker:
     def make(
         size: tuple[int, int],

@@ -19,12 +19,12 @@ from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
-    from opal_deploy.inference.sheets import SheetOptions
+    from opal_deploy.inference.sheets import SheetBuilder
     from opal_deploy.inference.sources.annotations import Boxes, Labels
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import Request
     from opal_deploy.runtime.session import Session
-    from opal_deploy.visualization.atlas.storage import Atlas
+    from opal_deploy.visualization.atlas.entries import Atlas
     from opal_deploy.visualization.report import ImageMode
     from opal_deploy.visualization.slot_names import SlotNames
 
@@ -208,9 +208,9 @@ def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder:
         ArtifactError: there is no atlas, or it is damaged.
         UsageError: it was built with another model.
     """
-    from opal_deploy.visualization.atlas.storage import Atlas
+    from opal_deploy.visualization.atlas import storage
 
-    atlas = Atlas.load(folder)
+    atlas = storage.load_atlas(folder)
     atlas.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
     return atlas
 
@@ -305,7 +305,7 @@ class SheetSetup:
             is the run that it was before there were such options.
     """
 
-    sheets: SheetOptions | None
+    sheets: SheetBuilder | None
     slot_names: SlotNames | None
     sessions: list[Session]
     config: dict[str, object]
@@ -336,7 +336,7 @@ def prepare_sheets(
         ArtifactError: there is no such atlas, or it is damaged.
     """
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_exact_evidence, with_attention
-    from opal_deploy.visualization.atlas.storage import ATLAS
+    from opal_deploy.visualization.atlas.storage import ATLAS_FILE
 
     sheets = sheets or heatmap or atlas is not None
     if not sheets and slot_names is None:
@@ -345,19 +345,17 @@ def prepare_sheets(
     config: dict[str, object] = {}
     check_exact_evidence(metadata, str(path))
     if heatmap:
-        # it refuses a model that has no attention maps to show
-        SheetBuilder(sessions[0], heatmap=True, model=str(path))
-        sessions = with_attention(sessions)
+        sessions = with_attention(sessions, str(path))
     if sheets:
         config |= {"sheets": True} | ({"heatmap": True} if heatmap else {})
     loaded_atlas = None
     if atlas is not None:
         loaded_atlas = load_atlas(path, metadata, model.fingerprint, atlas)
         # it names every patch by the digest of its bytes
-        config["atlas"] = fingerprint_file(atlas / ATLAS)
+        config["atlas"] = fingerprint_file(atlas / ATLAS_FILE)
     slot_names = find_names_file(slot_names, atlas)
     names = load_slot_names(metadata, slot_names)
     if slot_names is not None:
         config["slot_names"] = fingerprint_file(slot_names)
-    sheet_options = SheetOptions(metadata, heatmap, loaded_atlas, names, min_margin) if sheets else None
-    return SheetSetup(sheet_options, names, sessions, config)
+    options = SheetOptions(heatmap, loaded_atlas, names=names, min_margin=min_margin)
+    return SheetSetup(SheetBuilder(metadata, options) if sheets else None, names, sessions, config)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from PIL import Image
 
-from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.prepare import timed_open
 from opal_deploy.inference.executor import prefetch, thread_pool
 from opal_deploy.inference.run.results import read_records
@@ -30,7 +30,7 @@ from opal_deploy.inference.run_files import (
     sheet_name,
     write_image_file,
 )
-from opal_deploy.inference.sheets import SheetOptions
+from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request, Result
 from opal_deploy.preprocess.decode import decode
@@ -74,7 +74,7 @@ def draw_records(
     results: Iterable[Result],
     out: Path,
     report: ReportOptions | None,
-    sheets: SheetOptions | None,
+    sheets: SheetBuilder | None,
     inference: InferenceOptions,
     *,
     first: int,
@@ -114,7 +114,7 @@ class _Drawer:
         self,
         out: Path,
         report: ReportOptions | None,
-        sheets: SheetOptions | None,
+        sheets: SheetBuilder | None,
         max_pixels: int,
         thumbnails: Thumbnails,
         timer: StageTimer,
@@ -169,9 +169,12 @@ class _Drawer:
             write_image_file(self._out, name, encoded)
         record["overlay"] = name
 
-    def _draw_sheet(self, index: int, result: Result, image: Image.Image, sheets: SheetOptions) -> None:
+    def _draw_sheet(self, index: int, result: Result, image: Image.Image, sheets: SheetBuilder) -> None:
         with self._timer.stage("draw"):
-            encoded = sheets.encode(result, image)
+            try:
+                encoded = sheets.build(result, image).encode()
+            except ArtifactError as error:
+                raise StoppedEarly(str(error)) from None
         name = sheet_name(index, result.record["image"])
         with self._timer.stage("write"):
             write_image_file(self._out, name, encoded)
@@ -194,12 +197,12 @@ def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> N
         if images is None:
             images = choose_image_mode(min(options.limit, _count_lines(out / RESULTS)))
         with ReportWriter(
-            out / REPORT, title="OPAL explanations", facts=options.facts, limit=options.limit, pictures=images
+            out / REPORT, title="OPAL explanations", facts=options.facts, limit=options.limit, image_mode=images
         ) as writer:
             for index, record in enumerate(read_records(out / RESULTS)):
                 name = record.get("overlay")
                 overlay: bytes | None = thumbnails.get(index)
-                if overlay is None and name is not None and writer.wants_pictures:
+                if overlay is None and name is not None and writer.embeds_images:
                     overlay = _read_overlay(out / name)
                 writer.add(record, overlay)
     except OSError as error:

@@ -14,7 +14,7 @@ from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import RESULTS
-from opal_deploy.inference.sheets import SheetOptions
+from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.tables import Format, write_table
@@ -39,7 +39,7 @@ class RunOptions:
     out: Path
     inference: InferenceOptions
     report: ReportOptions | None = None
-    sheets: SheetOptions | None = None
+    sheets: SheetBuilder | None = None
     formats: tuple[Format, ...] = ()
     max_errors: ErrorLimit | None = None
     resume: bool = False

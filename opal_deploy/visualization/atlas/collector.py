@@ -1,43 +1,48 @@
-"""Records in, the best patches and the figures of every slot out: one pass, in memory that does not grow with it.
+"""The collector of an atlas: records in, the best patches and the statistics of every slot out, in one pass.
 
-What is kept depends on the set of records, not on their order: patches are ranked by their contribution to the cosine
-(by their score where the distance has no such sum), then by the picture's name.
-
-The to-do list that an atlas writes for a model's owner: slots that do not do what a slot is for.
-
-Each rule looks at one slot over the pictures that its class was predicted for, and only where there are enough of them.
+Memory does not grow with the number of records, and what is kept does not depend on their order: patches are ranked by
+contribution to the cosine (by score where the distance has no such sum), then by the image's name, and statistics are
+sums of integers.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ImageError
+from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.atlas.entries import Finding, SlotStatistics
-from opal_deploy.visualization.overlay import encode_jpeg
-from opal_deploy.visualization.sheet.images import crop_box
+from opal_deploy.visualization.atlas.entries import SlotStatistics
+from opal_deploy.visualization.overlay import crop_box, encode_jpeg
 
-# a patch is shown small; what is larger is made smaller
-_LONGEST, _QUALITY = 160, 88
+# patches are shown small: larger ones are reduced to this many pixels on their longer side
+_PATCH_SIDE, _PATCH_QUALITY = 160, 88
+# scores and contributions are summed as fixed-point numbers with this many steps per 1
+_FIXED_POINT = 1 << 32
+_LISTED_FAILURES = 3
 
 
 @dataclass(order=True)
 class PatchCandidate:
-    """A patch that is among a slot's best so far; sorts the best first.
+    """A patch among a slot's best so far; candidates sort best first.
 
     Attributes:
-        key: minus what it is ranked by. image: the picture's name. sha256: of its file.
-        slot: its evidence.
-        jpeg: the patch; None until it is cut.
-        source: where the picture is, while `jpeg` is None.
+        key: minus the value that patches are ranked by.
+        image: the image's name.
+        sha256: the digest of the image's file.
+        slot: the slot's evidence in the image's record.
+        jpeg: the encoded patch; None until it is cut.
+        source: where to decode the image from while `jpeg` is None.
     """
 
     key: float
@@ -45,180 +50,215 @@ class PatchCandidate:
     sha256: str
     slot: Slot = field(compare=False)
     jpeg: bytes | None = field(compare=False, default=None)
-    source: Any = field(compare=False, default=None)
+    source: Source | None = field(compare=False, default=None)
 
-    def cut(self, picture: Image.Image) -> None:
-        """Keep the patch of `picture`, RGB, the whole oriented picture."""
-        found = crop_box(picture, self.slot["box"])
-        found.thumbnail((_LONGEST, _LONGEST), Image.Resampling.LANCZOS)
-        self.jpeg, self.source = encode_jpeg(found, _QUALITY), None
+    def cut(self, image: Image.Image) -> None:
+        """Cut and keep the patch out of `image`, the whole oriented image, RGB."""
+        patch = crop_box(image, self.slot["box"])
+        patch.thumbnail((_PATCH_SIDE, _PATCH_SIDE), Image.Resampling.LANCZOS)
+        self.jpeg, self.source = encode_jpeg(patch, _PATCH_QUALITY), None
+
+
+@dataclass
+class ImageCounts:
+    """How many images were used for an atlas, and why the others were not.
+
+    Attributes:
+        images: all images.
+        failed: images that could not be used.
+        wrong: images left out because their prediction differs from their label.
+        unlabelled: images left out because they have no label.
+        first_failures: names and reasons of the first few failed images.
+    """
+
+    images: int = 0
+    failed: int = 0
+    wrong: int = 0
+    unlabelled: int = 0
+    first_failures: list[str] = field(default_factory=list)
+
+    @property
+    def used(self) -> int:
+        """The number of images that the atlas rests on."""
+        return self.images - self.failed - self.wrong - self.unlabelled
+
+    def count_failure(self, reason: str) -> None:
+        """Count an image that could not be used."""
+        self.failed += 1
+        if len(self.first_failures) < _LISTED_FAILURES:
+            self.first_failures.append(reason)
 
 
 class AtlasCollector:
-    """The best patches of every slot so far, and sums for its figures."""
+    """The best patches of every slot so far, and the sums behind the statistics.
 
-    def __init__(self, metadata: Metadata, top: int) -> None:
-        """`top`: patches a slot. The model's evidence must be `exact`."""
-        self.metadata, self.top = metadata, top
+    Attributes:
+        metadata: the model's metadata.
+        top: the largest number of patches of a slot.
+        counts: the images seen so far.
+    """
+
+    def __init__(self, metadata: Metadata, top: int, *, only_correct: bool = False) -> None:
+        """Start with no images.
+
+        Args:
+            metadata: the model's, with `exact` evidence.
+            top: the largest number of patches of a slot.
+            only_correct: leave out images whose prediction is not their label.
+        """
+        self.metadata, self.top, self.counts = metadata, top, ImageCounts()
+        self._only_correct = only_correct
         classes, m = metadata.num_classes, metadata.prototypes_per_class
         rows, cols = metadata.grid
         self._best: dict[tuple[int, int], list[PatchCandidate]] = {}
         self._cells = np.zeros((classes, m, rows * cols), np.int32)
-        self._own = np.zeros((classes, m), np.int32)
+        self._own_cell = np.zeros((classes, m), np.int32)
         self._strongest = np.zeros((classes, m), np.int32)
-        # sums of integers, so that their order does not matter to the last bit
         self._scores = np.zeros((classes, m), np.int64)
         self._contributions = np.zeros((classes, m), np.int64)
 
-    def add(self, record: Record, digest: Callable[[], str], picture: Image.Image | None, source: object) -> None:
-        """Take an answered picture into account, for the class that it was predicted as.
+    def add(
+        self,
+        record: Record,
+        *,
+        label: str | None = None,
+        sha256: str = "",
+        image: Image.Image | None = None,
+        source: Source | None = None,
+    ) -> None:
+        """Count a record, and keep its patches where they are among a slot's best.
+
+        The image counts for the class that it is predicted as.
 
         Args:
-            record: with `evidence`.
-            digest: the sha256 of the picture's file; asked only if a patch is kept.
-            picture: whole, RGB, where it is at hand; else patches are cut later, see `uncut`.
-            source: where the picture is.
-
-        Whatever `digest` raises is raised, and nothing was taken into account.
+            record: of any status; with `evidence` where it has a prediction.
+            label: the class that the image shows, where it is known.
+            sha256: the digest of the image's file.
+            image: the whole oriented image, RGB; None to cut patches later from `source`.
+            source: where `cut_missing` decodes the image from.
         """
-        class_id, evidence = record["prediction"]["class_id"], record["evidence"]
-        name = record["image"] or ""
-        ranked = [_rank(slot, self.metadata.distance) for slot in evidence]
-        entering = [
-            PatchCandidate(-value, name, "", slot, None, source)
-            for slot, value in zip(evidence, ranked, strict=True)
-            if self._is_wanted(class_id, slot["slot"], -value, name)
-        ]
-        # before anything is counted: a file that cannot be read any more counts for nothing
-        sha256 = digest() if entering else ""
-        for candidate in entering:
-            candidate.sha256 = sha256
-            self._enter(self._best.setdefault((class_id, candidate.slot["slot"]), []), candidate, picture)
-        chosen = [slot["cell"][0] * self.metadata.grid[1] + slot["cell"][1] for slot in evidence]
-        self._strongest[class_id, int(np.argmax(ranked))] += 1
-        for slot, cell in zip(evidence, chosen, strict=True):
-            at = class_id, slot["slot"]
-            self._cells[(*at, cell)] += 1
-            self._own[at] += chosen.count(cell) == 1
-            self._scores[at] += _fixed(slot["score"])
-            self._contributions[at] += _fixed(slot["contribution"] or 0.0)
+        self.counts.images += 1
+        if "error" in record:
+            self.counts.count_failure(f"{record['image']}: {record['error']['message']}")
+        elif self._only_correct and label is None:
+            self.counts.unlabelled += 1
+        elif self._only_correct and label != record["prediction"]["label"]:
+            self.counts.wrong += 1
+        else:
+            self._keep_patches(record, sha256, image, source)
+            self._count_evidence(record["prediction"]["class_id"], record["evidence"])
 
-    def _is_wanted(self, class_id: int, slot: int, key: float, name: str) -> bool:
-        best = self._best.get((class_id, slot), [])
-        return len(best) < self.top or (key, name) < (best[-1].key, best[-1].image)
+    def _keep_patches(self, record: Record, sha256: str, image: Image.Image | None, source: Source | None) -> None:
+        class_id = record["prediction"]["class_id"]
+        for slot in record["evidence"]:
+            candidate = PatchCandidate(-self._rank(slot), record["image"] or "", sha256, slot, None, source)
+            best = self._best.setdefault((class_id, slot["slot"]), [])
+            if len(best) < self.top or candidate < best[-1]:
+                self._insert(best, candidate, image)
 
-    def _enter(self, best: list[PatchCandidate], candidate: PatchCandidate, picture: Image.Image | None) -> None:
-        # one picture under two names is one example
-        twin = next((index for index, each in enumerate(best) if each.sha256 == candidate.sha256), None)
-        if twin is not None:
-            if best[twin] <= candidate:
+    def _insert(self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None) -> None:
+        # one image under two names is one exemplar
+        same = next((index for index, other in enumerate(best) if other.sha256 == candidate.sha256), None)
+        if same is not None:
+            if best[same] <= candidate:
                 return
-            del best[twin]
-        if picture is not None:
-            candidate.cut(picture)
+            del best[same]
+        if image is not None:
+            candidate.cut(image)
         bisect.insort(best, candidate)
         del best[self.top :]
 
-    def uncut(self) -> Iterator[PatchCandidate]:
-        """Those kept whose patch is still to be cut."""
+    def _count_evidence(self, class_id: int, evidence: list[Slot]) -> None:
+        cells = [slot["cell"][0] * self.metadata.grid[1] + slot["cell"][1] for slot in evidence]
+        self._strongest[class_id, int(np.argmax([self._rank(slot) for slot in evidence]))] += 1
+        for slot, cell in zip(evidence, cells, strict=True):
+            at = class_id, slot["slot"]
+            self._cells[(*at, cell)] += 1
+            self._own_cell[at] += cells.count(cell) == 1
+            self._scores[at] += round(slot["score"] * _FIXED_POINT)
+            self._contributions[at] += round((slot["contribution"] or 0.0) * _FIXED_POINT)
+
+    def _rank(self, slot: Slot) -> float:
+        contribution = slot["contribution"]
+        return slot["score"] if contribution is None or self.metadata.distance != "l2" else contribution
+
+    def cut_missing(self, workers: int = 1, max_pixels: int = MAX_PIXELS) -> None:
+        """Cut the patches of images that were not at hand, decoding each image once.
+
+        Patches of an image that can no longer be decoded stay without pixels, and `best` leaves them out.
+        """
+        by_image: dict[str, list[PatchCandidate]] = {}
         for best in self._best.values():
-            yield from (candidate for candidate in best if candidate.jpeg is None)
+            for candidate in best:
+                if candidate.jpeg is None:
+                    by_image.setdefault(candidate.sha256, []).append(candidate)
+
+        def cut(candidates: list[PatchCandidate]) -> None:
+            try:
+                image = decode(candidates[0].source, max_pixels=max_pixels)  # type: ignore[arg-type]
+            except ImageError:
+                return
+            for candidate in candidates:
+                candidate.cut(image)
+
+        with ThreadPoolExecutor(workers, "patches") as pool:
+            list(pool.map(cut, by_image.values()))
 
     def best(self, class_id: int, slot: int) -> list[PatchCandidate]:
-        """A slot's patches, best first; those that could not be cut are left out."""
+        """Return a slot's patches, best first, without those that could not be cut."""
         return [candidate for candidate in self._best.get((class_id, slot), []) if candidate.jpeg is not None]
 
-    def images(self, class_id: int) -> int:
-        """Pictures that the class was predicted for."""
+    def count_images(self, class_id: int) -> int:
+        """Return the number of images that the class was predicted for."""
         return int(self._cells[class_id, 0].sum())
 
-    def figures(self, class_id: int, slot: int) -> SlotStatistics:
-        """How the slot behaved."""
+    def statistics(self, class_id: int, slot: int) -> SlotStatistics:
+        """Return the statistics of a slot."""
         at = class_id, slot
-        count = self.images(class_id)
+        count = self.count_images(class_id)
         if not count:
-            return SlotStatistics(0, None, None, None, None, None, None, None, None)
+            return SlotStatistics(0)
         cells = self._cells[at]
         top = int(cells.argmax())
-        row, col = divmod(top, self.metadata.grid[1])
-        known = self.metadata.distance not in ("linf", "tropical")
+        has_contributions = self.metadata.distance not in ("linf", "tropical")
         return SlotStatistics(
             count,
-            int(self._own[at]) / count,
-            int(self._strongest[at]) / count,
-            int(self._scores[at]) / _UNIT / count,
-            int(self._contributions[at]) / _UNIT / count if known else None,
-            (row, col),
-            int(cells[top]) / count,
-            _entropy(cells),
-            _spread(cells, self.metadata.grid),
+            own_cell=int(self._own_cell[at]) / count,
+            strongest=int(self._strongest[at]) / count,
+            mean_score=int(self._scores[at]) / _FIXED_POINT / count,
+            mean_contribution=int(self._contributions[at]) / _FIXED_POINT / count if has_contributions else None,
+            top_cell=divmod(top, self.metadata.grid[1]),
+            top_cell_share=int(cells[top]) / count,
+            entropy=_entropy(cells),
+            spread=_spread(cells, self.metadata.grid),
         )
 
-    def cells(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """How often each cell was chosen by any slot: int64 [H * W]."""
-        return self._cells.sum(axis=(0, 1), dtype=np.int64)  # type: ignore[no-any-return]
+    def count_cells(self) -> tuple[int, ...]:
+        """Return how often each of the H * W cells was chosen by any slot, row by row."""
+        return tuple(int(count) for count in self._cells.sum(axis=(0, 1), dtype=np.int64))
+
+    def describe_model(self) -> Mapping[str, Any]:
+        """Return what an atlas remembers of the model beside its file: checkpoint, backbone, precision, grid, ..."""
+        metadata = self.metadata
+        return {
+            "checkpoint_sha256": metadata.source.get("sha256"),
+            "backbone": metadata.backbone,
+            "precision": metadata.precision,
+            "prototypes_per_class": metadata.prototypes_per_class,
+            "grid": list(metadata.grid),
+            "distance": metadata.distance,
+        }
 
 
-_UNIT = 1 << 32
-
-
-def _fixed(value: float) -> int:
-    return round(value * _UNIT)
-
-
-def _rank(slot: Slot, distance: str) -> float:
-    contribution = slot["contribution"]
-    return slot["score"] if contribution is None or distance != "l2" else contribution
-
-
-def _entropy(cells: np.ndarray[Any, np.dtype[np.int32]]) -> float:
+def _entropy(cells: NDArray[np.int32]) -> float:
     shares = cells[cells > 0] / cells.sum()
     return max(0.0, float(-(shares * np.log2(shares)).sum()))
 
 
-def _spread(cells: np.ndarray[Any, np.dtype[np.int32]], grid: tuple[int, int]) -> float:
+def _spread(cells: NDArray[np.int32], grid: tuple[int, int]) -> float:
     rows, cols = grid
     shares = cells.reshape(rows, cols) / cells.sum()
     y, x = np.mgrid[:rows, :cols].astype(np.float64)
     y, x = (y + 0.5) / rows, (x + 0.5) / cols
     variance = (shares * ((x - (shares * x).sum()) ** 2 + (y - (shares * y).sum()) ** 2)).sum()
     return math.sqrt(max(0.0, float(variance)) / 2)
-
-
-# fewer pictures say nothing about a habit
-FEWEST_IMAGES = 5
-# a slot that has its cell to itself in fewer pictures than this shows nothing that another does not
-OWN_CELL = 0.1
-# a slot whose mean contribution is less than this share of an equal part adds little
-EQUAL_PART = 0.2
-# a slot that chooses the same cell in more pictures than this looks at a place, not at a part of the object
-ONE_PLACE = 0.5
-
-
-def list_findings(class_id: int, label: str, slots: Sequence[SlotStatistics]) -> list[Finding]:
-    """What is wrong with a class's slots, in their order."""
-    if not slots[0].images:
-        return [
-            Finding("never_predicted", class_id, None, 0.0, f"{label}: predicted for no picture, so it has no patches")
-        ]
-    if slots[0].images < FEWEST_IMAGES:
-        return []
-    found = []
-    parts = [figures.mean_contribution for figures in slots]
-    known = [part for part in parts if part is not None]
-    equal = sum(known) / len(known) if len(known) == len(slots) else None
-    for slot, figures in enumerate(slots):
-        who = f"{label}, slot {slot}"
-        if len(slots) > 1 and figures.own_cell is not None and figures.own_cell < OWN_CELL:
-            text = f"{who}: has a cell to itself in only {figures.own_cell:.0%} of {figures.images} pictures"
-            found.append(Finding("shares_its_cell", class_id, slot, figures.own_cell, text))
-        part = parts[slot]
-        if equal is not None and part is not None and equal > 0 and part < EQUAL_PART * equal:
-            text = f"{who}: adds {part:.3f} on average, where an equal part would be {equal:.3f}"
-            found.append(Finding("adds_little", class_id, slot, part, text))
-        share = figures.top_cell_share
-        if share is not None and figures.top_cell is not None and share > ONE_PLACE:
-            row, col = figures.top_cell
-            text = f"{who}: looks at cell {row}, {col} in {share:.0%} of {figures.images} pictures, whatever they show"
-            found.append(Finding("one_place", class_id, slot, share, text))
-    return found

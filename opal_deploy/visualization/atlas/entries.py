@@ -1,18 +1,35 @@
-"""What an atlas holds: patches and figures of every class's slots."""
+"""The contents of an atlas: patches, statistics and findings of each slot of each class."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from opal_deploy.errors import UsageError
+
+# findings about a class need this many images at least: fewer say nothing about a habit
+MIN_IMAGES = 5
+# a slot alone in its cell in a smaller share of images shows nothing that another slot does not
+MIN_OWN_CELL_SHARE = 0.1
+# a slot whose mean contribution is a smaller share of an equal part adds little
+MIN_EQUAL_PART = 0.2
+# a slot that chooses one cell in a larger share of images follows a place, not a part of the object
+MAX_ONE_CELL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class AtlasPatch:
-    """A place in a picture where a slot was strong.
+    """A place in an image where a slot was strong.
 
     Attributes:
-        image: the picture's name in the set that the atlas was built of. sha256: of the picture's file.
-        cell, box, score, contribution: as in a record's evidence.
+        image: the image's name in the data set that the atlas was built from.
+        sha256: the digest of the image's file, in hex.
+        cell: (row, col) of the feature map.
+        box: (x0, y0, x1, y1) in pixels of the whole oriented image.
+        score: the slot's score, in [0, 1].
+        contribution: the slot's contribution; None where the distance has none.
         file: the patch's JPEG, relative to the atlas's folder.
     """
 
@@ -27,27 +44,30 @@ class AtlasPatch:
 
 @dataclass(frozen=True)
 class SlotStatistics:
-    """How a slot behaves over the pictures that its class was predicted for; None where there are none.
+    """How a slot behaves over the images that its class was predicted for; all but `images` are None without images.
 
     Attributes:
-        images: how many pictures these are.
-        own_cell: share of them in which no other slot of the class chose its cell.
-        strongest: share in which it is the class's strongest slot (by contribution to the cosine, else by score).
-        mean_score, mean_contribution: over them; None too where the distance has no contributions.
-        top_cell: the cell that it chose most often, top_cell_share: in which share of the pictures.
-        entropy: of its cells over the grid, in bits; 0 for one cell always, log2(H * W) for all alike.
-        spread: standard deviation of its place, as a share of the view's diagonal; 0 for one place always.
+        images: the number of these images.
+        own_cell: share of images in which no other slot of the class chose the same cell.
+        strongest: share of images in which the slot is its class's strongest (by contribution to the cosine, else by
+            score).
+        mean_score: mean score.
+        mean_contribution: mean contribution; None also where the distance has no contributions.
+        top_cell: (row, col) of the cell chosen most often.
+        top_cell_share: share of images in which `top_cell` was chosen.
+        entropy: entropy of the chosen cells in bits, from 0 (always one cell) to log2(H * W).
+        spread: standard deviation of the chosen place, as a share of the view's diagonal; 0 for one place always.
     """
 
     images: int
-    own_cell: float | None
-    strongest: float | None
-    mean_score: float | None
-    mean_contribution: float | None
-    top_cell: tuple[int, int] | None
-    top_cell_share: float | None
-    entropy: float | None
-    spread: float | None
+    own_cell: float | None = None
+    strongest: float | None = None
+    mean_score: float | None = None
+    mean_contribution: float | None = None
+    top_cell: tuple[int, int] | None = None
+    top_cell_share: float | None = None
+    entropy: float | None = None
+    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -56,26 +76,28 @@ class SlotEntry:
 
     class_id: int
     slot: int
-    figures: SlotStatistics
+    statistics: SlotStatistics
     patches: tuple[AtlasPatch, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the entry as written in atlas.json."""
         return {
             "slot": self.slot,
-            **asdict(self.figures),
+            **asdict(self.statistics),
             "patches": [asdict(patch) for patch in self.patches],
         }
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a model owner's to-do list.
+    """One line of the to-do list for the model's owner.
 
     Attributes:
         kind: `never_predicted`, `shares_its_cell`, `adds_little` or `one_place`.
-        slot: None where it concerns the whole class.
-        value: the figure that is out of bounds; message: says so.
+        class_id: the class.
+        slot: the slot; None for a finding about the whole class.
+        value: the statistic that is out of bounds.
+        message: the finding in one sentence.
     """
 
     kind: str
@@ -83,3 +105,96 @@ class Finding:
     slot: int | None
     value: float
     message: str
+
+
+@dataclass(frozen=True)
+class Atlas:
+    """An atlas in a folder.
+
+    Attributes:
+        root: the folder.
+        model: the model that the atlas was built with: file, sha256, checkpoint_sha256, backbone, precision,
+            prototypes_per_class, grid, distance.
+        class_names: the model's classes.
+        data: the data set that the atlas was built from: description, images, answered, failed, ...
+        top: the largest number of patches of a slot.
+        entries: entries by (class, slot), for every slot of the model.
+        findings: the to-do list.
+        cells: how often each cell of the grid was chosen, row by row; length H * W.
+    """
+
+    root: Path
+    model: Mapping[str, Any]
+    class_names: tuple[str, ...]
+    data: Mapping[str, Any]
+    top: int
+    entries: Mapping[tuple[int, int], SlotEntry]
+    findings: tuple[Finding, ...]
+    cells: tuple[int, ...] = field(default=())
+
+    def check_model(self, model: Mapping[str, Any], name: str) -> None:
+        """Accept the model that the atlas was built with and other exports of the same checkpoint.
+
+        Args:
+            model: the model's `sha256`, and `checkpoint_sha256` where it is known.
+            name: how messages call the model.
+
+        Raises:
+            UsageError: it is another model.
+        """
+        if model["sha256"] == self.model["sha256"]:
+            return
+        checkpoint = model.get("checkpoint_sha256")
+        if checkpoint is not None and checkpoint == self.model.get("checkpoint_sha256"):
+            return
+        raise UsageError(
+            f"{self.root}: this atlas was built with {self.model['file']} (sha256 {self.model['sha256'][:12]}…), and "
+            f"{name} is another model (sha256 {model['sha256'][:12]}…); build its own with `opal-deploy atlas`"
+        )
+
+    def patches(self, class_id: int, slot: int, *, exclude: Collection[str] = ()) -> list[AtlasPatch]:
+        """Return the patches of a slot, best first, without those of excluded images.
+
+        Args:
+            class_id: the class.
+            slot: the slot.
+            exclude: names or file digests (sha256) of images to leave out.
+
+        Raises:
+            KeyError: the model has no such slot.
+        """
+        patches = self.entries[class_id, slot].patches
+        return [patch for patch in patches if patch.image not in exclude and patch.sha256 not in exclude]
+
+    def count_patches(self) -> int:
+        """Return the number of patches of all slots."""
+        return sum(len(entry.patches) for entry in self.entries.values())
+
+
+def list_findings(class_id: int, label: str, slots: Sequence[SlotStatistics]) -> list[Finding]:
+    """Return the findings about the slots of one class, in the order of the slots."""
+    if not slots[0].images:
+        message = f"{label}: predicted for no image, so it has no patches"
+        return [Finding("never_predicted", class_id, None, 0.0, message)]
+    if slots[0].images < MIN_IMAGES:
+        return []
+    findings = []
+    parts = [statistics.mean_contribution for statistics in slots]
+    known = [part for part in parts if part is not None]
+    equal_part = sum(known) / len(known) if len(known) == len(slots) else None
+    for slot, statistics in enumerate(slots):
+        who, own_cell, part = f"{label}, slot {slot}", statistics.own_cell, parts[slot]
+        if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
+            message = f"{who}: has a cell to itself in only {own_cell:.0%} of {statistics.images} images"
+            findings.append(Finding("shares_its_cell", class_id, slot, own_cell, message))
+        if equal_part is not None and part is not None and equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
+            message = f"{who}: adds {part:.3f} on average, where an equal part would be {equal_part:.3f}"
+            findings.append(Finding("adds_little", class_id, slot, part, message))
+        share = statistics.top_cell_share
+        if share is not None and statistics.top_cell is not None and share > MAX_ONE_CELL_SHARE:
+            row, col = statistics.top_cell
+            message = (
+                f"{who}: looks at cell {row}, {col} in {share:.0%} of {statistics.images} images, whatever they show"
+            )
+            findings.append(Finding("one_place", class_id, slot, share, message))
+    return findings

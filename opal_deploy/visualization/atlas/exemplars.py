@@ -1,43 +1,74 @@
-"""What an atlas adds to a sheet: for each slot of the predicted class, patches of other pictures."""
+"""Exemplars: patches of other images that an atlas shows beside an image of the same predicted class."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from opal_deploy.visualization.atlas.storage import Atlas
+from PIL import Image
+
+from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.atlas.storage import load_patch
 from opal_deploy.visualization.legend import format_number
-from opal_deploy.visualization.sheet.content import SheetContent
-from opal_deploy.visualization.sheet.layout import Exemplar, Exemplars
 
 
-def find_exemplars(atlas: Atlas, content: SheetContent, *, exclude: Collection[str] = (), rows: int = 4) -> Exemplars:
-    """The best patches of the predicted class's slots.
+@dataclass(frozen=True)
+class Exemplar:
+    """A patch of another image.
+
+    Attributes:
+        image: the patch's pixels, RGB.
+        caption: a few words to stand under the patch.
+        alt: the patch in words.
+    """
+
+    image: Image.Image
+    caption: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Exemplars:
+    """The exemplars of one class.
+
+    Attributes:
+        by_slot: exemplars of each slot, best first.
+        origin: one sentence that says where they come from.
+    """
+
+    by_slot: Mapping[int, Sequence[Exemplar]]
+    origin: str
+
+
+def find_exemplars(
+    atlas: Atlas, class_id: int, slots: Iterable[int], *, exclude: Collection[str] = (), rows: int = 4
+) -> Exemplars:
+    """Return the best patches of a class's slots.
 
     Args:
-        atlas: of the same model.
-        content: of the picture; its own name is excluded always.
-        exclude: names or file digests of pictures that are not to be shown: the picture's own digest, above all.
-        rows: patches a slot at most.
+        atlas: the model's atlas.
+        class_id: the predicted class.
+        slots: the slots to find patches for.
+        exclude: names or file digests (sha256) of images to leave out: the image that the exemplars stand beside.
+        rows: the largest number of patches of a slot.
 
     Raises:
         ArtifactError: a patch's file is missing or damaged.
     """
-    class_id = content.predicted.class_id
-    left_out = {*exclude, *([content.image] if content.image else [])}
-    by_slot = {}
-    for slot in content.predicted.slots:
-        found = atlas.rows(class_id, slot.slot, exclude=left_out)[:rows]
-        by_slot[slot.slot] = [
+    by_slot = {
+        slot: [
             Exemplar(
-                atlas.picture(patch),
+                load_patch(atlas, patch),
                 f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
                 f"{patch.image.rpartition('/')[2]}",
-                f"slot {slot.slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}",
+                f"slot {slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}",
             )
-            for patch in found
+            for patch in atlas.patches(class_id, slot, exclude=exclude)[:rows]
         ]
-    images = atlas.entries[class_id, 0].figures.images
-    answered = "1 picture was" if images == 1 else f"{images:,} pictures were"
+        for slot in slots
+    }
+    images = atlas.entries[class_id, 0].statistics.images
+    predicted = "1 image was" if images == 1 else f"{images:,} images were"
     return Exemplars(
-        by_slot, f"Below it: where each slot was strongest in the atlas's pictures, of which {answered} predicted so."
+        by_slot, f"Below it: where each slot was strongest in the atlas's images, of which {predicted} predicted so."
     )

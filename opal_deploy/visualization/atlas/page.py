@@ -1,4 +1,4 @@
-"""`atlas.html`: the atlas to look through; it opens from the disk and loads nothing but its own patches."""
+"""`atlas.html`: the atlas as a page that opens from disk and loads nothing but its own patches."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import html
 from collections.abc import Iterator
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.visualization.atlas.entries import SlotEntry
-from opal_deploy.visualization.atlas.storage import PAGE, Atlas
+from opal_deploy.visualization.atlas.entries import Atlas, SlotEntry
 from opal_deploy.visualization.legend import format_number
 from opal_deploy.visualization.palette import slot_color, text_color, to_hex
 from opal_deploy.visualization.text import escape_unprintable
 
+PAGE_FILE = "atlas.html"
 _POLICY = "default-src 'none'; img-src 'self' file:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fafaf8; --faint: #565656; --rule: #d0d0cb; }
@@ -34,59 +34,60 @@ def write_page(atlas: Atlas) -> None:
     """Write the page into the atlas's folder.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the page cannot be written.
     """
     with (
-        atomic_write(atlas.root / PAGE) as temporary,
+        atomic_write(atlas.root / PAGE_FILE) as temporary,
         temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="\n") as page,
     ):
-        page.writelines(_page(atlas))
+        page.writelines(_render(atlas))
 
 
-def _page(atlas: Atlas) -> Iterator[str]:
+def _render(atlas: Atlas) -> Iterator[str]:
     data, model = atlas.data, atlas.model
     yield (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Atlas of {_text(str(model['file']))}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>Atlas of {_text(str(model['file']))}</h1>\n"
-        f"<p>{data.get('answered', 0):,} pictures of {_text(str(data.get('description', '')))}; "
-        f"the best {atlas.top} patches of each slot. Model sha256 {_text(str(model['sha256']))}.</p>\n"
+        f"<title>Atlas of {_escape(str(model['file']))}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>Atlas of {_escape(str(model['file']))}</h1>\n"
+        f"<p>{data.get('answered', 0):,} images of {_escape(str(data.get('description', '')))}; "
+        f"the best {atlas.top} patches of each slot. Model sha256 {_escape(str(model['sha256']))}.</p>\n"
     )
     if atlas.findings:
-        listed = "".join(f"<li>{_text(finding.message)}</li>\n" for finding in atlas.findings)
+        listed = "".join(f"<li>{_escape(finding.message)}</li>\n" for finding in atlas.findings)
         yield f"<h2>To do</h2>\n<ul>\n{listed}</ul>\n"
     m = model["prototypes_per_class"]
     for class_id, label in enumerate(atlas.class_names):
-        images = atlas.entries[class_id, 0].figures.images
-        yield f'<h2 id="class-{class_id}"><bdi>{_text(label)}</bdi></h2>\n<p>predicted for {images:,} pictures</p>\n'
+        images = atlas.entries[class_id, 0].statistics.images
+        yield f'<h2 id="class-{class_id}"><bdi>{_escape(label)}</bdi></h2>\n<p>predicted for {images:,} images</p>\n'
         for slot in range(m if images else 0):
-            yield _slot(atlas.entries[class_id, slot])
+            yield _render_slot(atlas.entries[class_id, slot])
     yield "</body>\n</html>\n"
 
 
-def _slot(entry: SlotEntry) -> str:
-    figures, color = entry.figures, slot_color(entry.slot)
-    mean = figures.mean_score if figures.mean_contribution is None else figures.mean_contribution
+def _render_slot(entry: SlotEntry) -> str:
+    statistics, color = entry.statistics, slot_color(entry.slot)
+    mean = statistics.mean_score if statistics.mean_contribution is None else statistics.mean_contribution
     patches = "".join(
-        f'<figure><img loading="lazy" src="{patch.file}" alt="slot {entry.slot} in {_text(patch.image)}">'
-        f'<figcaption title="{_text(patch.image)}">'
+        f'<figure><img loading="lazy" src="{patch.file}" alt="slot {entry.slot} in {_escape(patch.image)}">'
+        f'<figcaption title="{_escape(patch.image)}">'
         f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
-        f"{_text(patch.image.rpartition('/')[2])}</figcaption></figure>"
+        f"{_escape(patch.image.rpartition('/')[2])}</figcaption></figure>"
         for patch in entry.patches
     )
     return (
         f'<div class="slot"><div class="about"><b style="background:{to_hex(color)};color:{to_hex(text_color(color))}">'
-        f"{entry.slot}</b> adds {format_number(mean)} on average; a cell to itself in {_share(figures.own_cell)}, "
-        f"the strongest in {_share(figures.strongest)}, its favourite cell in {_share(figures.top_cell_share)}</div>"
-        f"{patches}</div>\n"
+        f"{entry.slot}</b> adds {format_number(mean)} on average; "
+        f"a cell to itself in {_format_share(statistics.own_cell)}, "
+        f"the strongest in {_format_share(statistics.strongest)}, "
+        f"its favourite cell in {_format_share(statistics.top_cell_share)}</div>{patches}</div>\n"
     )
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
 
 
-def _text(text: str) -> str:
+def _escape(text: str) -> str:
     return html.escape(escape_unprintable(text))

@@ -1,7 +1,7 @@
-"""An atlas on the disk: `atlas.json`, `atlas.html`, and `patches/` with a JPEG each, named by the digest of its bytes.
+"""An atlas on disk: `atlas.json`, `atlas.html`, and `patches/` with one JPEG each, named by the digest of its bytes.
 
-Names that come from content let a new atlas be written beside the old one: until `atlas.json` is replaced, in one step,
-the old one is whole, and afterwards the new one.
+Names that come from content let a new atlas be written beside an old one: until `atlas.json` is replaced, in one step,
+the old atlas is whole, and afterwards the new one is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import io
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,149 +18,135 @@ from PIL import Image
 
 from opal_deploy.artifact.files import write_json
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.visualization.atlas.entries import AtlasPatch, Finding, SlotEntry, SlotStatistics
+from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
+from opal_deploy.visualization.atlas.entries import (
+    Atlas,
+    AtlasPatch,
+    Finding,
+    SlotEntry,
+    SlotStatistics,
+    list_findings,
+)
+from opal_deploy.visualization.atlas.page import PAGE_FILE, write_page
 
 ATLAS_SCHEMA = 1
 ATLAS_KIND = "opal-atlas"
-ATLAS, PATCHES, PAGE = "atlas.json", "patches", "atlas.html"
+ATLAS_FILE, PATCHES = "atlas.json", "patches"
 _PATCH_NAME = re.compile(r"patches/[0-9a-f]{2}/[0-9a-f]{32}\.jpg")
+# files that may lie in a folder that an atlas is written to, beside an earlier atlas
+_KNOWN_FILES = (PATCHES, PAGE_FILE, ".lock", "names.toml")
 
 
-@dataclass(frozen=True)
-class Atlas:
-    """An atlas that lies in a folder.
+def load_atlas(path: str | Path) -> Atlas:
+    """Read an atlas from its folder.
 
-    Attributes:
-        root: the folder.
-        model: of the model that it was built with: file, sha256, checkpoint_sha256, backbone, precision,
-            prototypes_per_class, grid, distance.
-        class_names: the model's.
-        data: what it was built of: description, images, answered, kept, failed.
-        top: patches a slot at most.
-        entries: by (class, slot); every slot of the model is there.
-        findings: the to-do list.
-        cells: how often each cell of the grid was chosen, row by row.
+    Raises:
+        ArtifactError: there is no atlas, it is damaged, or it has another schema.
     """
-
-    root: Path
-    model: Mapping[str, Any]
-    class_names: tuple[str, ...]
-    data: Mapping[str, Any]
-    top: int
-    entries: Mapping[tuple[int, int], SlotEntry]
-    findings: tuple[Finding, ...]
-    cells: tuple[int, ...] = field(default=())
-
-    @staticmethod
-    def load(path: str | Path) -> Atlas:
-        """Read an atlas.
-
-        Args:
-            path: its folder.
-
-        Raises:
-            ArtifactError: there is none, it is damaged, or of another schema.
-        """
-        root = Path(path)
-        hint = "build one with `opal-deploy atlas`"
-        try:
-            document = json.loads((root / ATLAS).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ArtifactError(f"{root / ATLAS}: cannot be read ({error.strerror or error}); {hint}") from None
-        except (ValueError, RecursionError) as error:
-            raise ArtifactError(f"{root / ATLAS}: damaged, it is not JSON ({error}); {hint} again") from None
-        if not isinstance(document, dict) or document.get("kind") != ATLAS_KIND:
-            raise ArtifactError(f"{root / ATLAS}: not an atlas; {hint}")
-        if document.get("schema") != ATLAS_SCHEMA:
-            raise ArtifactError(
-                f"{root / ATLAS}: schema {document.get('schema')!r} found, {ATLAS_SCHEMA} expected; {hint} again"
-            )
-        try:
-            return _parsed(root, document)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ArtifactError(
-                f"{root / ATLAS}: damaged ({type(error).__name__}: {' '.join(str(error).split())[:100]}); {hint} again"
-            ) from None
-
-    def check_model(self, model: Mapping[str, Any], name: str) -> None:
-        """Refuse a model that the atlas does not belong to. Other exports of the same checkpoint belong to it.
-
-        Args:
-            model: its `sha256`, and `checkpoint_sha256` where it is known.
-            name: what to call it.
-
-        Raises:
-            UsageError: it is another model.
-        """
-        if model["sha256"] == self.model["sha256"]:
-            return
-        checkpoint = model.get("checkpoint_sha256")
-        if checkpoint is not None and checkpoint == self.model.get("checkpoint_sha256"):
-            return
-        raise UsageError(
-            f"{self.root}: this atlas was built with {self.model['file']} (sha256 {self.model['sha256'][:12]}…), and "
-            f"{name} is another model (sha256 {model['sha256'][:12]}…); build its own with `opal-deploy atlas`"
-        )
-
-    def rows(self, class_id: int, slot: int, *, exclude: Collection[str] = ()) -> list[AtlasPatch]:
-        """Patches of a slot, best first.
-
-        Args:
-            class_id, slot: of the model.
-            exclude: names or file digests (sha256) of pictures that are not to be shown.
-
-        Raises:
-            KeyError: the model has no such slot.
-        """
-        found = self.entries[class_id, slot].patches
-        return [patch for patch in found if patch.image not in exclude and patch.sha256 not in exclude]
-
-    def picture(self, patch: AtlasPatch) -> Image.Image:
-        """The pixels of a patch, RGB.
-
-        Raises:
-            ArtifactError: its file is missing or damaged.
-        """
-        path = self.root / patch.file
-        try:
-            encoded = path.read_bytes()
-        except OSError as error:
-            raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); build the atlas again") from None
-        if patch_name(encoded) != patch.file:
-            raise ArtifactError(f"{path}: damaged, its bytes are not those that were written; build the atlas again")
-        return Image.open(io.BytesIO(encoded)).convert("RGB")
+    root = Path(path)
+    file = root / ATLAS_FILE
+    hint = "build one with `opal-deploy atlas`"
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{file}: cannot be read ({error.strerror or error}); {hint}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{file}: damaged, it is not JSON ({error}); {hint} again") from None
+    if not isinstance(document, dict) or document.get("kind") != ATLAS_KIND:
+        raise ArtifactError(f"{file}: not an atlas; {hint}")
+    if document.get("schema") != ATLAS_SCHEMA:
+        raise ArtifactError(f"{file}: schema {document.get('schema')!r} found, {ATLAS_SCHEMA} expected; {hint} again")
+    try:
+        return _parse_atlas(root, document)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ArtifactError(f"{file}: damaged ({reason}); {hint} again") from None
 
 
-def patch_name(encoded: bytes) -> str:
-    """The file of a patch, relative to the atlas's folder."""
-    digest = hashlib.sha256(encoded).hexdigest()[:32]
-    return f"{PATCHES}/{digest[:2]}/{digest}.jpg"
+def load_patch(atlas: Atlas, patch: AtlasPatch) -> Image.Image:
+    """Read the pixels of a patch, RGB.
+
+    Raises:
+        ArtifactError: the patch's file is missing or damaged.
+    """
+    path = atlas.root / patch.file
+    try:
+        encoded = path.read_bytes()
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); build the atlas again") from None
+    if _name_patch(encoded) != patch.file:
+        raise ArtifactError(f"{path}: damaged, its bytes are not those that were written; build the atlas again")
+    return Image.open(io.BytesIO(encoded)).convert("RGB")
 
 
 def check_out_dir(root: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that an atlas should not be written to.
+    """Check that an atlas may be written to a folder.
 
     Raises:
-        UsageError: it holds an atlas already, unless `overwrite`; it holds something else; it is a file.
+        UsageError: the folder holds an atlas already and `overwrite` is false, it holds other files, or it is a file.
     """
     if root.exists() and not root.is_dir():
         raise UsageError(f"{root}: a file is there; give a folder for the atlas with --out")
-    if (root / ATLAS).exists():
+    if (root / ATLAS_FILE).exists():
         if not overwrite:
             raise UsageError(f"{root}: an atlas is there already; give another --out, or --overwrite to replace it")
-    elif root.is_dir() and any(entry.name not in (PATCHES, PAGE, ".lock", "names.toml") for entry in root.iterdir()):
+    elif root.is_dir() and any(entry.name not in _KNOWN_FILES for entry in root.iterdir()):
         raise UsageError(f"{root}: other files are there; give an empty folder, or one that does not exist, with --out")
 
 
-def write_patch(root: Path, encoded: bytes) -> str:
-    """Write a patch if it is not there yet; returns its name.
+def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
+    """Write the collected patches into `root` and return their atlas, which `save_atlas` then makes the folder's.
+
+    Args:
+        collector: all images' patches and statistics.
+        root: the atlas's folder.
+        model: the model's `file` and `sha256`.
+        data: the data set: description, number of images, ...
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: a patch cannot be written.
     """
-    name = patch_name(encoded)
+    metadata = collector.metadata
+    entries: dict[tuple[int, int], SlotEntry] = {}
+    findings: list[Finding] = []
+    for class_id, label in enumerate(metadata.class_names):
+        slots = range(metadata.prototypes_per_class)
+        for slot in slots:
+            patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
+            entries[class_id, slot] = SlotEntry(class_id, slot, collector.statistics(class_id, slot), patches)
+        findings += list_findings(class_id, label, [entries[class_id, slot].statistics for slot in slots])
+    return Atlas(
+        root,
+        {**model, **collector.describe_model()},
+        metadata.class_names,
+        dict(data),
+        collector.top,
+        entries,
+        tuple(findings),
+        collector.count_cells(),
+    )
+
+
+def save_atlas(atlas: Atlas) -> None:
+    """Write `atlas.json` and `atlas.html` of an atlas whose patches are written, and remove an earlier atlas's patches.
+
+    Raises:
+        UsageError: a file cannot be written.
+    """
+    write_json(atlas.root / ATLAS_FILE, _to_document(atlas))
+    _remove_unnamed(atlas.root, {patch.file for entry in atlas.entries.values() for patch in entry.patches})
+    write_page(atlas)
+
+
+def write_patch(root: Path, encoded: bytes) -> str:
+    """Write an encoded patch, unless it is there already, and return its file's name relative to `root`.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    name = _name_patch(encoded)
     path = root / name
-    # not synced to the disk one by one, of which there may be many thousands: what a crash damages, its name tells
+    # thousands of files are not synced to disk one by one: a patch that a crash damages no longer fits its name
     temporary = path.with_name(f".{path.name}.part")
     try:
         if path.exists() and path.read_bytes() == encoded:
@@ -174,14 +159,23 @@ def write_patch(root: Path, encoded: bytes) -> str:
     return name
 
 
-def write_atlas(atlas: Atlas) -> None:
-    """Write `atlas.json`; its patches are written already. What an earlier atlas had besides them is removed.
+def _name_patch(encoded: bytes) -> str:
+    digest = hashlib.sha256(encoded).hexdigest()[:32]
+    return f"{PATCHES}/{digest[:2]}/{digest}.jpg"
 
-    Raises:
-        UsageError: it cannot be written.
-    """
-    write_json(atlas.root / ATLAS, _document(atlas))
-    _remove_unnamed(atlas.root, {patch.file for entry in atlas.entries.values() for patch in entry.patches})
+
+def _write_candidate(candidate: PatchCandidate, root: Path) -> AtlasPatch:
+    slot = candidate.slot
+    x0, y0, x1, y1 = slot["box"]
+    return AtlasPatch(
+        candidate.image,
+        candidate.sha256,
+        (slot["cell"][0], slot["cell"][1]),
+        (x0, y0, x1, y1),
+        slot["score"],
+        slot["contribution"],
+        write_patch(root, candidate.jpeg or b""),
+    )
 
 
 def _remove_unnamed(root: Path, named: Collection[str]) -> None:
@@ -195,7 +189,7 @@ def _remove_unnamed(root: Path, named: Collection[str]) -> None:
             folder.rmdir()
 
 
-def _document(atlas: Atlas) -> dict[str, Any]:
+def _to_document(atlas: Atlas) -> dict[str, Any]:
     m = atlas.model["prototypes_per_class"]
     return {
         "schema": ATLAS_SCHEMA,
@@ -216,21 +210,21 @@ def _document(atlas: Atlas) -> dict[str, Any]:
     }
 
 
-def _parsed(root: Path, document: Mapping[str, Any]) -> Atlas:
+def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
     model = document["model"]
     if not all(isinstance(model[key], str) for key in ("file", "sha256")):
         raise TypeError("the model's file and sha256 are no texts")
     m = model["prototypes_per_class"]
     entries = {}
-    for class_id, about in enumerate(document["classes"]):
-        if about["class_id"] != class_id or not isinstance(about["label"], str) or len(about["slots"]) != m:
+    for class_id, entry in enumerate(document["classes"]):
+        if entry["class_id"] != class_id or not isinstance(entry["label"], str) or len(entry["slots"]) != m:
             raise ValueError(f"class {class_id} is not as it was written")
-        for slot, entry in enumerate(about["slots"]):
-            entries[class_id, slot] = _entry(class_id, slot, entry)
+        for slot, slot_entry in enumerate(entry["slots"]):
+            entries[class_id, slot] = _parse_entry(class_id, slot, slot_entry)
     return Atlas(
         root,
         model,
-        tuple(about["label"] for about in document["classes"]),
+        tuple(entry["label"] for entry in document["classes"]),
         dict(document["data"]),
         int(document["top"]),
         entries,
@@ -239,16 +233,16 @@ def _parsed(root: Path, document: Mapping[str, Any]) -> Atlas:
     )
 
 
-def _entry(class_id: int, slot: int, entry: Mapping[str, Any]) -> SlotEntry:
+def _parse_entry(class_id: int, slot: int, entry: Mapping[str, Any]) -> SlotEntry:
     if entry["slot"] != slot:
         raise ValueError(f"slot {slot} of class {class_id} is not as it was written")
-    figures = {name: entry[name] for name in SlotStatistics.__dataclass_fields__}
-    if figures["top_cell"] is not None:
-        figures["top_cell"] = _numbers(figures["top_cell"], 2, int)
-    return SlotEntry(class_id, slot, SlotStatistics(**figures), tuple(_patches(entry["patches"])))
+    statistics = {name: entry[name] for name in SlotStatistics.__dataclass_fields__}
+    if statistics["top_cell"] is not None:
+        statistics["top_cell"] = _parse_numbers(statistics["top_cell"], 2, int)
+    return SlotEntry(class_id, slot, SlotStatistics(**statistics), tuple(_parse_patches(entry["patches"])))
 
 
-def _patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:
+def _parse_patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:
     for each in listed:
         if not _PATCH_NAME.fullmatch(each["file"]):
             raise ValueError(f"{each['file']!r} is no patch's name")
@@ -256,15 +250,15 @@ def _patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:
         yield AtlasPatch(
             str(each["image"]),
             str(each["sha256"]),
-            _numbers(each["cell"], 2, int),
-            _numbers(each["box"], 4, float),
+            _parse_numbers(each["cell"], 2, int),
+            _parse_numbers(each["box"], 4, float),
             float(each["score"]),
             None if contribution is None else float(contribution),
             each["file"],
         )
 
 
-def _numbers(values: Any, count: int, kind: type[int] | type[float]) -> Any:
+def _parse_numbers(values: Any, count: int, kind: type[int] | type[float]) -> Any:
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"{values!r} is not {count} numbers")
     return tuple(kind(value) for value in values)

@@ -1,4 +1,4 @@
-"""What a card says of one record: plain values, which the page's template and its script draw alike."""
+"""The card of one record as plain values, which the page's template and its script draw alike."""
 
 from __future__ import annotations
 
@@ -17,23 +17,36 @@ from opal_deploy.visualization.text import escape_unprintable
 MEANINGS = (COSINE, DISTANCE, SCORE)
 STATUSES = ("ok", "abstained", "error")
 NO_NAME = "(no name)"
-# (tag, letters on it) of each slot; from the last on they repeat
+# (tag colour, text colour) of each slot as CSS; slots beyond them repeat the colours
 SLOT_COLORS = tuple((to_hex(slot_color(slot)), to_hex(text_color(slot_color(slot)))) for slot in range(NUM_COLORS))
-# digits after the point; every figure in full precision is in results.jsonl
+# digits after the point; results.jsonl has every value in full precision
 _DIGITS = 6
 _MESSAGE_LIMIT = 500
-# what a run writes; anything else in a record, an address say, is not followed
-_OVERLAY = re.compile(r"overlays/(\d+/)?[A-Za-z0-9._-]+\.jpg")
-_SHEET = re.compile(r"sheets/(\d+/)?[A-Za-z0-9._-]+\.png")
+# names that a run gives its drawings; anything else in a record, such as an address, is not linked to
+_OVERLAY_NAME = re.compile(r"overlays/(\d+/)?[A-Za-z0-9._-]+\.jpg")
+_SHEET_NAME = re.compile(r"sheets/(\d+/)?[A-Za-z0-9._-]+\.png")
 
 
 @dataclass(frozen=True)
 class SlotRow:
-    """One slot: its tag's colours, its cell, what its bar shows and says, and its name if somebody named it."""
+    """One row of a card's table of slots.
+
+    Attributes:
+        slot: the slot, 0 ... m-1.
+        color: the tag's colour as CSS.
+        text_color: the colour of the number on the tag.
+        row: the cell's row.
+        column: the cell's column.
+        value: the value that the bar shows; None where it is not finite.
+        score: the slot's score; None where it is not finite.
+        start: the bar's left end in percent.
+        stop: the bar's right end in percent.
+        name: the slot's name; None if it has none.
+    """
 
     slot: int
-    paint: str
-    letters: str
+    color: str
+    text_color: str
     row: int
     column: int
     value: float | None
@@ -45,18 +58,28 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class Card:
-    """One record as the report shows it; texts are as they are read, not escaped.
+    """One record as the report shows it; texts are plain, not escaped for HTML.
 
     Attributes:
         number: the record's place in the input, 0, 1, ...
-        label, truth: indices of texts in the report's list of labels; None: there is none.
-        value: cosine of the predicted class, or its logit where `is_cosine` is false.
-        top: (label's index, cosine or logit) of the closest classes.
-        meaning: what bars show, an index of MEANINGS. distinct: cells that the slots lie in.
-        width, height: of the photograph. overlay: its drawing's file, in the run's folder.
-        sheet: its evidence sheet's, likewise.
-        overlay_width: the drawing's, where the photograph's is 1.
-        code, message: of a failure.
+        name: the image's name.
+        status: `ok`, `abstained` or `error`.
+        label: index of the predicted class in the report's list of labels; None for a failed image.
+        truth: index of the image's label in the report's list of labels; None where it is not known.
+        margin: the margin; None where the record has none.
+        value: the cosine of the predicted class, or its logit where `is_cosine` is false.
+        is_cosine: whether values are cosines.
+        top: (index of the label, cosine or logit) of the closest classes.
+        meaning: what the bars show, an index of MEANINGS.
+        slots: the evidence, in slot order.
+        distinct: the number of different cells that the slots chose.
+        width: of the photograph in pixels.
+        height: of the photograph in pixels.
+        overlay: the overlay's file in the run's folder; None without one.
+        sheet: the evidence sheet's file in the run's folder; None without one.
+        overlay_width: the overlay's width as a multiple of the photograph's.
+        code: the error code of a failed image.
+        message: the error message of a failed image.
     """
 
     number: int
@@ -81,23 +104,23 @@ class Card:
 
     @property
     def stack(self) -> list[tuple[float, float, str]]:
-        """Contributions one after the other, where they add up to the cosine: (start, width, colour), 100 is 1."""
+        """Contributions that add up to the cosine, side by side: (start, width, colour), 100 being cosine 1."""
         values = [slot.value for slot in self.slots]
         if MEANINGS[self.meaning] != COSINE or any(value is None or value < 0 for value in values):
             return []
         parts, start = [], 0.0
         for slot in self.slots:
             width = 100 * (slot.value or 0.0)
-            parts.append((round(start, 2), round(width, 2), slot.paint))
+            parts.append((round(start, 2), round(width, 2), slot.color))
             start += width
         return parts
 
-    def order(self, position: int) -> tuple[bool, float, int]:
-        """Sorts the least certain first; those without a margin last, in the order of the input."""
+    def sort_key(self, position: int) -> tuple[bool, float, int]:
+        """Return a key that sorts the least certain first, and those without a margin last in input order."""
         return (self.margin is None, 0.0 if self.margin is None else self.margin, position)
 
     def index_row(self) -> list[Any]:
-        """What the page's script filters and sorts by; at hand for all images at once."""
+        """Return what the page's script filters and sorts by, loaded for all images at once."""
         return [
             self.number,
             self.name,
@@ -110,7 +133,7 @@ class Card:
         ]
 
     def details(self) -> dict[str, Any]:
-        """What only a card that is shown needs."""
+        """Return what the page's script needs only for cards on view."""
         if self.status == "error":
             return {"message": self.message}
         return {
@@ -130,26 +153,27 @@ class Card:
 
 
 def build_card(record: Record, number: int, label_index: Callable[[str], int]) -> Card:
-    """The card of a record of any status.
+    """Return the card of a record of any status.
 
     Args:
+        record: the record.
         number: the record's place in the input.
-        label_index: where a label is, or from now on will be, in the report's list.
+        label_index: returns a label's index in the report's list of labels, adding it where it is new.
     """
     name = escape_unprintable(record["image"]) if record["image"] else NO_NAME
     truth = label_index(record["truth"]) if "truth" in record else None
     if record["status"] == "error":
-        problem = record.get("error", {"code": "unknown", "message": ""})
+        error = record.get("error", {"code": "unknown", "message": ""})
         return Card(
             number,
             name,
             "error",
             truth=truth,
-            code=escape_unprintable(problem["code"]),
-            message=escape_unprintable(shorten(problem["message"])),
+            code=escape_unprintable(error["code"]),
+            message=escape_unprintable(shorten(error["message"])),
         )
-    answer = get_prediction(record)
-    is_cosine = answer["cosine"] is not None
+    prediction = get_prediction(record)
+    is_cosine = prediction["cosine"] is not None
     bars = build_bars(record)
     evidence = record.get("evidence", [])
     width, height = record.get("width", 1), record.get("height", 1)
@@ -158,10 +182,10 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
         number,
         name,
         record["status"],
-        label=label_index(answer["label"]),
+        label=label_index(prediction["label"]),
         truth=truth,
         margin=_round(record.get("margin")),
-        value=_round(answer["cosine"] if is_cosine else answer["logit"]),
+        value=_round(prediction["cosine"] if is_cosine else prediction["logit"]),
         is_cosine=is_cosine,
         top=tuple(
             (label_index(a["label"]), _round(a["cosine"] if is_cosine else a["logit"])) for a in record.get("top", [])
@@ -185,14 +209,14 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
         distinct=len({tuple(slot["cell"]) for slot in evidence}),
         width=width,
         height=height,
-        overlay=overlay if overlay is not None and _OVERLAY.fullmatch(overlay) else None,
-        sheet=sheet if sheet is not None and _SHEET.fullmatch(sheet) else None,
+        overlay=overlay if overlay is not None and _OVERLAY_NAME.fullmatch(overlay) else None,
+        sheet=sheet if sheet is not None and _SHEET_NAME.fullmatch(sheet) else None,
         overlay_width=round(overlay_width(width, height) / photograph_size(width, height)[0], 4),
     )
 
 
 def shorten(message: str) -> str:
-    """The first 500 characters."""
+    """Return the first 500 characters of a message."""
     return message if len(message) <= _MESSAGE_LIMIT else message[:_MESSAGE_LIMIT] + " …"
 
 

@@ -1,9 +1,8 @@
-"""The report's page around its records: templates with every text escaped, and a policy that lets nothing else in.
+"""The report's templates, rendered with every text escaped and under a content security policy.
 
-The page's one script and its one style sheet are named in the policy by their digests; no other script, no style
-attribute, no frame, no form and no fetch is possible, whatever a file's name tries to be.
-
-The picture of a card: an overlay's photograph, small enough to be embedded."""
+The policy names the page's one script and its style sheets by their digests; no other script, no style attribute, no
+frame, no form and no fetch is possible, whatever a file's name tries to be. `make_thumbnail` makes the embedded images.
+"""
 
 from __future__ import annotations
 
@@ -31,73 +30,76 @@ if TYPE_CHECKING:
 
 ImageMode = Literal["embed", "files"]
 
-# cards on one page of the grid, and so many are in the file for browsers without scripts
+# cards on one page of the grid; the first page's are in the file for browsers without scripts
 PAGE_SIZE = 48
 
-# what does nothing without scripts
-_WITHOUT_SCRIPTS = ".script{display:none!important}"
-_SOURCES = {"embed": "data:", "files": "'self' file:"}
+# hides what does nothing without scripts
+_NO_SCRIPT_STYLE = ".script{display:none!important}"
+THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
+# an image that would shrink to more than this share is embedded at its own size
+_SMALL_ENOUGH = 0.75
+_IMAGE_SOURCES = {"embed": "data:", "files": "'self' file:"}
 
 
-def render_head(pictures: ImageMode, first: Sequence[Card], **content: Any) -> str:
-    """Everything up to the first page's cards.
+def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) -> str:
+    """Return the page up to the cards.
 
     Args:
-        pictures: where pictures come from.
-        first: cards of the first page, whose sizes go into the style sheet.
-        content: what the template names: title, facts, counts, tables.
+        image_mode: whether images are embedded or files beside the page.
+        first: the cards of the first page, whose sizes go into the style sheet.
+        content: the template's variables.
     """
-    style = read_asset("style.css") + "".join(_size_rule(card, pictures) for card in first)
+    style = read_asset("style.css") + "".join(_size_rule(card, image_mode) for card in first)
     policy = (
-        f"default-src 'none'; img-src {_SOURCES[pictures]}; script-src '{_digest(read_asset('script.js'))}'; "
-        f"style-src '{_digest(style)}' '{_digest(_WITHOUT_SCRIPTS)}'; base-uri 'none'; form-action 'none'; "
+        f"default-src 'none'; img-src {_IMAGE_SOURCES[image_mode]}; script-src '{_digest(read_asset('script.js'))}'; "
+        f"style-src '{_digest(style)}' '{_digest(_NO_SCRIPT_STYLE)}'; base-uri 'none'; form-action 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     )
     return (
         _environment()
         .get_template("head.html.jinja")
-        .render(policy=policy, style=_raw(style), without_scripts=_raw(_WITHOUT_SCRIPTS), **content)
+        .render(policy=policy, style=_mark_safe(style), without_scripts=_mark_safe(_NO_SCRIPT_STYLE), **content)
     )
 
 
 def render_card(card: Card, labels: Sequence[str], source: str | None) -> str:
-    """One card; `source`: its picture's address, None without a picture."""
+    """Return one card; `source` is the address of its image, None without one."""
     template = _environment().get_template("card.html.jinja")
     return template.render(card=card, labels=labels, source=source, meanings=MEANINGS, no_evidence=NO_EVIDENCE)
 
 
 def render_tables(**content: Any) -> str:
-    """What follows the cards: tables and dialogs, up to the data."""
+    """Return what follows the cards: tables and dialogs, up to the data."""
     return _environment().get_template("tables.html.jinja").render(**content)
 
 
 def render_tail() -> str:
-    """The script and the end."""
+    """Return the script and the end of the page."""
     return f"<script>{read_asset('script.js')}</script>\n</body>\n</html>\n"
 
 
 def json_script(name: str, value: object) -> str:
-    """A value for the page's script, as a block of data that no browser runs."""
+    """Return a value for the page's script as a block of data that no browser runs."""
     return f'<script type="application/json" id="{name}">{to_json(value)}</script>\n'
 
 
 def to_json(value: object) -> str:
-    """JSON that cannot end the block that it stands in, nor begin a comment."""
+    """Return JSON that can neither end the block of data around it nor begin a comment."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @cache
 def read_asset(name: str) -> str:
-    """One of the package's own files."""
+    """Return the text of one of the package's files."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _size_rule(card: Card, pictures: ImageMode) -> str:
-    """Room for a picture that is not there yet, and in a drawing the photograph alone without its legend."""
+def _size_rule(card: Card, image_mode: ImageMode) -> str:
+    """Return a CSS rule that reserves the image's space, and shows of an overlay the photograph without its legend."""
     if not card.width:
         return ""
-    share = 100 * card.overlay_width if pictures == "files" else 100
+    share = 100 * card.overlay_width if image_mode == "files" else 100
     size = f"{card.width:d}/{card.height:d}"
     figure = f"#f{card.number:d}"
     return f"{figure}{{aspect-ratio:{size};max-width:calc(18rem*{size})}}{figure} img{{width:{share:.2f}%}}\n"
@@ -107,14 +109,14 @@ def _digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _raw(text: str) -> object:
+def _mark_safe(text: str) -> object:
     import markupsafe
 
-    return markupsafe.Markup(text)  # our own style sheet, and numbers
+    return markupsafe.Markup(text)  # our own style sheet and numbers
 
 
 def _breakable(text: str) -> object:
-    """A long name breaks after its folders and words."""
+    """Return a name that may be broken after its folders and words."""
     import markupsafe
 
     return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))
@@ -140,17 +142,17 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
-# a picture that would shrink by less than this is embedded at its own size
-_SMALL_ENOUGH = 0.75
-
-
 class Thumbnail(bytes):
-    """What `thumbnail` makes: the JPEG that a card shows."""
+    """A JPEG made by `make_thumbnail`, ready to be embedded in a card."""
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
-    """The overlay's photograph as JPEG, at most 480 x 640 pixels, or a little more where that spares a resize."""
+    """Return the photograph of an overlay as JPEG of at most 480 x 640 pixels, or a little more to spare a resize.
+
+    Args:
+        overlay: what `draw_overlay` or `encode_overlay` returned.
+        record: the overlay's record.
+    """
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
     width, height = photograph_size(record.get("width", whole[0]), record.get("height", whole[1]))
@@ -158,7 +160,7 @@ def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
     if share > _SMALL_ENOUGH:
         share = 1.0
     if isinstance(overlay, bytes):
-        # the decoder itself halves large pictures: a 24-megapixel overlay costs little
+        # the decoder itself halves large images: a 24-megapixel overlay costs little
         image.draft("RGB", (round(whole[0] * share), round(whole[1] * share)))
     # cut first: a resize of a part would blend the legend into its last rows
     part = (max(1, width * image.size[0] // whole[0]), max(1, height * image.size[1] // whole[1]))

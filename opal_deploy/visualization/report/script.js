@@ -1,5 +1,5 @@
 "use strict";
-// Filters, sorts and shows the cards of this page's own data. Texts only ever become text: nothing here parses markup.
+// Filters, sorts and shows the cards of this page's own data. Texts become text nodes only: nothing here parses markup.
 (() => {
   const $ = (id) => document.getElementById(id);
   const read = (id) => JSON.parse($(id).textContent);
@@ -7,14 +7,14 @@
   // columns of the index, as cards.py writes them
   const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, TRUTH = 4, MARGIN = 5, VALUE = 6, CODE = 7;
   const OK = 0, ABSTAINED = 1, FAILED = 2;
-  const FIGURE = { class: "n" };
+  const NUMERIC = { class: "n" };
   const SCORE = 2, MEANINGS = ["contribution to the cosine", "part of the distance (smaller: closer)", "score"];
   const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
   const lower = rows.map((row) => row[NAME].toLowerCase());
   const blocks = [], orders = {}, first = new Map();
   let view = [], page = 0, opened = -1;
 
-  // ---- what is shown of an image
+  // ---- elements of one image
 
   function details(position) {
     const block = Math.floor(position / config.block);
@@ -24,7 +24,7 @@
 
   function source(position) {
     const number = rows[position][NUMBER];
-    if (config.pictures === "files") return details(position).overlay;
+    if (config.image_mode === "files") return details(position).overlay;
     const block = $("p" + number);
     return block ? "data:image/jpeg;base64," + block.textContent : first.get(number);
   }
@@ -40,7 +40,7 @@
   // a long name breaks after its folders and words
   const bdi = (text) => el("bdi", null, ...text.split(/(?<=[/_])/).flatMap((part, i) => i ? [el("wbr"), part] : [part]));
   const number = (value) => value === null ? "–" : value.toFixed(3).replace(/^-0\.000$/, "0.000");
-  const several = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
+  const pluralize = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
 
   function bar(name, parts) {
     const rects = parts.map(([x, width, fill]) => el("rect", { x, width: Math.max(0, width), height: 6, fill }));
@@ -56,33 +56,33 @@
   function slotTable(d) {
     const both = d.meaning !== SCORE;
     const body = d.slots.map(([slot, row, column, value, score, start, stop, name]) => {
-      const [paint, letters] = config.colors[slot % config.colors.length];
+      const [color, textColor] = config.colors[slot % config.colors.length];
       const tag = el("svg", { class: "tag", viewBox: "0 0 26 20", role: "img", "aria-label": slot },
-        el("rect", { width: 26, height: 20, rx: 2, fill: paint }),
-        el("text", { x: 13, y: 15, fill: letters, "text-anchor": "middle" }, String(slot)));
+        el("rect", { width: 26, height: 20, rx: 2, fill: color }),
+        el("text", { x: 13, y: 15, fill: textColor, "text-anchor": "middle" }, String(slot)));
       return el("tr", null, el("td", null, tag, ...(name ? [" ", bdi(name)] : [])),
-        el("td", null, bar("bar", [[start, stop - start, paint]])), el("td", { class: "n" }, number(value)),
+        el("td", null, bar("bar", [[start, stop - start, color]])), el("td", { class: "n" }, number(value)),
         both ? el("td", { class: "n" }, number(score)) : null, el("td", { class: "n" }, row + ", " + column));
     });
-    const head = [["slot"], [MEANINGS[d.meaning], { colspan: 2 }], ...(both ? [["score", FIGURE]] : []), ["cell", FIGURE]];
+    const head = [["slot"], [MEANINGS[d.meaning], { colspan: 2 }], ...(both ? [["score", NUMERIC]] : []), ["cell", NUMERIC]];
     return table("slots", head, body);
   }
 
   function topTable(d) {
     const body = d.top.map(([label, value]) => el("tr", null, el("td", null, bdi(labels[label])), el("td", { class: "n" }, number(value))));
-    return table("top", [["class"], [d.cosine ? "cosine" : "logit", FIGURE]], body);
+    return table("top", [["class"], [d.cosine ? "cosine" : "logit", NUMERIC]], body);
   }
 
   function photo(position) {
     const row = rows[position], d = details(position), address = source(position);
     if (row[STATUS] === FAILED) return null;
-    if (!address) return el("p", { class: "nopicture" }, "no picture kept");
+    if (!address) return el("p", { class: "nopicture" }, "no image kept");
     const boxes = d.slots.length ? "with the evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
     const figure = el("figure", { class: "photo" }, image), ratio = d.size[0] / d.size[1];
     figure.style.aspectRatio = d.size[0] + " / " + d.size[1];
     figure.style.maxWidth = "calc(18rem * " + ratio + ")";
-    if (config.pictures === "files") image.style.width = 100 * d.wide + "%";
+    if (config.image_mode === "files") image.style.width = 100 * d.wide + "%";
     image.src = address;
     return figure;
   }
@@ -116,10 +116,10 @@
     return parts;
   }
 
-  const NO_EVIDENCE = "This model has no exact evidence: no cell of the picture decided alone.";
+  const NO_EVIDENCE = "This model has no exact evidence: no cell of the image decided alone.";
 
-  // most stay closed, so their contents are made when they are opened
-  function folded(summary, content) {
+  // most details stay closed, so their contents are made when they are opened
+  function lazyDetails(summary, content) {
     const node = el("details", null, el("summary", null, summary));
     node.addEventListener("toggle", () => node.append(content()), { once: true });
     return node;
@@ -128,41 +128,41 @@
   function card(position) {
     const row = rows[position], d = details(position), parts = answer(position);
     if (row[STATUS] !== FAILED) {
-      parts.push(d.slots.length ? folded(several(d.slots.length, "slot", "slots"), () => slotTable(d))
+      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => slotTable(d))
         : el("p", { class: "note" }, NO_EVIDENCE));
-      if (d.top.length) parts.push(folded(several(d.top.length, "closest class", "closest classes"), () => topTable(d)));
+      if (d.top.length) parts.push(lazyDetails(pluralize(d.top.length, "closest class", "closest classes"), () => topTable(d)));
     }
     const link = el("a", { href: "#i=" + row[NUMBER] }, bdi(row[NAME]));
     return el("article", { id: "i=" + row[NUMBER] }, photo(position), el("div", { class: "body" }, el("h3", null, link), ...parts));
   }
 
-  function sheetOf(position) {
-    const row = rows[position], d = details(position), picture = el("div"), text = el("div", null, ...answer(position));
+  function buildSheet(position) {
+    const row = rows[position], d = details(position), figure = el("div"), text = el("div", null, ...answer(position));
     const shown = photo(position);
     if (shown) {
       if (shown.style.aspectRatio) shown.style.maxWidth = "calc(76vh * " + d.size[0] / d.size[1] + ")";
-      picture.append(shown);
+      figure.append(shown);
     }
     const files = [[d.overlay, "the drawing in full size"], [d.sheet, "the evidence sheet, with the runner-up beside it"]];
-    for (const [file, words] of files.filter(([name]) => name)) {
-      const link = el("a", { target: "_blank", rel: "noopener" }, words);
+    for (const [file, description] of files.filter(([name]) => name)) {
+      const link = el("a", { target: "_blank", rel: "noopener" }, description);
       link.href = file;
-      picture.append(el("p", { class: "note" }, link, ", in the run's folder beside this page"));
+      figure.append(el("p", { class: "note" }, link, ", in the run's folder beside this page"));
     }
     if (row[STATUS] !== FAILED) {
       text.append(...(d.slots.length ? [el("h3", null, "What each slot says"), slotTable(d)] : [el("p", { class: "note" }, NO_EVIDENCE)]));
       if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
     }
     const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));
-    return [title, el("div", { class: "sheet" }, picture, text)];
+    return [title, el("div", { class: "sheet" }, figure, text)];
   }
 
-  // ---- which images, and in which order
+  // ---- filters and orders
 
-  const nothing = (value) => value === null;
+  const isNull = (value) => value === null;
   const byMargin = (sign) => (a, b) => {
     const x = rows[a][MARGIN], y = rows[b][MARGIN];
-    return nothing(x) || nothing(y) ? nothing(x) - nothing(y) || a - b : sign * (x - y) || a - b;
+    return isNull(x) || isNull(y) ? isNull(x) - isNull(y) || a - b : sign * (x - y) || a - b;
   };
 
   function order(name) {
@@ -173,7 +173,7 @@
     if (name === "class") {
       const collator = new Intl.Collator("en", { numeric: true });
       const ranks = new Map([...labels.keys()].sort((a, b) => collator.compare(labels[a], labels[b])).map((label, rank) => [label, rank]));
-      const rank = (position) => nothing(rows[position][CLASS]) ? labels.length : ranks.get(rows[position][CLASS]);
+      const rank = (position) => isNull(rows[position][CLASS]) ? labels.length : ranks.get(rows[position][CLASS]);
       const margin = byMargin(1);
       all.sort((a, b) => rank(a) - rank(b) || margin(a, b));
     }
@@ -184,25 +184,25 @@
     const text = $("search").value.trim().toLowerCase(), [state, code] = $("status").value.split(/:(.*)/s);
     const chosen = (id) => $(id).value === "" ? null : Number($(id).value);
     const predicted = chosen("class"), truth = chosen("truth"), low = chosen("low"), high = chosen("high"), verdict = $("verdict").value;
-    const wanted = { ok: OK, abstained: ABSTAINED, error: FAILED }[state];
-    const fits = (position) => {
+    const status = { ok: OK, abstained: ABSTAINED, error: FAILED }[state];
+    const matches = (position) => {
       const row = rows[position];
       return (!text || lower[position].includes(text))
         && (predicted === null || row[CLASS] === predicted) && (truth === null || row[TRUTH] === truth)
-        && (wanted === undefined || row[STATUS] === wanted) && (!code || row[CODE] === code)
+        && (status === undefined || row[STATUS] === status) && (!code || row[CODE] === code)
         && (low === null || (row[MARGIN] !== null && row[MARGIN] >= low)) && (high === null || (row[MARGIN] !== null && row[MARGIN] <= high))
         && (!verdict || (verdict === "unlabelled" ? row[TRUTH] === null
           : row[TRUTH] !== null && row[CLASS] !== null && (row[TRUTH] === row[CLASS]) === (verdict === "agree")));
     };
-    view = order($("sort").value).filter(fits);
+    view = order($("sort").value).filter(matches);
     const active = ["class", "truth", "verdict", "status", "low", "high"].filter((id) => $(id).value !== "").length;
     $("active").textContent = active ? "(" + active + " active)" : "";
   }
 
-  function tell() {
+  function showStatus() {
     const pages = Math.max(1, Math.ceil(view.length / config.page));
     const start = page * config.page, end = Math.min(view.length, start + config.page);
-    $("found").textContent = several(view.length, "image", "images") + (view.length === rows.length ? "" : " of " + rows.length.toLocaleString("en"))
+    $("found").textContent = pluralize(view.length, "image", "images") + (view.length === rows.length ? "" : " of " + rows.length.toLocaleString("en"))
       + (pages > 1 ? ", " + (start + 1).toLocaleString("en") + " to " + end.toLocaleString("en") + " here" : "");
     $("page").textContent = "page " + (page + 1).toLocaleString("en") + " of " + pages.toLocaleString("en");
     $("pager").hidden = pages === 1;
@@ -212,8 +212,8 @@
 
   function draw() {
     const shown = view.slice(page * config.page, (page + 1) * config.page);
-    cards.replaceChildren(...(shown.length ? shown.map(card) : [el("p", { class: "note" }, "No image fits these filters.")]));
-    tell();
+    cards.replaceChildren(...(shown.length ? shown.map(card) : [el("p", { class: "note" }, "No image matches these filters.")]));
+    showStatus();
   }
 
   function apply() {
@@ -222,7 +222,7 @@
     draw();
   }
 
-  function turn(by) {
+  function changePage(by) {
     const pages = Math.ceil(view.length / config.page);
     if (page + by < 0 || page + by >= pages) return false;
     page += by;
@@ -230,16 +230,16 @@
     return true;
   }
 
-  // ---- one image
+  // ---- the dialog of one image
 
   function address(hash) {
-    try { history.replaceState(null, "", location.href.split("#")[0] + hash); } catch { /* the address stays as it is */ }
+    try { history.replaceState(null, "", location.href.split("#")[0] + hash); } catch { /* a page that may not change its address keeps it */ }
   }
 
   function open(position) {
     opened = position;
     const place = view.indexOf(position);
-    sheetBody.replaceChildren(...sheetOf(position));
+    sheetBody.replaceChildren(...buildSheet(position));
     $("sheet-place").textContent = place < 0 ? "not among the images filtered" : (place + 1).toLocaleString("en") + " of " + view.length.toLocaleString("en");
     $("sheet-previous").disabled = place <= 0;
     $("sheet-next").disabled = place < 0 || place === view.length - 1;
@@ -264,12 +264,12 @@
     links()[place % config.page]?.focus();
   });
 
-  function follow() {
+  function openFromHash() {
     const [, key, text] = /^#(i|name)=(.*)$/s.exec(location.hash) || [];
     if (!key) { if (sheet.open) sheet.close(); return; }
-    let wanted = text;
-    try { wanted = decodeURIComponent(text); } catch { /* as it is, then */ }
-    const position = rows.findIndex((row) => key === "i" ? String(row[NUMBER]) === wanted : row[NAME] === wanted);
+    let target = text;
+    try { target = decodeURIComponent(text); } catch { /* not percent-encoded: compare as it is */ }
+    const position = rows.findIndex((row) => key === "i" ? String(row[NUMBER]) === target : row[NAME] === target);
     if (position >= 0) open(position);
     else $("found").textContent = "The image that this address names is not shown here.";
   }
@@ -291,7 +291,7 @@
     }
     event.preventDefault();
     if (to >= 0 && to < all.length) { all[to].focus(); return; }
-    if (turn(Math.sign(to))) { const fresh = links(); fresh[to < 0 ? fresh.length - 1 : 0].focus(); }
+    if (changePage(Math.sign(to))) { const fresh = links(); fresh[to < 0 ? fresh.length - 1 : 0].focus(); }
   }
 
   document.addEventListener("keydown", (event) => {
@@ -327,7 +327,7 @@
     return [...count(column)].sort((a, b) => collator.compare(labels[a[0]], labels[b[0]])).map(([label, n]) => [label, labels[label] + " (" + n + ")"]);
   }
 
-  function prepare() {
+  function fillForm() {
     for (const image of cards.querySelectorAll("article img")) first.set(Number(image.closest("article").id.slice(2)), image.src);
     fill("class", options(CLASS));
     fill("truth", options(TRUTH));
@@ -339,8 +339,8 @@
     fill("status", [...codes].map(([code, n]) => ["error:" + code, "failed: " + code + " (" + n + ")"]));
     for (const cell of document.querySelectorAll("td[data-class]")) {
       const predicted = labels.indexOf(cell.dataset.class), truth = labels.indexOf(cell.dataset.truth);
-      const what = (cell.dataset.truth === undefined ? "" : "label " + cell.dataset.truth + ", ") + "predicted " + cell.dataset.class;
-      const button = el("button", { type: "button", "aria-label": cell.textContent + ": " + what, title: what }, cell.textContent);
+      const description = (cell.dataset.truth === undefined ? "" : "label " + cell.dataset.truth + ", ") + "predicted " + cell.dataset.class;
+      const button = el("button", { type: "button", "aria-label": cell.textContent + ": " + description, title: description }, cell.textContent);
       button.addEventListener("click", () => {
         tools.reset();
         $("class").value = String(predicted);
@@ -355,15 +355,15 @@
     $("filters").open = matchMedia("(min-width: 46rem)").matches;
   }
 
-  prepare();
+  fillForm();
   tools.reset();
   filter();
-  tell();
+  showStatus();
   tools.addEventListener("input", apply);
   tools.addEventListener("submit", (event) => event.preventDefault());
   tools.addEventListener("reset", () => setTimeout(apply));
-  $("previous").addEventListener("click", () => { turn(-1); $("images").scrollIntoView(); });
-  $("next").addEventListener("click", () => { turn(1); $("images").scrollIntoView(); });
+  $("previous").addEventListener("click", () => { changePage(-1); $("images").scrollIntoView(); });
+  $("next").addEventListener("click", () => { changePage(1); $("images").scrollIntoView(); });
   cards.addEventListener("click", (event) => event.target.closest(".photo")?.closest("article").querySelector("h3 a").click());
   $("sheet-previous").addEventListener("click", () => step(-1));
   $("sheet-next").addEventListener("click", () => step(1));
@@ -374,6 +374,6 @@
     if (event.target.value) document.documentElement.dataset.theme = event.target.value;
     else delete document.documentElement.dataset.theme;
   });
-  addEventListener("hashchange", follow);
-  follow();
+  addEventListener("hashchange", openFromHash);
+  openFromHash();
 })();

@@ -1,4 +1,4 @@
-"""The report's tables: what is counted of every record, whether its card is shown or not."""
+"""The report's tables: counts over all records, whether their cards are shown or not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from opal_deploy.visualization.legend import get_prediction
 from opal_deploy.visualization.report.cards import NO_NAME, shorten
 from opal_deploy.visualization.text import escape_unprintable
 
+# rows listed in the tables of classes and of confusions
 CLASSES_LISTED = 30
-MATRIX_LIMIT = 25
 PAIRS_LISTED = 60
+# the confusion matrix is shown for at most so many labels and classes
+MATRIX_LIMIT = 25
 
 
 @dataclass(frozen=True)
 class ClassRow:
-    """A class, how many images it was predicted for, and that as a share (0-100) of the most frequent class's."""
+    """A class and how many images it was predicted for; `share` is in percent of the most frequent class's count."""
 
     label: str
     count: int
@@ -35,7 +37,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Cell:
-    """Images of one label for which one class was predicted; `share` (0-100) of the label's images."""
+    """How many images of one label were predicted as one class; `share` is in percent of the label's images."""
 
     truth: str
     predicted: str
@@ -44,7 +46,7 @@ class Cell:
 
     @property
     def agrees(self) -> bool:
-        """Whether the class is the label."""
+        """Whether the predicted class is the label."""
         return self.truth == self.predicted
 
 
@@ -53,9 +55,12 @@ class Confusion:
     """Labels against predicted classes.
 
     Attributes:
-        labelled, agreeing: answers whose image has a label; those whose class is that label.
-        columns: predicted classes; rows: (label, a cell for each column). Empty where the matrix would be too large.
-        pairs: the most frequent confusions; more: how many others there are.
+        labelled: the number of answered images that have a label.
+        agreeing: the number of these whose predicted class is the label.
+        columns: the predicted classes; empty where the matrix would be too large.
+        rows: (label, a cell for each column); empty where the matrix would be too large.
+        pairs: the most frequent confusions.
+        more: the number of other confused pairs.
     """
 
     labelled: int
@@ -68,10 +73,16 @@ class Confusion:
 
 @dataclass
 class Tables:
-    """Counts of all records; memory grows with classes and with `limit` failures, not with images.
+    """Counts over all records; memory grows with classes and with `limit`, not with images.
 
     Attributes:
-        limit: so many failures are listed. labelled: whether any image has a label.
+        limit: the largest number of failures listed.
+        statuses: records by status.
+        classes: predictions by (class id, label).
+        codes: failures by error code.
+        failures: the first failures.
+        pairs: answered images by (label, predicted class).
+        labelled: whether any image has a label.
     """
 
     limit: int
@@ -86,37 +97,37 @@ class Tables:
         """Add one record.
 
         Raises:
-            ValueError: it says that it was answered, and has no prediction.
+            ValueError: the record has neither a prediction nor an error.
         """
         self.statuses[record["status"]] += 1
         self.labelled = self.labelled or "truth" in record
         if record["status"] == "error":
-            problem = record.get("error", {"code": "unknown", "message": ""})
-            self.codes[problem["code"]] += 1
+            error = record.get("error", {"code": "unknown", "message": ""})
+            self.codes[error["code"]] += 1
             if len(self.failures) < self.limit:
                 name = escape_unprintable(record["image"]) if record["image"] else NO_NAME
                 self.failures.append(
-                    Failure(name, escape_unprintable(problem["code"]), escape_unprintable(shorten(problem["message"])))
+                    Failure(name, escape_unprintable(error["code"]), escape_unprintable(shorten(error["message"])))
                 )
             return
-        answer = get_prediction(record)
-        self.classes[answer["class_id"], answer["label"]] += 1
+        prediction = get_prediction(record)
+        self.classes[prediction["class_id"], prediction["label"]] += 1
         if "truth" in record:
-            self.pairs[record["truth"], answer["label"]] += 1
+            self.pairs[record["truth"], prediction["label"]] += 1
 
     @property
     def answered(self) -> int:
-        """Records with a prediction."""
+        """The number of records with a prediction."""
         return self.statuses["ok"] + self.statuses["abstained"]
 
     def class_rows(self) -> list[ClassRow]:
-        """The most frequent classes."""
+        """Return the most frequent classes."""
         # equal counts in the order of the classes, so that the same run gives the same report
         ranked = sorted(self.classes.items(), key=lambda item: (-item[1], item[0]))[:CLASSES_LISTED]
         return [ClassRow(escape_unprintable(label), n, round(100 * n / ranked[0][1], 1)) for (_, label), n in ranked]
 
     def confusion(self) -> Confusion | None:
-        """Labels against classes; None where no answered image has a label."""
+        """Return labels against classes; None where no answered image has a label."""
         if not self.pairs:
             return None
         per_truth: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The sheet's sentences: what its numbers mean, for those who see it and for those who have it read to them."""
+"""The sentences of a sheet: what its numbers mean, for those who see the sheet and those who have it read to them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NO_SUM = "This head's distance ({}) is decided by one extreme entry, so slots h
 
 
 def build_title(content: SheetContent) -> str:
-    """What the sheet is called."""
+    """Return the sheet's title."""
     return f"{content.predicted.label}: evidence in {content.image or 'an image'}"
 
 
 def describe_places(view: ClassView) -> str:
-    """How many places a class's slots looked at."""
+    """Return a sentence on how many places a class's slots looked at."""
     m = len(view.slots)
     if view.distinct_cells == 1 and m > 1:
         return f"All {m} slots at one place."
@@ -31,67 +31,67 @@ def describe_places(view: ClassView) -> str:
 
 
 def label_sum(content: SheetContent, view: ClassView) -> str:
-    """What the bars of a class come to; empty where they come to nothing."""
+    """Return what the bars of a class add up to; an empty text where they add up to nothing."""
     if view.total is None:
         return ""
-    what = {"l2": "cosine", "l3": "part of the third power of the distance"}.get(
+    quantity = {"l2": "cosine", "l3": "part of the third power of the distance"}.get(
         content.distance, "part of the distance"
     )
-    return f"sum = {what}"
+    return f"sum = {quantity}"
 
 
 def explain_figures(content: SheetContent) -> list[str]:
-    """How the pictures and bars are to be read."""
-    found = []
+    """Return sentences on how to read the images and bars."""
+    sentences = []
     if content.crop != (0, 0, content.width, content.height):
-        found.append("The model was shown what lies inside the white frame.")
+        sentences.append("The model was shown what lies inside the white frame.")
     if content.meaning == "score":
-        found.append(_NO_SUM.format(content.distance))
+        sentences.append(_NO_SUM.format(content.distance))
     if content.meaning == "distance":
-        found.append(
+        sentences.append(
             f"This head decides by distance ({content.distance}). The bars are the part of it that a class's own "
             "channels have; the rest comes from the other classes' channels. Slots stand in the order of their scores."
         )
-    return found
+    return sentences
 
 
 def describe_difference(content: SheetContent) -> list[str]:
-    """What made the difference, in sentences."""
+    """Return sentences on what made the difference between the two classes."""
     if content.runner_up is None:
         return []
-    found = []
-    what = content.difference
-    if what is not None and content.margin is not None:
-        slots = [str(slot) + _slot_suffix(content.predicted, slot) for slot in what.leading]
+    sentences = []
+    difference = content.difference
+    if difference is not None and content.margin is not None:
+        slots = [str(slot) + _slot_suffix(content.predicted, slot) for slot in difference.leading]
         several = len(slots) > 1
         listed = ", ".join(slots[:-1]) + " and " + slots[-1] if several else slots[0]
-        found.append(
-            f"Slot{'s' if several else ''} {listed} made most of the difference: {format_number(what.given)} of the "
-            f"margin of {format_number(content.margin)}, set against the runner-up's "
-            f"slot{'s' if several else ''} of the same rank."
+        sentences.append(
+            f"Slot{'s' if several else ''} {listed} made most of the difference: "
+            f"{format_number(difference.given)} of the margin of {format_number(content.margin)}, "
+            f"set against the runner-up's slot{'s' if several else ''} of the same rank."
         )
-    shared = content.shared_places()
+    shared = content.count_shared_cells()
     if not shared:
-        found.append("The two classes looked at different places.")
+        sentences.append("The two classes looked at different places.")
     elif shared == 1:
-        found.append("One place is the same for both classes.")
+        sentences.append("One place is the same for both classes.")
     else:
-        found.append(f"{shared} places are the same for both classes.")
-    return found
+        sentences.append(f"{shared} places are the same for both classes.")
+    return sentences
 
 
 def describe_place(slot: SlotView) -> str:
-    """Where a slot found its maximum."""
+    """Return the cell where a slot found its maximum."""
     return f"cell {slot.cell[0]}, {slot.cell[1]}{' (shared)' if slot.shared else ''}"
 
 
 def describe_slot(slot: SlotView) -> str:
-    """A slot's name, if it has one, and its place."""
+    """Return a slot's name, if it has one, and its place."""
     return f"{slot.name}, {describe_place(slot)}" if slot.name else describe_place(slot)
 
 
 def build_description(content: SheetContent) -> str:
-    """All that the sheet says, in one paragraph."""
+    """Return all that the sheet says, in one paragraph."""
     predicted, runner_up = content.predicted, content.runner_up
     parts = [f"Predicted {predicted.label}, cosine {format_number(predicted.cosine)}"]
     if runner_up is not None:

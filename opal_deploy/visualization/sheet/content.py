@@ -1,7 +1,7 @@
-"""What an evidence sheet says, as plain data: computed from one forward pass's outputs, and from nothing else.
+"""The content of an evidence sheet as plain data, computed from the outputs of one forward pass alone.
 
 A sheet sets the predicted class beside the runner-up. Slots of two classes do not correspond one to one, so both are
-put in the order of their strength: then the differences rank by rank add up to the difference of the sums.
+sorted by strength: then the differences rank by rank add up to the difference of the sums, the margin.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from opal_deploy.records.record import Slot, build_record, class_evidence
 from opal_deploy.visualization.slot_names import SlotNames
 
 Meaning = Literal["cosine", "distance", "score"]
-# the distances whose contributions are parts of the distance, or of a power of it
-_PARTS = ("l1", "l3", "kl")
+# distances whose contributions are parts of the distance, or of a power of it
+_PART_DISTANCES = ("l1", "l3", "kl")
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,18 @@ class SlotView:
     """One slot of one class.
 
     Attributes:
-        slot, channel, score, contribution: as in a record.
-        cell: (row, col) of the feature map. box: (x0, y0, x1, y1) in pixels of the whole picture.
-        name: what a person calls it; None if nobody named it.
-        value: what its bar shows: the contribution, or the score where there is none.
-        start, stop: the bar's ends as shares of the room for bars, on one scale for both classes.
-        shared: another slot of the class has its maximum in the same cell.
-        attention: float32 [H, W], where the model gives it.
+        slot: the slot, 0 ... m-1.
+        channel: the channel, `class_id * m + slot`.
+        cell: (row, col) of the feature map.
+        box: (x0, y0, x1, y1) in pixels of the whole oriented image.
+        score: the slot's score, in [0, 1].
+        contribution: the slot's contribution; None where the distance has none.
+        name: the slot's name; None if it has none.
+        value: the value that the bar shows: the contribution, or the score where there is none.
+        start: the bar's left end as a share of the full bar, on one scale for both classes.
+        stop: the bar's right end.
+        shared: whether another slot of the class has its maximum in the same cell.
+        attention: float32 [H, W]; None where the outputs have no attention maps.
     """
 
     slot: int
@@ -54,12 +59,16 @@ class SlotView:
 
 @dataclass(frozen=True)
 class ClassView:
-    """One class and its evidence, the strongest slot first: by contribution to the cosine, else by score.
+    """One class and its evidence.
 
     Attributes:
-        cosine: <z, a_c>. logit: minus the distance.
-        total: sum of the slots' contributions; None where they have none.
-        distinct_cells: how many different cells its slots chose.
+        class_id: the class.
+        label: the class's name.
+        logit: minus the distance to the class's anchor.
+        cosine: <z, a_c>.
+        slots: the strongest first: by contribution to the cosine, else by score.
+        total: the sum of the slots' contributions; None where the distance has none.
+        distinct_cells: the number of different cells that the slots chose.
     """
 
     class_id: int
@@ -73,13 +82,13 @@ class ClassView:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the margin comes from.
+    """The slots that the margin comes from.
 
     Attributes:
-        by_rank: contribution of the k-th strongest slot of the predicted class minus that of the runner-up's; they add
-            up to the margin.
+        by_rank: the contribution of the k-th strongest slot of the predicted class minus that of the runner-up's; the
+            differences add up to the margin.
         leading: the fewest slots of the predicted class whose differences reach half of the margin, greatest first.
-        given: what these give together.
+        given: the sum of the leading slots' differences.
     """
 
     by_rank: tuple[float, ...]
@@ -89,15 +98,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class SheetContent:
-    """Everything that a sheet shows, but for pixels.
+    """Everything that a sheet shows except pixels.
 
     Attributes:
-        image: the name in the record. width, height, crop: see `Geometry`.
-        grid: (H, W).
-        distance: the head's distance. meaning: what bars show.
-        margin: cosine of the predicted class minus that of the runner-up; None for a model of one class.
-        min_margin: below which the answer is abstained from; None: never.
-        runner_up: the class with the second logit; None for a model of one class.
+        image: the image's name in its record.
+        width: of the whole oriented image, in pixels.
+        height: of the whole oriented image, in pixels.
+        crop: (x0, y0, x1, y1) that the model was shown, in pixels of the whole image.
+        grid: (H, W) of the feature map.
+        distance: the head's distance.
+        meaning: what the bars show.
+        predicted: the class with the largest logit.
+        runner_up: the class with the second largest logit; None for a model of one class.
+        margin: the cosine of the predicted class minus that of the runner-up; None for a model of one class.
+        min_margin: the margin below which the model abstains; None for never.
         difference: None unless contributions add up to cosines and the margin is positive.
     """
 
@@ -116,33 +130,33 @@ class SheetContent:
 
     @property
     def abstained(self) -> bool:
-        """Whether the margin is below the threshold."""
+        """Whether the margin is below `min_margin`."""
         return self.margin is not None and self.min_margin is not None and self.margin < self.min_margin
 
     def cautions(self) -> list[str]:
-        """Reasons to doubt the answer, a sentence each, that follow from its numbers alone."""
-        found = []
+        """Return reasons to doubt the answer, one sentence each, that follow from its numbers alone."""
+        cautions = []
         slots, m = self.predicted.slots, len(self.predicted.slots)
         if self.abstained:
-            found.append(f"Abstained: the margin is below the threshold of {self.min_margin:g}.")
+            cautions.append(f"Abstained: the margin is below the threshold of {self.min_margin:g}.")
         if m > 1 and self.predicted.distinct_cells == 1:
-            found.append(f"All {m} slots chose the same cell: the answer rests on one place.")
+            cautions.append(f"All {m} slots chose the same cell: the answer rests on one place.")
         elif 2 * self.predicted.distinct_cells < m:
-            found.append(f"The {m} slots chose only {self.predicted.distinct_cells} different cells.")
+            cautions.append(f"The {m} slots chose only {self.predicted.distinct_cells} different cells.")
         if self.meaning == "cosine" and self.margin is not None and m > 1 and self.margin < slots[0].value:
-            found.append(f"The margin is smaller than what slot {slots[0].slot} alone adds.")
+            cautions.append(f"The margin is smaller than what slot {slots[0].slot} alone adds.")
         if self.runner_up is not None and self.margin is not None and self.margin < 0:
-            found.append("By the cosine the runner-up would be closer; this head decides by its distance.")
-        return found
+            cautions.append("By the cosine the runner-up would be closer; this head decides by its distance.")
+        return cautions
 
-    def shared_places(self) -> int:
-        """How many cells both classes chose."""
+    def count_shared_cells(self) -> int:
+        """Return the number of cells that slots of both classes chose."""
         if self.runner_up is None:
             return 0
         return len({s.cell for s in self.predicted.slots} & {s.cell for s in self.runner_up.slots})
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but attention maps and the bars' ends."""
+        """Return the content for JSON, without attention maps and the bars' ends."""
         document = asdict(self)
         for view in (document["predicted"], document["runner_up"]):
             for slot in view["slots"] if view else []:
@@ -161,22 +175,30 @@ def build_sheet_content(
     min_margin: float | None = None,
     names: SlotNames | None = None,
 ) -> SheetContent:
-    """The content of image `row`'s sheet.
+    """Return the content of a sheet.
+
+    Args:
+        image: the image's name.
+        geometry: the image's size and the crop that the model was shown.
+        outputs: the outputs of a forward pass; with `attention` the sheet has attention maps.
+        row: the image's row in the outputs.
+        metadata: the model's metadata.
+        min_margin: the margin below which the answer is marked as abstained; None for never.
+        names: names of slots.
 
     Raises:
         ValueError: the model's evidence is not `exact`.
     """
     record = build_record(image, geometry, outputs, row, metadata, top=2, min_margin=min_margin)
-    answers = record["top"]
-    ids = [answer["class_id"] for answer in answers]
+    ids = [answer["class_id"] for answer in record["top"]]
     evidence = [class_evidence(class_id, geometry, outputs, row, metadata) for class_id in ids]
-    if outputs.scores is None:  # class_evidence has refused it already
+    if outputs.scores is None:  # class_evidence raised for that already
         raise ValueError("no scores")
     cosine = cosines(outputs.scores[row : row + 1], metadata.prototypes_per_class, metadata.epsilon)[0]
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
-    if metadata.distance in _PARTS:
+    if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
-    scale = _Scale.of([slot for slots in evidence for slot in slots], meaning, metadata.prototypes_per_class)
+    scale = _Scale.fit([slot for slots in evidence for slot in slots], meaning, metadata.prototypes_per_class)
     names = names or SlotNames()
     views = [
         ClassView(
@@ -184,7 +206,7 @@ def build_sheet_content(
             metadata.class_names[class_id],
             float(outputs.logits[row, class_id]),
             float(cosine[class_id]),
-            _slots(class_id, slots, scale, outputs, row, names),
+            _build_slots(class_id, slots, scale, outputs, row, names),
             None if meaning == "score" else math.fsum(_value(slot, meaning) for slot in slots),
             len({tuple(slot["cell"]) for slot in slots}),
         )
@@ -203,20 +225,20 @@ def build_sheet_content(
         runner_up,
         record.get("margin"),
         min_margin,
-        None if runner_up is None or meaning != "cosine" else _difference(views[0], runner_up),
+        None if runner_up is None or meaning != "cosine" else _compute_difference(views[0], runner_up),
     )
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """What the room for bars spans."""
+    """The values at the left and the right end of a full bar."""
 
     meaning: Meaning
     low: float
     high: float
 
     @staticmethod
-    def of(slots: list[Slot], meaning: Meaning, m: int) -> _Scale:
+    def fit(slots: list[Slot], meaning: Meaning, m: int) -> _Scale:
         # where every bar of a class reaches 1/m its cosine is 1; scores lie in [0, 1]
         full = {"cosine": 1.0 / m, "distance": 0.0, "score": 1.0}[meaning]
         finite = [value for slot in slots if math.isfinite(value := _value(slot, meaning))]
@@ -235,7 +257,7 @@ def _value(slot: Slot, meaning: Meaning) -> float:
     return slot["score"] if meaning == "score" or contribution is None else contribution
 
 
-def _slots(
+def _build_slots(
     class_id: int, slots: list[Slot], scale: _Scale, outputs: Outputs, row: int, names: SlotNames
 ) -> tuple[SlotView, ...]:
     cells = [tuple(slot["cell"]) for slot in slots]
@@ -266,7 +288,7 @@ def _slots(
     return tuple(sorted(views, key=lambda view: (-(view.value if by_value else view.score), view.slot)))
 
 
-def _difference(predicted: ClassView, runner_up: ClassView) -> Difference | None:
+def _compute_difference(predicted: ClassView, runner_up: ClassView) -> Difference | None:
     by_rank = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
     margin = math.fsum(by_rank)
     if margin <= 0:

@@ -1,8 +1,6 @@
-"""The pictures on a sheet: the photograph with its boxes, patches of it, attention maps."""
+"""The bitmaps on a sheet: the photograph with the boxes of a class, enlarged patches, attention maps."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,27 +11,27 @@ from opal_deploy.visualization.overlay import display_scale, draw_overlay, photo
 from opal_deploy.visualization.palette import RGB
 from opal_deploy.visualization.sheet.content import ClassView, SlotView
 
-# from this enlargement on pixels are shown as squares: smoothing would invent what is between them
-_SQUARES = 8
-# of the ramp from nothing to most: paper, sky blue, dark blue; lightness falls throughout, so it reads in grey too
-_RAMP: tuple[RGB, ...] = ((250, 250, 248), (120, 185, 225), (8, 60, 110))
+# patches enlarged at least this much show pixels as squares: smoothing would invent what is between them
+_SQUARES_FROM = 8
+# colours from no to most attention: paper, sky blue, dark blue; lightness falls throughout, so it reads in grey too
+_COLOR_STOPS: tuple[RGB, ...] = ((250, 250, 248), (120, 185, 225), (8, 60, 110))
 
 
-def fit_size(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
-    """`size` scaled up or down to the largest that lies in `room`; at least one pixel each way."""
-    share = min(room[0] / size[0], room[1] / size[1])
-    return max(1, round(size[0] * share)), max(1, round(size[1] * share))
+def fit_size(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
+    """Return the largest (width, height) with the aspect ratio of `size` within `bounds`; at least one pixel each."""
+    scale = min(bounds[0] / size[0], bounds[1] / size[1])
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def draw_class_boxes(photograph: Image.Image, view: ClassView, room: tuple[int, int]) -> Image.Image:
-    """The whole picture as large as `room` allows, with the boxes of one class drawn at that size.
+def draw_class_boxes(photograph: Image.Image, view: ClassView, bounds: tuple[int, int]) -> Image.Image:
+    """Return the photograph as large as `bounds` allows, with the boxes of one class drawn at that size.
 
     Args:
-        photograph: RGB, the whole oriented picture.
-        view: whose boxes.
-        room: (width, height).
+        photograph: the whole oriented image, RGB.
+        view: the class.
+        bounds: (width, height) in pixels.
     """
-    size = fit_size(photograph.size, room)
+    size = fit_size(photograph.size, bounds)
     across, down = size[0] / photograph.width, size[1] / photograph.height
     record: Record = {
         "schema": RECORD_SCHEMA,
@@ -46,10 +44,10 @@ def draw_class_boxes(photograph: Image.Image, view: ClassView, room: tuple[int, 
         },
         "evidence": [_scale_slot(slot, across, down) for slot in sorted(view.slots, key=lambda slot: slot.slot)],
     }  # fmt: skip
-    drawn = draw_overlay(photograph.resize(size, Image.Resampling.LANCZOS), record)
-    cut = drawn.crop((0, 0, *photograph_size(*size)))
-    # what is drawn larger because it is tiny goes back to the room that it has
-    return cut if display_scale(*size) == 1 else cut.resize(size, Image.Resampling.LANCZOS)
+    overlay = draw_overlay(photograph.resize(size, Image.Resampling.LANCZOS), record)
+    boxes = overlay.crop((0, 0, *photograph_size(*size)))
+    # an overlay enlarges tiny images; here they have to fit their bounds
+    return boxes if display_scale(*size) == 1 else boxes.resize(size, Image.Resampling.LANCZOS)
 
 
 def _scale_slot(slot: SlotView, across: float, down: float) -> Slot:
@@ -64,32 +62,23 @@ def _scale_slot(slot: SlotView, across: float, down: float) -> Slot:
     }
 
 
-def crop_box(photograph: Image.Image, box: Sequence[float]) -> Image.Image:
-    """The pixels of a box, x1 and y1 exclusive, in their own resolution; at least one, none outside the picture."""
-    left = min(max(round(box[0]), 0), photograph.width - 1)
-    top = min(max(round(box[1]), 0), photograph.height - 1)
-    right = min(max(round(box[2]), left + 1), photograph.width)
-    bottom = min(max(round(box[3]), top + 1), photograph.height)
-    return photograph.crop((left, top, right, bottom))
+def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
+    """Return a patch as large as `bounds` (width, height) allows, with its own aspect ratio."""
+    size = fit_size(patch.size, bounds)
+    squares = size[0] >= _SQUARES_FROM * patch.width
+    return patch.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
 
 
-def enlarge(picture: Image.Image, room: tuple[int, int]) -> Image.Image:
-    """A patch as large as `room` allows, with its own aspect ratio."""
-    size = fit_size(picture.size, room)
-    squares = size[0] >= _SQUARES * picture.width
-    return picture.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
-
-
-def draw_attention_map(attention: NDArray[np.float32], most: float, size: tuple[int, int]) -> Image.Image:
-    """A slot's attention: every cell one rectangle, from pale (0) to dark (`most`); nothing is smoothed.
+def draw_attention_map(attention: NDArray[np.float32], maximum: float, size: tuple[int, int]) -> Image.Image:
+    """Return a slot's attention with one rectangle per cell, from pale (0) to dark (`maximum`), not smoothed.
 
     Args:
         attention: float32 [H, W].
-        most: the value of the darkest colour, over 0.
-        size: (width, height) of the result.
+        maximum: the value of the darkest colour, over 0.
+        size: (width, height) of the result in pixels.
     """
-    share = np.clip(attention.astype(np.float64) / most, 0.0, 1.0)
-    stops = np.linspace(0.0, 1.0, len(_RAMP))
-    ramp = np.asarray(_RAMP, dtype=np.float64)
-    colours = np.stack([np.interp(share, stops, ramp[:, channel]) for channel in range(3)], axis=-1)
-    return Image.fromarray(np.round(colours).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
+    share = np.clip(attention.astype(np.float64) / maximum, 0.0, 1.0)
+    stops = np.linspace(0.0, 1.0, len(_COLOR_STOPS))
+    colors = np.asarray(_COLOR_STOPS, dtype=np.float64)
+    rgb = np.stack([np.interp(share, stops, colors[:, channel]) for channel in range(3)], axis=-1)
+    return Image.fromarray(np.round(rgb).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)

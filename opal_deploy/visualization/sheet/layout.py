@@ -1,36 +1,28 @@
-"""Where everything on a sheet goes: from content and photograph to a drawing 1200 pixels wide.
+"""The layout of a sheet: from content and photograph to a drawing 1200 pixels wide.
 
 From the top: the answer with its margin and any reason to doubt it; the photograph with the predicted class's boxes
 and, smaller, with the runner-up's; each slot's patch and bar for both, strongest first, with the sums; and below, where
-there is an atlas, patches of other pictures of the same predicted class.
+there is an atlas, patches of other images of the same predicted class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
 from opal_deploy.visualization.legend import INK, format_number
+from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
 from opal_deploy.visualization.sheet import captions
 from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
-from opal_deploy.visualization.sheet.images import crop_box, draw_attention_map, draw_class_boxes, enlarge, fit_size
-from opal_deploy.visualization.sheet.rendering import (
-    Bitmap,
-    Drawing,
-    Element,
-    Rect,
-    Text,
-    fit_line,
-    text_width,
-    truncate_middle,
-    wrap_lines,
-)
+from opal_deploy.visualization.sheet.images import draw_attention_map, draw_class_boxes, enlarge, fit_size
+from opal_deploy.visualization.sheet.rendering import Bitmap, Drawing, Rect, Shape, Text
+from opal_deploy.visualization.text import fit_line, measure_text, truncate_middle, wrap_lines
 
 WIDTH: Final = 1200
 _EDGE: Final = 36
@@ -45,121 +37,105 @@ _TITLE, _HEAD, _BODY, _SMALL = 34, 19, 16, 14
 
 # the two halves of the sheet: the predicted class on the left, the runner-up on the right
 _LEFT, _LEFT_END, _RIGHT, _RIGHT_END = _EDGE, 630, 732, WIDTH - _EDGE
+_MIDDLE = (_LEFT_END + _RIGHT) // 2
 _PHOTOGRAPH, _SMALL_PHOTOGRAPH = (_LEFT_END - _LEFT, 520), (_RIGHT_END - _RIGHT, 330)
-# of a slot's row: its number, the runner-up's patches, the gap after each picture, the number after the bar
+# widths in a slot's row: its number, the runner-up's patches, the gap after each bitmap, the number after the bar
 _SWATCH, _PATCH, _GAP, _VALUE = 42, 84, 14, 62
-# patches of other pictures: so many columns at most, so wide at least where several stand side by side
-_MOST_COLUMNS: Final = 10
-_LOOK: Final = 130
+# exemplars: so many columns at most, so wide at least where several stand side by side
+_MAX_COLUMNS: Final = 10
+_MIN_EXEMPLAR_WIDTH: Final = 130
 
 
-@dataclass(frozen=True)
-class Exemplar:
-    """A patch of another picture: its pixels, a few words under it, and what it is in words."""
-
-    image: Image.Image
-    caption: str
-    alt: str
-
-
-@dataclass(frozen=True)
-class Exemplars:
-    """What an atlas adds: patches by slot of the predicted class, best first; and a sentence on their origin."""
-
-    by_slot: Mapping[int, Sequence[Exemplar]]
-    origin: str
-
-
-def layout_sheet(content: SheetContent, photograph: Image.Image, looks: Exemplars | None = None) -> Drawing:
-    """The drawing of one sheet.
+def layout_sheet(content: SheetContent, photograph: Image.Image, exemplars: Exemplars | None = None) -> Drawing:
+    """Return the drawing of one sheet.
 
     Args:
-        content: what to show; attention maps are shown where its slots have them.
-        photograph: RGB, the whole oriented picture.
-        looks: patches of other pictures of the predicted class.
+        content: what to show; attention maps are shown where slots have them.
+        photograph: the whole oriented image, RGB.
+        exemplars: patches of other images of the predicted class.
 
     Raises:
-        ValueError: the picture is not of the size that the content says.
+        ValueError: the photograph is not of the size in the content.
     """
     if photograph.size != (content.width, content.height):
         raise ValueError(
-            f"the picture is {photograph.size} pixels but its content says {(content.width, content.height)}"
+            f"the image is {photograph.size} pixels but its content says {(content.width, content.height)}"
         )
     page = _Page(content, photograph)
-    page.head()
-    page.photographs()
-    page.slots()
-    if looks is not None:
-        page.looks(looks)
-    return page.drawing()
+    page.add_answer()
+    page.add_photographs()
+    page.add_slots()
+    if exemplars is not None:
+        page.add_exemplars(exemplars)
+    return page.to_drawing()
 
 
 class _Page:
-    """A sheet that grows downwards; `y` is where the next part begins."""
+    """A sheet that grows downwards; the next part begins at `y`."""
 
     def __init__(self, content: SheetContent, photograph: Image.Image) -> None:
         self.content, self.photograph = content, photograph
-        self.elements: list[Element] = []
+        self.shapes: list[Shape] = []
         self.y = _EDGE
 
-    def drawing(self) -> Drawing:
-        about = self.content
+    def to_drawing(self) -> Drawing:
+        content = self.content
         return Drawing(
-            WIDTH, self.y + _EDGE, captions.build_title(about), captions.build_description(about), tuple(self.elements)
+            WIDTH,
+            self.y + _EDGE,
+            captions.build_title(content),
+            captions.build_description(content),
+            tuple(self.shapes),
         )
 
     def text(self, x: int, y: int, text: str, size: int = _BODY, color: RGB = INK, **how: object) -> None:
-        self.elements.append(Text(x, y, text, size, color, **how))  # type: ignore[arg-type]
+        self.shapes.append(Text(x, y, text, size, color, **how))  # type: ignore[arg-type]
 
     def paragraph(self, text: str, x: int, width: int, *, size: int = _BODY, color: RGB = INK, lines: int = 4) -> None:
         for line in wrap_lines(text, size, width, lines):
             self.y += round(size * 1.4)
             self.text(x, self.y - round(size * 0.4), line, size, color)
 
-    # the answer
-
-    def head(self) -> None:
+    def add_answer(self) -> None:
         content = self.content
         for line in wrap_lines(_label(content.predicted), _TITLE, _INNER, 2):
             self.y += 40
-            self.text(_EDGE, self.y - 10, line, _TITLE, strong=True)
+            self.text(_EDGE, self.y - 10, line, _TITLE, bold=True)
         self.y += 24
         self.text(_EDGE, self.y - 8, truncate_middle(content.image or "(no name)", _BODY, _INNER), _BODY, _FAINT)
         self.y += 14
         top = self.y
-        for view, what in ((content.predicted, "predicted"), (content.runner_up, "runner-up")):
+        for view, role in ((content.predicted, "predicted"), (content.runner_up, "runner-up")):
             if view is not None:
-                self._cosine_bar(view, what)
+                self._cosine_bar(view, role)
         if content.margin is not None:
             color = _ALERT if content.abstained else INK
             middle = (top + self.y) // 2
-            self.text(_RIGHT_END, middle, format_number(content.margin), 40, color, anchor="end", strong=True)
+            self.text(_RIGHT_END, middle, format_number(content.margin), 40, color, anchor="end", bold=True)
             self.text(_RIGHT_END, middle + 22, "margin", _BODY, color, anchor="end")
         self.y += 6
         cautions = content.cautions()
         if cautions:
             height = 26 * len(cautions) + 12
-            self.elements.append(Rect(_EDGE, self.y, _INNER, height, _ALERT_PAPER, _ALERT))
+            self.shapes.append(Rect(_EDGE, self.y, _INNER, height, _ALERT_PAPER, _ALERT))
             self.y += 8
             for caution in cautions:
                 self.text(_EDGE + 14, self.y + 18, fit_line(caution, _BODY, _INNER - 28), _BODY, _ALERT)
                 self.y += 26
             self.y += 10
 
-    def _cosine_bar(self, view: ClassView, what: str) -> None:
+    def _cosine_bar(self, view: ClassView, role: str) -> None:
         middle = self.y + 16
-        self.text(_EDGE, middle + 6, what, _SMALL, _FAINT)
+        self.text(_EDGE, middle + 6, role, _SMALL, _FAINT)
         self.text(_EDGE + 84, middle + 6, fit_line(_label(view), _BODY, 320), _BODY)
         left, right = 452, 880
         share = min(max(view.cosine, 0.0), 1.0)
-        self.elements.append(Rect(left, middle - 8, right - left, 16, _TRACK))
-        self.elements.append(Rect(left, middle - 8, round((right - left) * share), 16, _BAR))
+        self.shapes.append(Rect(left, middle - 8, right - left, 16, _TRACK))
+        self.shapes.append(Rect(left, middle - 8, round((right - left) * share), 16, _BAR))
         self.text(right + 12, middle + 6, f"cosine {format_number(view.cosine)}", _BODY)
         self.y += 32
 
-    # the photographs
-
-    def photographs(self) -> None:
+    def add_photographs(self) -> None:
         content = self.content
         self.y += 14
         top = self.y
@@ -175,20 +151,20 @@ class _Page:
             self.paragraph(sentence, _RIGHT, _RIGHT_END - _RIGHT, size=_SMALL, color=_FAINT, lines=5)
         self.y = max(self.y, left_end) + 18
 
-    def _photograph(self, view: ClassView, heading: str, x: int, room: tuple[int, int]) -> int:
-        self.text(x, self.y + 20, heading, _HEAD, strong=True)
-        self.text(x, self.y + 42, fit_line(_label(view), _BODY, room[0]), _BODY)
+    def _photograph(self, view: ClassView, heading: str, x: int, bounds: tuple[int, int]) -> int:
+        self.text(x, self.y + 20, heading, _HEAD, bold=True)
+        self.text(x, self.y + 42, fit_line(_label(view), _BODY, bounds[0]), _BODY)
         self.y += 54
-        drawn = draw_class_boxes(self.photograph, view, room)
-        alt = f"the picture with the places that {_label(view)} was found at"
-        self.elements.append(Bitmap(x, self.y, drawn, alt))
+        drawn = draw_class_boxes(self.photograph, view, bounds)
+        alt = f"the image with the places that {_label(view)} was found at"
+        self.shapes.append(Bitmap(x, self.y, drawn, alt))
         self._view_frame(x, self.y, drawn.size)
         self.y += drawn.height
-        self.paragraph(captions.describe_places(view), x, room[0], size=_SMALL, color=_FAINT, lines=1)
+        self.paragraph(captions.describe_places(view), x, bounds[0], size=_SMALL, color=_FAINT, lines=1)
         return self.y
 
     def _view_frame(self, x: int, y: int, size: tuple[int, int]) -> None:
-        """The edge of what the model was shown, where that is not the whole picture."""
+        """Frame what the model was shown, where that is not the whole image."""
         content = self.content
         if content.crop == (0, 0, content.width, content.height):
             return
@@ -196,85 +172,85 @@ class _Page:
         left, top = x + round(content.crop[0] * across), y + round(content.crop[1] * down)
         width = round((content.crop[2] - content.crop[0]) * across)
         height = round((content.crop[3] - content.crop[1]) * down)
-        self.elements.append(Rect(left, top, width, height, edge=INK))
-        self.elements.append(Rect(left + 1, top + 1, width - 2, height - 2, edge=WHITE))
+        self.shapes.append(Rect(left, top, width, height, edge=INK))
+        self.shapes.append(Rect(left + 1, top + 1, width - 2, height - 2, edge=WHITE))
 
-    # the slots
-
-    def slots(self) -> None:
+    def add_slots(self) -> None:
         content = self.content
         self._rule()
         heading = fit_line(captions.HEADINGS[content.meaning].capitalize(), _HEAD, _LEFT_END - _LEFT)
-        self.text(_LEFT, self.y + 22, heading, _HEAD, strong=True)
+        self.text(_LEFT, self.y + 22, heading, _HEAD, bold=True)
         if content.runner_up is not None:
             label = fit_line(f"and for the runner-up, {_label(content.runner_up)}", _BODY, _RIGHT_END - _RIGHT)
             self.text(_RIGHT, self.y + 22, label, _BODY)
         if content.difference is not None:
-            self.text(_between(), self.y + 22, "difference", _SMALL, _FAINT, anchor="middle")
+            self.text(_MIDDLE, self.y + 22, "difference", _SMALL, _FAINT, anchor="middle")
         self.y += 42
         count = len(content.predicted.slots)
         tall = 96 if count <= 5 else 62
-        most = self._most_attention()
+        max_attention = self._max_attention()
         for rank in range(count):
-            self._slot(content.predicted.slots[rank], _LEFT, _LEFT_END, tall, most)
+            self._slot(content.predicted.slots[rank], _LEFT, _LEFT_END, tall, max_attention)
             if content.runner_up is not None:
-                self._slot(content.runner_up.slots[rank], _RIGHT, _RIGHT_END, tall, most)
+                self._slot(content.runner_up.slots[rank], _RIGHT, _RIGHT_END, tall, max_attention)
             if content.difference is not None:
                 gap = content.difference.by_rank[rank]
-                self.text(_between(), self.y + tall // 2 + 16, _signed(gap), _BODY, anchor="middle")
+                self.text(_MIDDLE, self.y + tall // 2 + 16, _signed(gap), _BODY, anchor="middle")
             self.y += tall + 18
         self._sums()
-        if most is not None:
+        if max_attention is not None:
             self.y += 4
-            scale = f"pale 0 to dark {format_number(most)}, alike for all."
+            scale = f"pale 0 to dark {format_number(max_attention)}, alike for all."
             note = f"Beside the patches: attention over the whole view, {scale}"
             self.paragraph(note, _LEFT, _INNER, size=_SMALL, color=_FAINT, lines=1)
 
-    def _most_attention(self) -> float | None:
+    def _max_attention(self) -> float | None:
         views = [view for view in (self.content.predicted, self.content.runner_up) if view is not None]
         maps = [slot.attention for view in views for slot in view.slots if slot.attention is not None]
         return max(float(np.max(each)) for each in maps) or 1.0 if maps else None
 
-    def _slot(self, slot: SlotView, x: int, end: int, tall: int, most: float | None) -> None:
-        maps = most is not None
+    def _slot(self, slot: SlotView, x: int, end: int, tall: int, max_attention: float | None) -> None:
+        maps = max_attention is not None
         # bars of both halves are equally long for equal values; the predicted class's patches take what is left
-        room = _RIGHT_END - _RIGHT - _SWATCH - _VALUE - (2 if maps else 1) * (_PATCH + _GAP)
-        wide = end - x - _SWATCH - _VALUE - room - _GAP
+        bar_width = _RIGHT_END - _RIGHT - _SWATCH - _VALUE - (2 if maps else 1) * (_PATCH + _GAP)
+        wide = end - x - _SWATCH - _VALUE - bar_width - _GAP
         if maps:
             wide = (wide - _GAP) // 2
         self._swatch(slot.slot, x, self.y + (tall - 30) // 2)
         x += _SWATCH
-        picture = enlarge(crop_box(self.photograph, slot.box), (wide, tall))
-        self._framed(picture, x, self.y + (tall - picture.height) // 2, slot)
+        patch = enlarge(crop_box(self.photograph, slot.box), (wide, tall))
+        self._framed(patch, x, self.y + (tall - patch.height) // 2, slot)
         x += wide + _GAP
-        if most is not None and slot.attention is not None:
-            self._map(slot, slot.attention, x, tall, wide, most)
+        if max_attention is not None and slot.attention is not None:
+            self._attention_map(slot, slot.attention, x, tall, wide, max_attention)
             x += wide + _GAP
         middle = self.y + tall // 2
         place = captions.describe_place(slot)
         if slot.name:
-            name = fit_line(slot.name, _SMALL, end - x - text_width(f", {place}", _SMALL))
+            name = fit_line(slot.name, _SMALL, end - x - measure_text(f", {place}", _SMALL))
             place = f"{name}, {place}"
         self.text(x, middle - 10, place, _SMALL, _FAINT)
-        self.elements.append(Rect(x, middle + 2, room, 18, _TRACK))
-        start, stop = round(slot.start * room), round(slot.stop * room)
-        self.elements.append(Rect(x + start, middle + 2, stop - start, 18, slot_color(slot.slot), INK))
+        self.shapes.append(Rect(x, middle + 2, bar_width, 18, _TRACK))
+        start, stop = round(slot.start * bar_width), round(slot.stop * bar_width)
+        self.shapes.append(Rect(x + start, middle + 2, stop - start, 18, slot_color(slot.slot), INK))
         self.text(end, middle + 17, format_number(slot.value), _BODY, anchor="end")
 
-    def _map(self, slot: SlotView, attention: NDArray[np.float32], x: int, tall: int, wide: int, most: float) -> None:
+    def _attention_map(
+        self, slot: SlotView, attention: NDArray[np.float32], x: int, tall: int, wide: int, maximum: float
+    ) -> None:
         x0, y0, x1, y1 = self.content.crop
         rows, cols = attention.shape
         size = fit_size((max(x1 - x0, 1), max(y1 - y0, 1)), (wide, tall))
         size = (max(size[0], cols), max(size[1], rows))
         left, top = x + wide - size[0], self.y + (tall - size[1]) // 2
         alt = f"attention map of slot {slot.slot}, highest in row {slot.cell[0]}, column {slot.cell[1]}"
-        self.elements.append(Bitmap(left, top, draw_attention_map(attention, most, size), alt))
-        self.elements.append(Rect(left - 1, top - 1, size[0] + 2, size[1] + 2, edge=_RULE))
+        self.shapes.append(Bitmap(left, top, draw_attention_map(attention, maximum, size), alt))
+        self.shapes.append(Rect(left - 1, top - 1, size[0] + 2, size[1] + 2, edge=_RULE))
         row, col = slot.cell
         cell_left, cell_top = left + col * size[0] // cols, top + row * size[1] // rows
         cell = (left + (col + 1) * size[0] // cols - cell_left, top + (row + 1) * size[1] // rows - cell_top)
-        self.elements.append(Rect(cell_left - 2, cell_top - 2, cell[0] + 4, cell[1] + 4, edge=INK))
-        self.elements.append(
+        self.shapes.append(Rect(cell_left - 2, cell_top - 2, cell[0] + 4, cell[1] + 4, edge=INK))
+        self.shapes.append(
             Rect(cell_left - 1, cell_top - 1, cell[0] + 2, cell[1] + 2, edge=slot_color(slot.slot), line=2)
         )
 
@@ -282,84 +258,79 @@ class _Page:
         content = self.content
         if content.predicted.total is None:
             return
-        self.elements.append(Rect(_LEFT, self.y, _LEFT_END - _LEFT, 1, INK))
+        self.shapes.append(Rect(_LEFT, self.y, _LEFT_END - _LEFT, 1, INK))
         baseline = self.y + 24
         halves = [(content.predicted, _LEFT, _LEFT_END)]
         if content.runner_up is not None:
             halves.append((content.runner_up, _RIGHT, _RIGHT_END))
-            self.elements.append(Rect(_RIGHT, self.y, _RIGHT_END - _RIGHT, 1, INK))
+            self.shapes.append(Rect(_RIGHT, self.y, _RIGHT_END - _RIGHT, 1, INK))
         for view, left, end in halves:
-            words_left = fit_line(captions.label_sum(content, view), _BODY, end - left - 80)
-            self.text(end - 74, baseline, words_left, _BODY, _FAINT, anchor="end")
-            self.text(end, baseline, format_number(view.total), _BODY, anchor="end", strong=True)
+            label = fit_line(captions.label_sum(content, view), _BODY, end - left - 80)
+            self.text(end - 74, baseline, label, _BODY, _FAINT, anchor="end")
+            self.text(end, baseline, format_number(view.total), _BODY, anchor="end", bold=True)
         if content.difference is not None and content.margin is not None:
-            self.elements.append(Rect(_LEFT_END + 16, self.y, _RIGHT - _LEFT_END - 32, 1, INK))
-            self.text(_between(), baseline, _signed(content.margin), _BODY, anchor="middle", strong=True)
-            self.text(_between(), baseline + 18, "margin", _SMALL, _FAINT, anchor="middle")
+            self.shapes.append(Rect(_LEFT_END + 16, self.y, _RIGHT - _LEFT_END - 32, 1, INK))
+            self.text(_MIDDLE, baseline, _signed(content.margin), _BODY, anchor="middle", bold=True)
+            self.text(_MIDDLE, baseline + 18, "margin", _SMALL, _FAINT, anchor="middle")
         self.y += 44
 
-    # the atlas
-
-    def looks(self, looks: Exemplars) -> None:
+    def add_exemplars(self, exemplars: Exemplars) -> None:
         slots = self.content.predicted.slots
         self.y += 8
         self._rule()
-        heading = f"This looks like that: other pictures of {_label(self.content.predicted)}"
-        self.text(_LEFT, self.y + 22, fit_line(heading, _HEAD, _INNER), _HEAD, strong=True)
+        heading = f"This looks like that: other images of {_label(self.content.predicted)}"
+        self.text(_LEFT, self.y + 22, fit_line(heading, _HEAD, _INNER), _HEAD, bold=True)
         self.y += 32
-        self.paragraph(f"In a frame: this picture. {looks.origin}", _LEFT, _INNER, size=_SMALL, color=_FAINT, lines=2)
+        self.paragraph(f"In a frame: this image. {exemplars.origin}", _LEFT, _INNER, size=_SMALL, color=_FAINT, lines=2)
         self.y += 10
-        columns = min(len(slots), _MOST_COLUMNS)
+        columns = min(len(slots), _MAX_COLUMNS)
         for first in range(0, len(slots), columns):
-            self._look_columns(slots[first : first + columns], looks.by_slot, _INNER // columns)
+            self._exemplar_columns(slots[first : first + columns], exemplars.by_slot, _INNER // columns)
 
-    def _look_columns(self, slots: Sequence[SlotView], by_slot: Mapping[int, Sequence[Exemplar]], column: int) -> None:
-        """A column a slot: its own patch, and under it those of other pictures, side by side where slots are few."""
-        side_by_side = max(1, column // _LOOK)
-        room = (column // side_by_side - 12, 120)
-        own = [enlarge(crop_box(self.photograph, slot.box), room) for slot in slots]
+    def _exemplar_columns(
+        self, slots: Sequence[SlotView], by_slot: Mapping[int, Sequence[Exemplar]], column: int
+    ) -> None:
+        """Add a column per slot: its own patch, and its exemplars below, side by side where slots are few."""
+        side_by_side = max(1, column // _MIN_EXEMPLAR_WIDTH)
+        bounds = (column // side_by_side - 12, 120)
+        own = [enlarge(crop_box(self.photograph, slot.box), bounds) for slot in slots]
         for index, slot in enumerate(slots):
             x = _LEFT + index * column
             self._swatch(slot.slot, x, self.y)
             self.text(x + 40, self.y + 20, fit_line(slot.name or "", _SMALL, column - 52), _SMALL, _FAINT)
             self._framed(own[index], x + 4, self.y + 40, slot)
-        self.y += 40 + max(picture.height for picture in own) + 14
+        self.y += 40 + max(patch.height for patch in own) + 14
         depth = max((len(by_slot.get(slot.slot, ())) for slot in slots), default=0)
         for first in range(0, depth, side_by_side):
             tallest = 0
             for index, slot in enumerate(slots):
-                for place, look in enumerate(by_slot.get(slot.slot, ())[first : first + side_by_side]):
-                    picture = enlarge(look.image, room)
+                for place, exemplar in enumerate(by_slot.get(slot.slot, ())[first : first + side_by_side]):
+                    patch = enlarge(exemplar.image, bounds)
                     x = _LEFT + index * column + place * (column // side_by_side) + 4
-                    self.elements.append(Bitmap(x, self.y, picture, look.alt))
-                    self.text(x, self.y + picture.height + 15, truncate_middle(look.caption, 12, room[0]), 12, _FAINT)
-                    tallest = max(tallest, picture.height)
+                    self.shapes.append(Bitmap(x, self.y, patch, exemplar.alt))
+                    caption = truncate_middle(exemplar.caption, 12, bounds[0])
+                    self.text(x, self.y + patch.height + 15, caption, 12, _FAINT)
+                    tallest = max(tallest, patch.height)
             self.y += tallest + 26
         if not depth:
-            self.paragraph("The atlas has no other picture of this class.", _LEFT, _INNER, lines=1)
+            self.paragraph("The atlas has no other image of this class.", _LEFT, _INNER, lines=1)
         self.y += 10
 
-    # pieces
-
     def _rule(self) -> None:
-        self.elements.append(Rect(_EDGE, self.y, _INNER, 1, _RULE))
+        self.shapes.append(Rect(_EDGE, self.y, _INNER, 1, _RULE))
         self.y += 10
 
     def _swatch(self, slot: int, x: int, y: int) -> None:
         color = slot_color(slot)
-        self.elements.append(Rect(x, y, 30, 30, color, INK))
+        self.shapes.append(Rect(x, y, 30, 30, color, INK))
         self.text(x + 15, y + 21, str(slot), _BODY, text_color(color), anchor="middle")
 
-    def _framed(self, picture: Image.Image, x: int, y: int, slot: SlotView) -> None:
+    def _framed(self, patch: Image.Image, x: int, y: int, slot: SlotView) -> None:
         alt = f"patch of slot {slot.slot}, {captions.describe_slot(slot)}"
-        self.elements.append(Bitmap(x, y, picture, alt))
-        width, height = picture.size
-        self.elements.append(Rect(x - 3, y - 3, width + 6, height + 6, edge=slot_color(slot.slot), line=3))
-        self.elements.append(Rect(x - 4, y - 4, width + 8, height + 8, edge=INK))
-
-
-def _between() -> int:
-    return (_LEFT_END + _RIGHT) // 2
+        self.shapes.append(Bitmap(x, y, patch, alt))
+        width, height = patch.size
+        self.shapes.append(Rect(x - 3, y - 3, width + 6, height + 6, edge=slot_color(slot.slot), line=3))
+        self.shapes.append(Rect(x - 4, y - 4, width + 8, height + 8, edge=INK))
 
 
 def _label(view: ClassView) -> str:

@@ -1,16 +1,16 @@
-"""What a laid-out sheet consists of, for any renderer: rectangles, lines of text, pictures, at fixed places.
+"""A laid-out sheet as a file: one drawing of shapes, rendered in one traversal to PNG (Pillow) or SVG (text).
 
-A laid-out sheet as PNG.
-
-A laid-out sheet as one SVG file: text as text, pictures inside it, nothing loaded from elsewhere."""
+The shapes are rectangles, lines of text and bitmaps at fixed places. The SVG is written by hand: a library would bring
+a dependency to the base install for three elements. Its text stays text, its bitmaps are inside the file, and nothing
+is loaded from elsewhere.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
-import unicodedata
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
 from PIL import Image, ImageDraw
@@ -19,14 +19,19 @@ from PIL.PngImagePlugin import PngInfo
 from opal_deploy.visualization.legend import PAPER
 from opal_deploy.visualization.overlay import encode_jpeg
 from opal_deploy.visualization.palette import RGB, to_hex
-from opal_deploy.visualization.text import draw_text, escape_unprintable, font, text_length, to_drawable
+from opal_deploy.visualization.text import draw_text, escape_unprintable, font, measure_text, to_drawable
 
 Anchor = Literal["start", "middle", "end"]
+
+_PILLOW_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+# the built-in font has one weight: bold text is drawn twice, this many pixels apart
+_BOLD_OFFSET = 0.6
+_SVG_FONTS = "Aileron, Helvetica, Arial, 'Liberation Sans', sans-serif"
 
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle; without `fill` only its edge, which is `line` wide and lies inside it."""
+    """A rectangle of `fill` with an edge of `line` pixels inside it; None leaves out the fill or the edge."""
 
     x: int
     y: int
@@ -39,7 +44,7 @@ class Rect:
 
 @dataclass(frozen=True)
 class Text:
-    """One line of text: `x` as `anchor` says, `y` of the baseline, `size` in pixels."""
+    """One line of text of `size` pixels: `y` is the baseline, and `anchor` tells where in the line `x` is."""
 
     x: int
     y: int
@@ -47,12 +52,12 @@ class Text:
     size: int
     color: RGB
     anchor: Anchor = "start"
-    strong: bool = False
+    bold: bool = False
 
 
 @dataclass(frozen=True)
 class Bitmap:
-    """Pixels at a place, in the size that they have; `alt` says in words what they show."""
+    """Pixels at a place, in their own size; `alt` says in words what they show."""
 
     x: int
     y: int
@@ -60,100 +65,66 @@ class Bitmap:
     alt: str
 
 
-Element: TypeAlias = Rect | Text | Bitmap
+Shape: TypeAlias = Rect | Text | Bitmap
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A sheet, laid out.
+    """A laid-out sheet.
 
     Attributes:
-        width, height: in pixels. title, description: in words, for those who do not see it.
-        elements: later ones lie over earlier ones.
+        width: in pixels.
+        height: in pixels.
+        title: the sheet's name, for those who do not see it.
+        description: the sheet in words, for those who do not see it.
+        shapes: later ones lie over earlier ones.
     """
 
     width: int
     height: int
     title: str
     description: str
-    elements: tuple[Element, ...]
+    shapes: tuple[Shape, ...]
 
 
-def text_width(text: str, size: int) -> float:
-    """Pixels that a line takes; letters that the built-in font lacks count as other fonts draw them."""
-    if text.isascii():
-        return text_length(text, font(size))
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    narrow = "".join(c for c in text if unicodedata.east_asian_width(c) not in "WF")
-    return text_length(to_drawable(narrow, len(narrow)), font(size)) + wide * size
+class Canvas(Protocol):
+    """A backend that draws shapes."""
+
+    def draw_rect(self, rect: Rect) -> None:
+        """Draw a rectangle of at least one pixel."""
+        ...
+
+    def draw_text(self, text: Text) -> None:
+        """Draw a line of text."""
+        ...
+
+    def draw_bitmap(self, bitmap: Bitmap) -> None:
+        """Draw a bitmap."""
+        ...
 
 
-def wrap_lines(text: str, size: int, width: float, lines: int = 1) -> list[str]:
-    """`text` (from anywhere) on at most `lines` lines of `width` pixels, broken at spaces; the rest is an ellipsis."""
-    rest = " ".join(escape_unprintable(text[:2000]).split())
-    out: list[str] = []
-    while rest and len(out) < lines:
-        if text_width(rest, size) <= width:
-            return [*out, rest]
-        if len(out) == lines - 1:
-            count = _that_fit(rest, size, width - text_width("...", size))
-            return [*out, rest[:count].rstrip() + "…"]
-        count = _that_fit(rest, size, width)
-        space = rest.rfind(" ", 1, count + 1)
-        cut = space if space > 0 else max(count, 1)
-        out.append(rest[:cut])
-        rest = rest[cut:].lstrip()
-    return out
-
-
-def fit_line(text: str, size: int, width: float) -> str:
-    """`lines_of` with one line."""
-    return "".join(wrap_lines(text, size, width))
-
-
-def truncate_middle(text: str, size: int, width: float) -> str:
-    """One line of which the middle goes where it is too long: a file's name is told by its end."""
-    whole = " ".join(escape_unprintable(text[-2000:]).split())
-    if text_width(whole, size) <= width:
-        return whole
-    room = width - text_width("...", size)
-    reverse = whole[::-1]
-    end = reverse[: _that_fit(reverse, size, 0.7 * room)][::-1]
-    start = whole[: _that_fit(whole, size, room - text_width(end, size))]
-    return f"{start}…{end}"
-
-
-def _that_fit(text: str, size: int, width: float) -> int:
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if text_width(text[:middle], size) <= width else (low, middle - 1)
-    return low
-
-
-_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+def render(drawing: Drawing, canvas: Canvas) -> None:
+    """Draw every shape of a drawing in order."""
+    for shape in drawing.shapes:
+        match shape:
+            case Rect():
+                if shape.width > 0 and shape.height > 0:
+                    canvas.draw_rect(shape)
+            case Text():
+                canvas.draw_text(shape)
+            case Bitmap():
+                canvas.draw_bitmap(shape)
 
 
 def render_png(drawing: Drawing) -> Image.Image:
-    """RGB pixels of the drawing."""
-    canvas = Image.new("RGB", (drawing.width, drawing.height), PAPER)
-    draw = ImageDraw.Draw(canvas)
-    for element in drawing.elements:
-        if isinstance(element, Bitmap):
-            canvas.paste(element.image, (element.x, element.y))
-        elif isinstance(element, Rect):
-            if element.width > 0 and element.height > 0:
-                corners = (
-                    element.x, element.y, element.x + element.width - 1, element.y + element.height - 1,
-                )  # fmt: skip
-                draw.rectangle(corners, fill=element.fill, outline=element.edge, width=element.line)
-        else:
-            _put(draw, element)
-    return canvas
+    """Return the drawing as pixels, RGB."""
+    canvas = _PngCanvas(drawing)
+    render(drawing, canvas)
+    return canvas.image
 
 
 def encode_png(drawing: Drawing) -> bytes:
-    """The drawing as a PNG file, with its title and description; the same drawing gives the same bytes."""
+    """Return the drawing as a PNG file with its title and description; the same drawing gives the same bytes."""
     about = PngInfo()
     about.add_itxt("Title", drawing.title)
     about.add_itxt("Description", drawing.description)
@@ -162,75 +133,82 @@ def encode_png(drawing: Drawing) -> bytes:
     return buffer.getvalue()
 
 
-def _put(draw: ImageDraw.ImageDraw, text: Text) -> None:
-    words = to_drawable(text.text)
-    draw_text(draw, (text.x, text.y), words, text.color, font(text.size), _ANCHORS[text.anchor])
-    if text.strong:
-        # the built-in font has one weight
-        draw_text(draw, (text.x + 0.6, text.y), words, text.color, font(text.size), _ANCHORS[text.anchor])
-
-
-_FONTS = "Aileron, Helvetica, Arial, 'Liberation Sans', sans-serif"
-
-
 def encode_svg(drawing: Drawing) -> bytes:
-    """The drawing as an SVG file, UTF-8. Every text is escaped; the same drawing gives the same bytes."""
-    parts = [
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{drawing.width}" height="{drawing.height}" '
-        f'viewBox="0 0 {drawing.width} {drawing.height}" role="img" aria-labelledby="title desc" '
-        f'font-family="{_FONTS}">\n'
-        f'<title id="title">{_text(drawing.title)}</title>\n<desc id="desc">{_text(drawing.description)}</desc>\n'
-        f'<rect width="{drawing.width}" height="{drawing.height}" fill="{to_hex(PAPER)}"/>\n'
-    ]
-    parts += [_element(element) for element in drawing.elements]
-    parts.append("</svg>\n")
-    return "".join(parts).encode("utf-8")
+    """Return the drawing as an SVG file in UTF-8, every text escaped; the same drawing gives the same bytes."""
+    canvas = _SvgCanvas(drawing)
+    render(drawing, canvas)
+    return canvas.encode()
 
 
-def _element(element: Element) -> str:
-    if isinstance(element, Rect):
-        return _rect(element)
-    if isinstance(element, Text):
-        return _line(element)
-    return _picture(element)
+class _PngCanvas:
+    """Pixels, drawn with Pillow."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        self.image = Image.new("RGB", (drawing.width, drawing.height), PAPER)
+        self._draw = ImageDraw.Draw(self.image)
+
+    def draw_rect(self, rect: Rect) -> None:
+        corners = (rect.x, rect.y, rect.x + rect.width - 1, rect.y + rect.height - 1)
+        self._draw.rectangle(corners, fill=rect.fill, outline=rect.edge, width=rect.line)
+
+    def draw_text(self, text: Text) -> None:
+        words, face, anchor = to_drawable(text.text), font(text.size), _PILLOW_ANCHORS[text.anchor]
+        draw_text(self._draw, (text.x, text.y), words, text.color, face, anchor)
+        if text.bold:
+            draw_text(self._draw, (text.x + _BOLD_OFFSET, text.y), words, text.color, face, anchor)
+
+    def draw_bitmap(self, bitmap: Bitmap) -> None:
+        self.image.paste(bitmap.image, (bitmap.x, bitmap.y))
 
 
-def _rect(rect: Rect) -> str:
-    if rect.width <= 0 or rect.height <= 0:
-        return ""
-    fill = "none" if rect.fill is None else to_hex(rect.fill)
-    if rect.edge is None:
-        return f'<rect x="{rect.x}" y="{rect.y}" width="{rect.width}" height="{rect.height}" fill="{fill}"/>\n'
-    half = rect.line / 2
-    return (
-        f'<rect x="{rect.x + half}" y="{rect.y + half}" width="{rect.width - rect.line}" '
-        f'height="{rect.height - rect.line}" fill="{fill}" stroke="{to_hex(rect.edge)}" stroke-width="{rect.line}"/>\n'
-    )
+class _SvgCanvas:
+    """SVG elements, one a line."""
+
+    def __init__(self, drawing: Drawing) -> None:
+        width, height = drawing.width, drawing.height
+        self._lines = [
+            '<?xml version="1.0" encoding="UTF-8"?>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title desc" font-family="{_SVG_FONTS}">',
+            f'<title id="title">{_escape(drawing.title)}</title>',
+            f'<desc id="desc">{_escape(drawing.description)}</desc>',
+            f'<rect width="{width}" height="{height}" fill="{to_hex(PAPER)}"/>',
+        ]
+
+    def draw_rect(self, rect: Rect) -> None:
+        fill = "none" if rect.fill is None else to_hex(rect.fill)
+        x, y, width, height, edge = f"{rect.x}", f"{rect.y}", rect.width, rect.height, ""
+        if rect.edge is not None:
+            # SVG strokes along the middle of the edge, and ours lies inside the rectangle
+            x, y = f"{rect.x + rect.line / 2}", f"{rect.y + rect.line / 2}"
+            width, height = width - rect.line, height - rect.line
+            edge = f' stroke="{to_hex(rect.edge)}" stroke-width="{rect.line}"'
+        self._lines.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"{edge}/>')
+
+    def draw_text(self, text: Text) -> None:
+        # the reader's font may be wider than ours: the length makes it as wide as it was laid out
+        width = measure_text(text.text, text.size)
+        if not width:
+            return
+        weight = ' font-weight="bold"' if text.bold else ""
+        self._lines.append(
+            f'<text x="{text.x}" y="{text.y}" font-size="{text.size}" fill="{to_hex(text.color)}" '
+            f'text-anchor="{text.anchor}"{weight} textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs">'
+            f"{_escape(text.text)}</text>"
+        )
+
+    def draw_bitmap(self, bitmap: Bitmap) -> None:
+        data = base64.b64encode(encode_jpeg(bitmap.image)).decode("ascii")
+        width, height = bitmap.image.size
+        self._lines.append(
+            f'<image x="{bitmap.x}" y="{bitmap.y}" width="{width}" height="{height}" role="img" '
+            f"aria-label={quoteattr(escape_unprintable(bitmap.alt))} "
+            f'href="data:image/jpeg;base64,{data}"/>'
+        )
+
+    def encode(self) -> bytes:
+        return "\n".join([*self._lines, "</svg>\n"]).encode("utf-8")
 
 
-def _line(text: Text) -> str:
-    # the reader's font may be wider than ours; what was laid out to fit must fit
-    width = text_width(text.text, text.size)
-    if not width:
-        return ""
-    weight = ' font-weight="bold"' if text.strong else ""
-    return (
-        f'<text x="{text.x}" y="{text.y}" font-size="{text.size}" fill="{to_hex(text.color)}" '
-        f'text-anchor="{text.anchor}"{weight} textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs">'
-        f"{_text(text.text)}</text>\n"
-    )
-
-
-def _picture(picture: Bitmap) -> str:
-    data = base64.b64encode(encode_jpeg(picture.image)).decode("ascii")
-    width, height = picture.image.size
-    return (
-        f'<image x="{picture.x}" y="{picture.y}" width="{width}" height="{height}" role="img" '
-        f"aria-label={quoteattr(escape_unprintable(picture.alt))} "
-        f'href="data:image/jpeg;base64,{data}"/>\n'
-    )
-
-
-def _text(text: str) -> str:
+def _escape(text: str) -> str:
     return escape(escape_unprintable(text))

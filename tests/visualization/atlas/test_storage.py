@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.visualization.atlas.entries import AtlasPatch, Finding, SlotEntry, SlotStatistics
-from opal_deploy.visualization.atlas.page import write_page
-from opal_deploy.visualization.atlas.storage import Atlas, check_out_dir, write_atlas, write_patch
+from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch, Finding, SlotEntry, SlotStatistics
+from opal_deploy.visualization.atlas.storage import check_out_dir, load_atlas, load_patch, save_atlas, write_patch
 
 MODEL = {
     "file": "m.onnx", "sha256": "a" * 64, "checkpoint_sha256": "c" * 64, "backbone": "resnet18", "precision": "fp32",
@@ -31,7 +30,7 @@ def jpeg(shade: int) -> bytes:
 
 def built(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
     """Two classes of two slots; class 1 was never predicted."""
-    figures = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
+    statistics = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
     entries = {}
     for slot in range(2):
         patches = tuple(
@@ -41,13 +40,13 @@ def built(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
             )
             for i in range(3)
         )  # fmt: skip
-        entries[0, slot] = SlotEntry(0, slot, figures, patches)
-        entries[1, slot] = SlotEntry(1, slot, SlotStatistics(0, *[None] * 8), ())
-    findings = (Finding("never_predicted", 1, None, 0.0, "ash: predicted for no picture"),)
+        entries[0, slot] = SlotEntry(0, slot, statistics, patches)
+        entries[1, slot] = SlotEntry(1, slot, SlotStatistics(0), ())
+    findings = (Finding("never_predicted", 1, None, 0.0, "ash: predicted for no image"),)
     atlas = Atlas(
         root, MODEL, (label, "ash"), {"description": "train", "answered": 3}, 8, entries, findings, (6,) + (0,) * 48
     )
-    write_atlas(atlas)
+    save_atlas(atlas)
     return atlas
 
 
@@ -60,22 +59,22 @@ def edited(root: Path, edit: Any) -> Path:
 
 def test_what_was_written_is_read_back_equal(tmp_path: Path) -> None:
     atlas = built(tmp_path / "atlas")
-    assert Atlas.load(tmp_path / "atlas") == atlas
+    assert load_atlas(tmp_path / "atlas") == atlas
 
 
-def test_rows_are_best_first_and_leave_out_what_is_excluded(tmp_path: Path) -> None:
+def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path: Path) -> None:
     atlas = built(tmp_path)
-    assert [patch.image for patch in atlas.rows(0, 1)] == ["oak/0.jpg", "oak/1.jpg", "oak/2.jpg"]
-    assert [patch.image for patch in atlas.rows(0, 1, exclude={"1" * 64})] == ["oak/0.jpg", "oak/2.jpg"]
-    assert [patch.image for patch in atlas.rows(0, 0, exclude=["oak/0.jpg"])] == ["oak/1.jpg", "oak/2.jpg"]
-    assert atlas.rows(1, 0) == []
+    assert [patch.image for patch in atlas.patches(0, 1)] == ["oak/0.jpg", "oak/1.jpg", "oak/2.jpg"]
+    assert [patch.image for patch in atlas.patches(0, 1, exclude={"1" * 64})] == ["oak/0.jpg", "oak/2.jpg"]
+    assert [patch.image for patch in atlas.patches(0, 0, exclude=["oak/0.jpg"])] == ["oak/1.jpg", "oak/2.jpg"]
+    assert atlas.patches(1, 0) == []
     with pytest.raises(KeyError):
-        atlas.rows(0, 2)
+        atlas.patches(0, 2)
 
 
 def test_a_patchs_picture_is_what_was_written(tmp_path: Path) -> None:
     atlas = built(tmp_path)
-    found = atlas.picture(atlas.rows(0, 1)[2])
+    found = load_patch(atlas, atlas.patches(0, 1)[2])
     assert found.size == (20, 10)
     assert np.abs(np.asarray(found, int) - (21, 0, 0)).max() <= 3
 
@@ -83,10 +82,10 @@ def test_a_patchs_picture_is_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1])])
 def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Any) -> None:
     atlas = built(tmp_path)
-    patch = atlas.rows(0, 0)[0]
+    patch = atlas.patches(0, 0)[0]
     damage(tmp_path / patch.file)
     with pytest.raises(ArtifactError, match="build the atlas again"):
-        atlas.picture(patch)
+        load_patch(atlas, patch)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Any) -> N
 def test_a_damaged_atlas_is_refused_in_one_line(tmp_path: Path, edit: Any, complaint: str) -> None:
     built(tmp_path)
     with pytest.raises(ArtifactError, match=complaint) as error:
-        Atlas.load(edited(tmp_path, edit))
+        load_atlas(edited(tmp_path, edit))
     assert "\n" not in str(error.value)
     assert "opal-deploy atlas" in str(error.value)
 
@@ -118,13 +117,13 @@ def test_a_damaged_atlas_is_refused_in_one_line(tmp_path: Path, edit: Any, compl
 def test_what_is_no_atlas_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "atlas.json").write_text(text)
     with pytest.raises(ArtifactError) as error:
-        Atlas.load(tmp_path)
+        load_atlas(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_an_atlas_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="No such file"):
-        Atlas.load(tmp_path / "nowhere")
+        load_atlas(tmp_path / "nowhere")
 
 
 def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path: Path) -> None:
@@ -148,11 +147,11 @@ def test_a_new_atlas_leaves_no_patch_of_the_old_one(tmp_path: Path) -> None:
 def test_until_the_new_one_is_whole_the_old_one_is(tmp_path: Path) -> None:
     old = built(tmp_path)
     write_patch(tmp_path, jpeg(200))  # and then the process is killed
-    loaded = Atlas.load(tmp_path)
+    loaded = load_atlas(tmp_path)
     assert loaded == old
     for entry in loaded.entries.values():
         for patch in entry.patches:
-            loaded.picture(patch)
+            load_patch(loaded, patch)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,6 @@ class _Elements(HTMLParser):
 
 def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path: Path) -> None:
     atlas = built(tmp_path, label=HOSTILE)
-    write_page(atlas)
     text = (tmp_path / "atlas.html").read_text("utf-8")
     page = _Elements(text)
     assert "script" not in page.names
@@ -207,5 +205,5 @@ def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path:
     named = [patch.file for entry in atlas.entries.values() for patch in entry.patches]
     assert sorted(page.sources) == sorted(named)
     assert all((tmp_path / source).is_file() for source in page.sources)
-    assert "predicted for no picture" in text
+    assert "predicted for no image" in text
     assert not re.search(r"https?://", text)

@@ -12,8 +12,8 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Record, build_record
-from opal_deploy.visualization.atlas.collector import AtlasCollector, list_findings
-from opal_deploy.visualization.atlas.entries import SlotStatistics
+from opal_deploy.visualization.atlas.collector import AtlasCollector
+from opal_deploy.visualization.atlas.entries import SlotStatistics, list_findings
 
 GRID = (4, 4)
 SIZE = (64, 64)
@@ -43,7 +43,7 @@ def record(name: str, cells: tuple[int, int, int], scores: tuple[float, float, f
     return build_record(name, Geometry.whole(*SIZE), Outputs(logits, where, values), 0, metadata())
 
 
-def picture(name: str) -> Image.Image:
+def image_of(name: str) -> Image.Image:
     generator = np.random.default_rng(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
     return Image.fromarray(generator.integers(0, 255, (*SIZE, 3), dtype=np.uint8))
 
@@ -55,7 +55,7 @@ def collected(
     collector = AtlasCollector(metadata(distance), top)
     for each in records:
         name = each["image"]
-        collector.add(each, lambda name=name: (content or {}).get(name, name), picture(name), None)
+        collector.add(each, sha256=(content or {}).get(name, name), image=image_of(name))
     return collector
 
 
@@ -84,8 +84,8 @@ def test_what_is_kept_and_counted_does_not_depend_on_the_order() -> None:
         random.Random(seed).shuffle(shuffled)
         other = collected(shuffled)
         assert kept(other) == kept(first)
-        assert [other.figures(c, s) for c in range(2) for s in range(3)] == [
-            first.figures(c, s) for c in range(2) for s in range(3)
+        assert [other.statistics(c, s) for c in range(2) for s in range(3)] == [
+            first.statistics(c, s) for c in range(2) for s in range(3)
         ]
 
 
@@ -101,12 +101,12 @@ def test_one_picture_under_two_names_is_kept_once() -> None:
         assert [c.image for c in collector.best(0, 0)] == ["a.jpg", "c.jpg"]
 
 
-def test_a_patch_is_its_box_of_the_picture() -> None:
+def test_a_patch_is_its_box_of_the_image_of() -> None:
     collector = collected([record("a.jpg", (5, 1, 2))])
     (best,) = collector.best(0, 0)
     with Image.open(io.BytesIO(best.jpeg)) as found:
         assert found.size == (16, 16)
-        difference = np.abs(np.asarray(found, int) - np.asarray(picture("a.jpg").crop((16, 16, 32, 32)), int))
+        difference = np.abs(np.asarray(found, int) - np.asarray(image_of("a.jpg").crop((16, 16, 32, 32)), int))
     assert difference.mean() < 20  # JPEG, of noise
 
 
@@ -114,26 +114,16 @@ def test_a_large_patch_is_made_smaller() -> None:
     collector = AtlasCollector(metadata(), 1)
     large = record("a.jpg", (0, 1, 2))
     large["evidence"][0]["box"] = [0.0, 0.0, 2000.0, 1000.0]
-    collector.add(large, lambda: "x", Image.new("RGB", (2000, 1000)), None)
+    collector.add(large, image=Image.new("RGB", (2000, 1000)))
     with Image.open(io.BytesIO(collector.best(0, 0)[0].jpeg)) as found:
         assert found.size == (160, 80)
 
 
-def test_the_digest_is_asked_only_of_pictures_that_enter() -> None:
-    collector = AtlasCollector(metadata(), 1)
-    asked = []
-    for name, scores in (("a.jpg", (0.5, 0.5, 0.5)), ("b.jpg", (0.5, 0.5, 0.5)), ("c.jpg", (0.9, 0.1, 0.1))):
-        collector.add(
-            record(name, (0, 1, 2), scores), lambda name=name: asked.append(name) or name, picture(name), None
-        )
-    assert asked == ["a.jpg", "c.jpg"]
-
-
-def test_the_figures_are_those_of_a_hand_count() -> None:
+def test_the_statistics_are_those_of_a_hand_count() -> None:
     # slot 0 always at cell 5; slot 1 at 5 too in one of four; slot 2 wanders
     cells = [(5, 5, 0), (5, 6, 1), (5, 7, 2), (5, 8, 3)]
     collector = collected([record(f"{i}.jpg", each) for i, each in enumerate(cells)])
-    first, second, third = (collector.figures(0, slot) for slot in range(3))
+    first, second, third = (collector.statistics(0, slot) for slot in range(3))
     assert (first.images, first.own_cell, first.strongest) == (4, 0.75, 1.0)
     assert (first.top_cell, first.top_cell_share, first.entropy, first.spread) == ((1, 1), 1.0, 0.0, 0.0)
     assert (second.own_cell, second.strongest) == (0.75, 0.0)
@@ -144,37 +134,37 @@ def test_the_figures_are_those_of_a_hand_count() -> None:
     assert first.mean_contribution == pytest.approx(record("x", (0, 1, 2))["evidence"][0]["contribution"], abs=1e-7)
 
 
-def test_a_class_that_is_never_predicted_has_no_figures() -> None:
-    assert collected([record("a.jpg", (0, 1, 2))]).figures(1, 0) == SlotStatistics(0, *[None] * 8)
+def test_a_class_that_is_never_predicted_has_no_statistics() -> None:
+    assert collected([record("a.jpg", (0, 1, 2))]).statistics(1, 0) == SlotStatistics(0)
 
 
 def test_every_chosen_cell_is_counted() -> None:
-    counted = collected([record("a.jpg", (0, 1, 1)), record("b.jpg", (0, 2, 3))]).cells()
-    assert counted.tolist() == [2, 2, 1, 1] + [0] * 12
+    counted = collected([record("a.jpg", (0, 1, 1)), record("b.jpg", (0, 2, 3))]).count_cells()
+    assert counted == (2, 2, 1, 1) + (0,) * 12
 
 
-def figures(images: int = 10, own: float = 0.9, part: float | None = 0.3, share: float = 0.2) -> SlotStatistics:
+def statistics(images: int = 10, own: float = 0.9, part: float | None = 0.3, share: float = 0.2) -> SlotStatistics:
     return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
 
 
 @pytest.mark.parametrize(
     ("slots", "kinds"),
     [
-        ([figures(), figures()], []),
-        ([figures(own=0.05), figures()], [("shares_its_cell", 0)]),
-        ([figures(), figures(part=0.01)], [("adds_little", 1)]),
-        ([figures(), figures(share=0.6)], [("one_place", 1)]),
+        ([statistics(), statistics()], []),
+        ([statistics(own=0.05), statistics()], [("shares_its_cell", 0)]),
+        ([statistics(), statistics(part=0.01)], [("adds_little", 1)]),
+        ([statistics(), statistics(share=0.6)], [("one_place", 1)]),
         (
-            [figures(own=0.05), figures(share=0.6, part=0.01)],
+            [statistics(own=0.05), statistics(share=0.6, part=0.01)],
             [("shares_its_cell", 0), ("adds_little", 1), ("one_place", 1)],
         ),
-        ([figures(images=4, own=0.0, share=1.0)] * 2, []),
-        ([SlotStatistics(0, *[None] * 8)] * 2, [("never_predicted", None)]),
-        ([figures(part=None)] * 2, []),
-        ([figures(own=0.0)], []),
-        ([figures(share=0.5)] * 2, []),
+        ([statistics(images=4, own=0.0, share=1.0)] * 2, []),
+        ([SlotStatistics(0)] * 2, [("never_predicted", None)]),
+        ([statistics(part=None)] * 2, []),
+        ([statistics(own=0.0)], []),
+        ([statistics(share=0.5)] * 2, []),
     ],
-    ids=["well", "shares", "little", "one place", "several", "few pictures", "never", "no sum", "single", "half"],
+    ids=["well", "shares", "little", "one place", "several", "few images", "never", "no sum", "single", "half"],
 )
 def test_the_to_do_list_names_what_does_not_do_its_part(
     slots: list[SlotStatistics], kinds: list[tuple[str, int | None]]

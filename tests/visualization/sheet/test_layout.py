@@ -12,10 +12,12 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
+from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.palette import slot_color
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
-from opal_deploy.visualization.sheet.images import crop_box, draw_attention_map, enlarge
-from opal_deploy.visualization.sheet.layout import Exemplar, Exemplars, layout_sheet
+from opal_deploy.visualization.sheet.images import draw_attention_map, enlarge
+from opal_deploy.visualization.sheet.layout import layout_sheet
 from opal_deploy.visualization.sheet.rendering import (
     Bitmap,
     Drawing,
@@ -24,11 +26,9 @@ from opal_deploy.visualization.sheet.rendering import (
     encode_png,
     encode_svg,
     render_png,
-    text_width,
-    truncate_middle,
-    wrap_lines,
 )
 from opal_deploy.visualization.slot_names import SlotNames
+from opal_deploy.visualization.text import measure_text, truncate_middle, wrap_lines
 
 GRID = (7, 7)
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
@@ -65,7 +65,7 @@ def content(
     return build_sheet_content(image, geometry, Outputs(logits, cells, scores, maps), 0, metadata, **how)  # type: ignore[arg-type]
 
 
-def looks(m: int, count: int = 4) -> Exemplars:
+def exemplars(m: int, count: int = 4) -> Exemplars:
     picture = Image.new("RGB", (70, 50), (1, 2, 3))
     return Exemplars(
         {slot: [Exemplar(picture, "0.123 some/name.jpg", "elsewhere")] * count for slot in range(m)}, "An atlas."
@@ -75,16 +75,16 @@ def looks(m: int, count: int = 4) -> Exemplars:
 CASES = {
     "five slots": (content(), None),
     "heat maps": (content(heatmap=True), None),
-    "one slot": (content(1), looks(1)),
-    "ten slots": (content(10, heatmap=True), looks(10)),
-    "twelve slots": (content(12), looks(12)),
-    "no picture in the atlas": (content(3), looks(3, 0)),
-    "tall": (content(size=(70, 700)), looks(5)),
-    "wide": (content(size=(1400, 70), heatmap=True), looks(5)),
+    "one slot": (content(1), exemplars(1)),
+    "ten slots": (content(10, heatmap=True), exemplars(10)),
+    "twelve slots": (content(12), exemplars(12)),
+    "no picture in the atlas": (content(3), exemplars(3, 0)),
+    "tall": (content(size=(70, 700)), exemplars(5)),
+    "wide": (content(size=(1400, 70), heatmap=True), exemplars(5)),
     "tiny": (content(size=(14, 7)), None),
     "cropped": (content(crop=(100, 50, 600, 400)), None),
     "abstained": (content(min_margin=0.99), None),
-    "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), looks(5)),
+    "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), exemplars(5)),
     "no name": (content(labels=(" ", ""), image=None), None),
     "one class": (content(labels=("only",)), None),
     "no contributions": (content(distance="linf"), None),
@@ -99,7 +99,7 @@ def drawing(shown: SheetContent, others: Exemplars | None = None) -> Drawing:
 
 def extent(text: Text) -> tuple[float, float, float, float]:
     """Left, top, right, bottom of what a text covers: capitals are 0.7 of its size high."""
-    width = text_width(text.text, text.size)
+    width = measure_text(text.text, text.size)
     left = {"start": text.x, "middle": text.x - width / 2, "end": text.x - width}[text.anchor]
     return left, text.y - 0.7 * text.size, left + width, text.y + 0.1 * text.size
 
@@ -108,7 +108,7 @@ def extent(text: Text) -> tuple[float, float, float, float]:
 def test_everything_lies_on_the_sheet(shown: SheetContent, others: Exemplars | None) -> None:
     page = drawing(shown, others)
     assert page.width == 1200
-    for element in page.elements:
+    for element in page.shapes:
         if isinstance(element, Text):
             left, top, right, bottom = extent(element)
         else:
@@ -123,9 +123,9 @@ def test_everything_lies_on_the_sheet(shown: SheetContent, others: Exemplars | N
 @cases
 def test_no_text_lies_over_another_or_over_a_picture(shown: SheetContent, others: Exemplars | None) -> None:
     page = drawing(shown, others)
-    boxes = [(extent(e), e.text) for e in page.elements if isinstance(e, Text) and e.text]
+    boxes = [(extent(e), e.text) for e in page.shapes if isinstance(e, Text) and e.text]
     pictures = [
-        ((e.x, e.y, e.x + e.image.width, e.y + e.image.height), e.alt) for e in page.elements if isinstance(e, Bitmap)
+        ((e.x, e.y, e.x + e.image.width, e.y + e.image.height), e.alt) for e in page.shapes if isinstance(e, Bitmap)
     ]
     for (a, name), (b, other) in itertools.chain(itertools.combinations(boxes, 2), itertools.product(boxes, pictures)):
         apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
@@ -133,7 +133,9 @@ def test_no_text_lies_over_another_or_over_a_picture(shown: SheetContent, others
 
 
 def test_the_same_content_gives_the_same_bytes() -> None:
-    assert encode_png(drawing(content(heatmap=True), looks(5))) == encode_png(drawing(content(heatmap=True), looks(5)))
+    assert encode_png(drawing(content(heatmap=True), exemplars(5))) == encode_png(
+        drawing(content(heatmap=True), exemplars(5))
+    )
     assert encode_svg(drawing(content())) == encode_svg(drawing(content()))
 
 
@@ -146,7 +148,7 @@ def test_the_png_has_the_drawings_size_and_its_description() -> None:
 
 def test_each_slots_patch_is_its_cell_of_the_photograph() -> None:
     shown = content(size=(700, 490))
-    found = [e for e in drawing(shown).elements if isinstance(e, Bitmap) and e.alt.startswith("patch of slot")]
+    found = [e for e in drawing(shown).shapes if isinstance(e, Bitmap) and e.alt.startswith("patch of slot")]
     slots = [*zip(shown.predicted.slots, shown.runner_up.slots, strict=True)]
     for picture, slot in zip(found, itertools.chain(*slots), strict=True):
         row, col = slot.cell
@@ -156,7 +158,7 @@ def test_each_slots_patch_is_its_cell_of_the_photograph() -> None:
 
 def test_the_patch_has_the_cells_aspect_ratio_and_its_slots_colour_around_it() -> None:
     shown = content(size=(700, 490))
-    elements = drawing(shown).elements
+    elements = drawing(shown).shapes
     first = next(e for e in elements if isinstance(e, Bitmap) and e.alt.startswith("patch of slot"))
     assert first.image.width / first.image.height == pytest.approx(100 / 70, abs=0.03)
     drawn = render_png(drawing(shown))
@@ -167,7 +169,7 @@ def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
     shown = content(4)
     slots = [slot for view in (shown.predicted, shown.runner_up) for slot in view.slots]
     widths = {}
-    for element in drawing(shown).elements:
+    for element in drawing(shown).shapes:
         if isinstance(element, Rect) and element.height == 18 and element.edge is not None:
             widths.setdefault(element.fill, []).append(element.width)
     for slot in slots:
@@ -178,7 +180,7 @@ def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
 
 def test_the_sum_and_the_margin_stand_on_the_sheet() -> None:
     shown = content()
-    texts = [e.text for e in drawing(shown).elements if isinstance(e, Text)]
+    texts = [e.text for e in drawing(shown).shapes if isinstance(e, Text)]
     assert texts.count("sum = cosine") == 2
     assert f"{shown.predicted.total:.3f}" in texts
     assert f"+{shown.margin:.3f}" in texts
@@ -187,7 +189,7 @@ def test_the_sum_and_the_margin_stand_on_the_sheet() -> None:
 def test_names_stand_beside_their_slots() -> None:
     first = content()
     named = content(names=SlotNames({(first.predicted.class_id, 2): "beak"}))
-    texts = [e.text for e in drawing(named).elements if isinstance(e, Text)]
+    texts = [e.text for e in drawing(named).shapes if isinstance(e, Text)]
     assert any(text.startswith("beak, cell") for text in texts)
     assert "beak, cell" in drawing(named).description
 
@@ -243,8 +245,8 @@ def test_few_pixels_are_shown_as_squares() -> None:
 
 def test_long_text_is_cut_where_it_tells_least() -> None:
     assert truncate_middle("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
-    assert text_width(truncate_middle("ab" * 500, 16, 300), 16) <= 300
+    assert measure_text(truncate_middle("ab" * 500, 16, 300), 16) <= 300
     lines = wrap_lines("word " * 100, 16, 300, 3)
     assert len(lines) == 3
     assert lines[-1].endswith("…")
-    assert all(text_width(line, 16) <= 300 for line in lines)
+    assert all(measure_text(line, 16) <= 300 for line in lines)

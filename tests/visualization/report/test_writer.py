@@ -83,12 +83,12 @@ def test_the_page_is_self_contained(hostile_report: Path) -> None:
     assert "@import" not in read(hostile_report)
 
 
-@pytest.mark.parametrize(("pictures", "sources"), [("embed", "data:"), ("files", "'self' file:")])
+@pytest.mark.parametrize(("image_mode", "sources"), [("embed", "data:"), ("files", "'self' file:")])
 def test_the_policy_lets_in_one_script_and_its_styles_by_their_digests(
-    tmp_path: Path, make_record, pictures: Literal["embed", "files"], sources: str
+    tmp_path: Path, make_record, image_mode: Literal["embed", "files"], sources: str
 ) -> None:
     path = tmp_path / "report.html"
-    with ReportWriter(path, title="Run", facts=[], pictures=pictures) as report:
+    with ReportWriter(path, title="Run", facts=[], image_mode=image_mode) as report:
         report.add(make_record(SIZE), Image.new("RGB", SIZE))
     page = read(path)
 
@@ -243,8 +243,8 @@ def test_the_least_certain_come_first(tmp_path: Path, make_record) -> None:
 def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(tmp_path: Path, make_record) -> None:
     path = tmp_path / "report.html"
     names = ["overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "../b.jpg", "overlays/../../c.jpg", "file:///d.jpg"]
-    with ReportWriter(path, title="Run", facts=[], pictures="files") as report:
-        assert not report.wants_pictures
+    with ReportWriter(path, title="Run", facts=[], image_mode="files") as report:
+        assert not report.embeds_images
         for name in names:
             report.add({**make_record(SIZE), "overlay": name}, None)
     assert re.findall(r'<img [^>]*src="([^"]*)"', read(path)) == names[:2]

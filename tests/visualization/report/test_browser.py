@@ -1,0 +1,402 @@
+"""The report in a real browser: what a script, a key or a hostile name does there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+
+from opal_deploy.records.record import error_record
+from opal_deploy.visualization.overlay import encode_overlay
+from opal_deploy.visualization.report import ReportWriter, make_thumbnail
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+SIZE = (300, 200)
+HOSTILE = (
+    "<script>window.hit = 1</script>",
+    "</script><script>window.hit = 2</script>",
+    "\"><img src=x onerror='window.hit = 3'>",
+    "' onmouseover='window.hit = 4' x='",
+    "javascript:window.hit=5",
+    "<!--<script>",
+    "]]></title><svg onload=window.hit=6>",
+    "{{ 7 * 7 }}\u2028\u202e${window.hit=8}",
+    "a\n\udcff&amp;&lt;b",
+)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenPage]:
+    """Opens a page from the disk in a fresh context; `page.problems` collects errors, refusals and dialogs."""
+    contexts = []
+
+    def open_page(path: Path, fragment: str = "", *, width: int = 1280, **options: Any) -> Page:
+        context = browser.new_context(viewport={"width": width, "height": 900}, is_mobile=width < 600, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.problems = []
+        page.on("console", lambda message: page.problems.append(message.text))
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.on("dialog", lambda dialog: (page.problems.append(dialog.message), dialog.dismiss()))
+        page.goto(path.resolve().as_uri() + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory, make_record: Any) -> Path:
+    """60 images of two classes with labels, three of them wrong; margins fall; 2 failures."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    with ReportWriter(path, title="Run", facts=[("Model", "m.onnx")]) as writer:
+        for i in range(60):
+            labels = ("Auklet", "Albatross") if i % 2 else ("Albatross", "Auklet")
+            record = make_record(SIZE, image=f"birds/{i:02}.jpg", labels=labels)
+            record["margin"] = 0.9 - i / 100
+            record["status"] = "ok" if i < 56 else "abstained"
+            record["truth"] = "Albatross" if i in (1, 3, 5) else labels[0]
+            writer.add(record, Image.new("RGB", (300, 400), (i, 90, 120)))
+        writer.add(error_record("birds/bad.jpg", "truncated_image", "cut short"), None)
+        writer.add(error_record("birds/none.jpg", "empty_file", "0 bytes"), None)
+    return path
+
+
+def names(page: Page) -> list[str]:
+    return page.locator("#cards h3").all_text_contents()
+
+
+def status(page: Page) -> Locator:
+    return page.locator("#found")
+
+
+def expect_open(page: Page, name: str | None) -> None:
+    """Wait until the dialog shows the image of that name; None: until it is closed."""
+    if name is None:
+        expect(page.locator("#sheet")).to_be_hidden()
+    else:
+        expect(page.locator("#sheet[open] #sheet-title")).to_have_text(name)
+
+
+def test_a_browser_starts_with_the_least_certain(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report)
+    assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
+    assert len(names(page)) == 48
+    expect(status(page)).to_have_text("62 images, 1 to 48 here")
+    assert page.problems == []
+
+
+def test_the_script_draws_what_the_file_holds(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report)
+    # closed parts of drawn cards are made when they are opened
+    read_cards = """async () => {
+        document.querySelectorAll('#cards details').forEach(d => d.open = true);
+        await new Promise(done => setTimeout(done, 50));
+        return [...document.querySelectorAll('#cards article')].map(
+            a => [a.id, a.textContent.replace(/\\s+/g, ''), a.querySelector('img')?.alt]);
+    }"""
+    written = page.evaluate(read_cards)
+    page.select_option("#sort", "input")
+    page.select_option("#sort", "margin")
+    assert len(written) == 48
+    assert page.evaluate(read_cards) == written
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "count"),
+    [
+        ("search", "BIRDS/1", 10),
+        ("search", "nowhere", 0),
+        ("class", "Albatross (30)", 30),
+        ("truth", "Auklet (27)", 27),
+        ("verdict", "differ", 3),
+        ("verdict", "agree", 57),
+        ("verdict", "no label", 2),
+        ("status", "answered (56)", 56),
+        ("status", "abstained (4)", 4),
+        ("status", "failed: truncated_image (1)", 1),
+        ("low", "0.85", 6),
+        ("high", "0.35", 5),
+    ],
+)
+def test_each_filter_leaves_what_fits_it(open_page: OpenPage, report: Path, field: str, value: str, count: int) -> None:
+    page = open_page(report)
+    if field in ("search", "low", "high"):
+        page.fill(f"#{field}", value)
+    else:
+        page.select_option(f"#{field}", label=value)
+    assert status(page).text_content().startswith(f"{count} image")
+    assert len(names(page)) == min(count, 48)
+    page.click("button[type=reset]")
+    expect(status(page)).to_have_text("62 images, 1 to 48 here")
+
+
+def test_sorting_by_input_and_by_class(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report)
+    page.select_option("#sort", "input")
+    assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
+    page.select_option("#sort", "class")
+    assert names(page)[:2] == ["birds/58.jpg", "birds/56.jpg"]
+    page.select_option("#sort", "certain")
+    assert names(page)[0] == "birds/00.jpg"
+    page.click("#next")
+    assert names(page)[-2:] == ["birds/bad.jpg", "birds/none.jpg"]
+
+
+def test_keys_lead_through_the_images(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report)
+    press, focused = page.keyboard.press, page.locator(":focus")
+    press("ArrowRight")
+    expect(focused).to_have_text("birds/59.jpg")
+    press("ArrowRight")
+    expect(focused).to_have_text("birds/58.jpg")
+    press("Enter")
+    expect_open(page, "birds/58.jpg")
+    press("ArrowRight")
+    expect_open(page, "birds/57.jpg")
+    assert page.url.endswith("#i=57")
+    press("Escape")
+    expect_open(page, None)
+    expect(focused).to_have_text("birds/57.jpg")
+    assert "#" not in page.url
+    press("End")
+    press("ArrowRight")
+    expect(focused).to_have_text("birds/11.jpg")  # the next page's first
+    press("/")
+    expect(page.locator("#search")).to_be_focused()
+    press("?")
+    expect(page.locator("#help")).to_be_hidden()  # typed, not asked
+    page.evaluate("document.activeElement.blur()")
+    press("?")
+    expect(page.locator("#help")).to_be_visible()
+
+
+@pytest.mark.parametrize("fragment", ["#i=7", "#name=birds%2F07.jpg", "#name=birds/07.jpg"])
+def test_an_address_leads_to_one_image(open_page: OpenPage, report: Path, fragment: str) -> None:
+    page = open_page(report, fragment)
+    expect_open(page, "birds/07.jpg")
+    page.evaluate("location.hash = '#images'")
+    expect_open(page, None)
+
+
+@pytest.mark.parametrize("fragment", ["#i=999", "#name=%E0%A4%A", "#i=<script>"])
+def test_an_address_of_no_image_is_answered_so(open_page: OpenPage, report: Path, fragment: str) -> None:
+    page = open_page(report, fragment)
+    expect(status(page)).to_contain_text("not shown here")
+    expect_open(page, None)
+    assert page.problems == []
+
+
+def test_a_number_of_the_confusion_matrix_shows_its_images(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report)
+    page.click(".matrix [data-truth=Albatross][data-class=Auklet] button")
+    expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
+
+
+def test_all_images_appear(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report)
+    images = page.locator("#cards img")
+    read_widths = "all => Promise.all(all.map(i => i.decode().then(() => i.naturalWidth)))"
+    assert images.evaluate_all(read_widths) == [300] * 48
+    page.click("#next")
+    assert images.evaluate_all(read_widths) == [300] * 12
+
+
+def test_drawings_beside_the_page_appear_without_their_legends(
+    open_page: OpenPage, tmp_path: Path, make_record: Any
+) -> None:
+    sizes = [(300, 200), (200, 300), (200, 400), (900, 300)]
+    (tmp_path / "overlays").mkdir()
+    with ReportWriter(tmp_path / "report.html", title="Run", facts=[], image_mode="files") as writer:
+        for i, size in enumerate(sizes):
+            record = make_record(size, image=f"{i}.jpg")
+            record["overlay"] = f"overlays/{i:06}-{i}.jpg"
+            photograph = Image.new("RGB", size, (10, 20, 200))
+            (tmp_path / record["overlay"]).write_bytes(encode_overlay(photograph, record))
+            writer.add(record, None)
+    page = open_page(tmp_path / "report.html")
+    for _ in range(2):
+        shown = page.evaluate("""() => Promise.all([...document.querySelectorAll('#cards img')].map(async i => {
+            i.loading = 'eager';
+            await i.decode();
+            const f = i.parentNode.getBoundingClientRect();
+            return [f.width / f.height, f.width * i.naturalWidth / i.getBoundingClientRect().width];
+        }))""")
+        for (ratio, width), size in zip(shown, sizes, strict=True):
+            assert ratio == pytest.approx(size[0] / size[1], abs=0.02)
+            assert width == pytest.approx(size[0], rel=0.01), "the visible part of the drawing is the photograph"
+        page.select_option("#sort", "input")
+    assert page.problems == []
+
+
+def test_an_open_image_leads_to_its_drawing_and_its_sheet(
+    open_page: OpenPage, tmp_path: Path, make_record: Any
+) -> None:
+    files = {"overlay": "overlays/000000-a.jpg", "sheet": "sheets/000000-a.png"}
+    with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as writer:
+        writer.add({**make_record(SIZE, image="a.jpg"), **files}, None)
+        writer.add({**make_record(SIZE, image="b.jpg"), "sheet": "../../secret.png"}, None)
+    for number, expected in enumerate((list(files.values()), [])):
+        page = open_page(tmp_path / "report.html", f"#i={number}")
+        links = page.locator("dialog[open] a").evaluate_all("links => links.map(a => a.getAttribute('href'))")
+        assert links == expected
+
+
+@pytest.mark.parametrize("image_mode", ["embed", "files"])
+def test_no_hostile_text_is_executed(
+    open_page: OpenPage, tmp_path: Path, make_record: Any, image_mode: Literal["embed", "files"]
+) -> None:
+    path = tmp_path / "report.html"
+    with ReportWriter(path, title=HOSTILE[1], facts=[(HOSTILE[0], HOSTILE[1])], image_mode=image_mode) as writer:
+        for text in HOSTILE:
+            record = make_record(SIZE, image=text, labels=(text, text + "2"))
+            record["truth"] = text + "3"
+            record["overlay"] = text
+            record["evidence"][0]["name"] = text
+            writer.add(record, Image.new("RGB", SIZE))
+            writer.add(error_record(text, text, text), None)
+    page = open_page(path, "#name=" + HOSTILE[0])
+    expect_open(page, HOSTILE[0])
+    page.keyboard.press("Escape")
+    page.select_option("#sort", "class")
+    page.select_option("#sort", "input")
+    page.fill("#search", HOSTILE[1])
+    assert names(page) == [HOSTILE[1]] * 2
+    page.fill("#search", "")
+    page.evaluate("""() => {
+        document.querySelectorAll('details').forEach(d => d.open = true);
+        document.querySelectorAll('#cards *').forEach(e => e.dispatchEvent(new MouseEvent('mouseover')));
+    }""")
+    for i in range(2 * len(HOSTILE)):
+        page.evaluate(f"location.hash = '#i={i}'")
+        expect(page.locator("#sheet-place")).to_have_text(f"{i + 1} of {2 * len(HOSTILE)}")
+    assert page.evaluate("window.hit ?? null") is None
+    assert page.problems == []
+    tags = set(page.evaluate("[...document.querySelectorAll('body *')].map(e => e.localName)"))
+    assert not tags & {"iframe", "object", "embed", "base", "title"}
+    expect(page.locator("[onerror], [onload], [onmouseover], [style*=hit]")).to_have_count(0)
+    addresses = page.evaluate(
+        "[...document.querySelectorAll('[href], [src]')].map(e => e.getAttribute('href') || e.src)"
+    )
+    assert all(address.startswith(("#", "data:image/jpeg")) for address in addresses)
+    expect(page.locator("script:not([type])")).to_have_count(1)
+
+
+def test_the_policy_stops_a_script_that_got_in_anyway(open_page: OpenPage, report: Path, tmp_path: Path) -> None:
+    injected = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'><p style='color: red' id='red'>"
+    text = report.read_text(encoding="utf-8").replace("<main>", "<main>" + injected, 1)
+    (tmp_path / "broken.html").write_text(text, encoding="utf-8")
+    page = open_page(tmp_path / "broken.html")
+    assert page.evaluate("window.hit ?? null") is None
+    expect(page.locator("#red")).not_to_have_css("color", "rgb(255, 0, 0)")
+    assert sum("Content Security Policy" in problem for problem in page.problems) >= 3
+
+
+def test_without_scripts_cards_and_tables_are_there(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report, java_script_enabled=False)
+    expect(page.get_by_role("link", name="birds/58.jpg")).to_have_count(1)
+    expect(page.locator("main noscript p")).to_be_visible()
+    expect(page.locator("main noscript p")).to_contain_text("least certain")
+    expect(page.get_by_role("heading", name="Classes predicted")).to_be_visible()
+    expect(page.locator("#sort")).to_be_hidden()  # what does nothing is not shown
+
+
+@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("fragment", ["", "#i=3"], ids=["grid", "sheet"])
+def test_nothing_is_wider_than_the_window(open_page: OpenPage, report: Path, width: int, fragment: str) -> None:
+    page = open_page(report, fragment, width=width)
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    if fragment:
+        assert page.locator("#sheet[open]").evaluate("s => s.scrollWidth <= s.clientWidth")
+
+
+def test_a_sheet_is_printed_alone(open_page: OpenPage, report: Path) -> None:
+    page = open_page(report, "#i=3")
+    page.emulate_media(media="print")
+    for selector in ("main", "header", ".bar-top"):
+        expect(page.locator(selector)).to_be_hidden()
+    for selector in ("#sheet", "#sheet .slots"):
+        expect(page.locator(selector)).to_be_visible()
+
+
+def test_printed_photographs_are_whole(open_page: OpenPage, tmp_path: Path, make_record: Any) -> None:
+    with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as writer:
+        for size in ((200, 500), (300, 200)):
+            writer.add(make_record(size), make_thumbnail(Image.new("RGB", size), make_record(size)))
+    page = open_page(tmp_path / "report.html", width=794)
+    page.emulate_media(media="print")
+    hidden = "all => all.map(f => f.firstChild.getBoundingClientRect().height - f.getBoundingClientRect().height)"
+    assert max(page.locator(".photo").evaluate_all(hidden)) < 1
+
+
+@pytest.mark.parametrize("theme", ["", "dark", "light"])
+def test_the_appearance_can_be_chosen(open_page: OpenPage, report: Path, theme: str) -> None:
+    page = open_page(report)
+    page.select_option("#theme", theme)
+    background = "rgb(22, 22, 21)" if theme == "dark" else "rgb(251, 251, 249)"
+    expect(page.locator("body")).to_have_css("background-color", background)
+
+
+def find_axe() -> Path | None:
+    candidates = [Path(os.environ["AXE_CORE"])] if os.environ.get("AXE_CORE") else []
+    candidates.append(Path(__file__).parents[3] / "node_modules/axe-core/axe.min.js")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_axe() is None, reason="axe-core is not here: npm install axe-core, or AXE_CORE=.../axe.min.js")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_axe_finds_nothing(open_page: OpenPage, report: Path, scheme: Any, width: int) -> None:
+    page = open_page(report, width=width, bypass_csp=True, color_scheme=scheme)
+    page.evaluate(find_axe().read_text(encoding="utf-8") + "; 0")
+    steps = {
+        "grid": lambda: page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)"),
+        "sheet": lambda: page.locator("h3 a").first.click(),
+        "help": lambda: (page.keyboard.press("Escape"), page.click("#show-help")),
+    }
+    for state, step in steps.items():
+        step()
+        violations = page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.impact, v.nodes[0].html]))")
+        assert violations == [], state
+
+
+@pytest.mark.slow
+def test_ten_thousand_images_can_be_looked_through(open_page: OpenPage, tmp_path: Path, make_record: Any) -> None:
+    record = make_record(SIZE)
+    with ReportWriter(tmp_path / "report.html", title="Run", facts=[], image_mode="files") as writer:
+        for i in range(10_000):
+            writer.add({**record, "image": f"birds/{i:05}.jpg", "margin": (i * 7919 % 10_000) / 10_000}, None)
+    page = open_page(tmp_path / "report.html")
+    expect(status(page)).to_have_text("10,000 images, 1 to 48 here")
+    expect(page.locator("#cards article")).to_have_count(48)
+    page.fill("#search", "birds/0999")
+    expect(status(page)).to_have_text("10 images of 10,000")
+    page.evaluate("location.hash = '#i=9999'")
+    expect_open(page, "birds/09999.jpg")
