@@ -233,7 +233,7 @@ def choose_engine_targets(
 
 def _ahead_of_time(sm: str, gpu: Gpu | None, here: str | None) -> EngineTarget:
     if sm == CURRENT:
-        return EngineTarget(TENSORRT_RTX, str(here), gpu, "asked for the GPU that is here", current=True)
+        return EngineTarget(TENSORRT_RTX, str(here), gpu, f"--target {CURRENT}, the GPU that is here", current=True)
     if int(sm.removeprefix("sm")) < 75:
         raise UsageError(f"{sm}: what is built for CUDA 13 runs on sm75 and newer; use the ONNX file on a CPU")
     if sm not in AHEAD_OF_TIME:

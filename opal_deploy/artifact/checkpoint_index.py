@@ -1,7 +1,7 @@
-"""What a PyTorch checkpoint holds, read without torch and without running anything in it.
+"""The contents of a PyTorch checkpoint, read without torch and without running anything in it.
 
-A `.pt` file is a zip archive whose `data.pkl` describes plain values and tensors; the tensors' bytes lie beside it.
-This reader unpickles the description with a whitelist of names, and tensors become their shapes.
+A `.pt` file is a zip archive whose `data.pkl` describes plain values and tensors; the tensors' bytes lie beside it. The
+description is unpickled with an allowlist of names, and tensors become their shapes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from typing import Any
 
 from opal_deploy.errors import ArtifactError
 
-# a description is kilobytes; more is no checkpoint of ours
+# a description has kilobytes; a larger one is no checkpoint
 _MAX_DESCRIPTION = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor that was not loaded: its shape, and torch's name of its storage type."""
+    """A tensor that was not loaded: its shape, and torch's name of its storage class."""
 
     shape: tuple[int, ...]
     storage: str
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The checkpoint's dictionary with a TensorInfo in place of every tensor.
+    """Return a checkpoint's dictionary with a TensorInfo in place of every tensor.
 
     Raises:
-        ArtifactError: no such file, not a zip of torch's, or a description that needs more than tensors
-            and plain values.
+        ArtifactError: the file is missing, not what torch.save writes, or holds more than tensors and plain values.
     """
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file")
@@ -42,7 +41,7 @@ def read_index(path: Path) -> dict[str, Any]:
             if name is None or archive.getinfo(name).file_size > _MAX_DESCRIPTION:
                 raise ArtifactError(f"{path}: not a PyTorch checkpoint; expected what torch.save writes")
             with archive.open(name) as stream:
-                found = _Reader(stream).load()
+                document = _Unpickler(stream).load()
     except (zipfile.BadZipFile, OSError, EOFError) as error:
         raise ArtifactError(
             f"{path}: not a readable PyTorch checkpoint ({error}); expected the zip format of torch.save"
@@ -51,13 +50,13 @@ def read_index(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # damaged bytes make zipfile and pickle fail in any way
         raise ArtifactError(f"{path}: refused or damaged ({error}); save its state_dict alone") from None
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path}: expected a dictionary, found {type(found).__name__}")
-    return found
+    if not isinstance(document, dict):
+        raise ArtifactError(f"{path}: expected a dictionary, found {type(document).__name__}")
+    return document
 
 
 class _Storage:
-    """Stands for torch's storage classes."""
+    """A stand-in for torch's storage classes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -71,7 +70,7 @@ def _rebuild_parameter(data: TensorInfo, *_: Any) -> TensorInfo:
     return data
 
 
-class _Reader(pickle.Unpickler):
+class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict

@@ -1,4 +1,8 @@
-"""Files: digests, and writing that never leaves half a file under its final name."""
+"""Model files by suffix, digests, locked folders, and writing that never leaves half a file under its final name.
+
+Own code for atomic writing: packages such as atomicwrites are unmaintained, keep no suffix (which ONNX Runtime and
+Pillow read), and leave behind folders that were made for a file that failed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ def model_kind(path: Path) -> ModelKind | None:
 
 
 def compute_sha256(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+    """Return the sha256 of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -44,31 +48,31 @@ def compute_sha256(path: Path) -> str:
 
 
 def check_sha256(path: Path, expected: str) -> str:
-    """Compare a file's sha256 with one that came by a trusted way; returns it.
+    """Return a file's sha256 once it was compared with one that came by a trusted way.
 
     Raises:
-        ArtifactError: it is another file.
+        ArtifactError: the file has another sha256, or cannot be read.
     """
     try:
-        found = compute_sha256(path)
+        digest = compute_sha256(path)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error}); give the model's file") from None
-    if found != expected.strip().lower():
+    if digest != expected.strip().lower():
         raise ArtifactError(
-            f"{path}: sha256 {found}, expected {expected.strip().lower()}; this is not the file you were told of"
+            f"{path}: sha256 {digest}, expected {expected.strip().lower()}; this is not the file you were told of"
         )
-    return found
+    return digest
 
 
 @contextmanager
 def lock_directory(folder: Path) -> Iterator[None]:
-    """Nobody else's writing in `folder`, which is made if missing, while the block runs.
+    """Keep other processes from working in `folder`, which is made if missing, while the block runs.
 
-    A lock of the operating system's on a hidden file: it ends with the process, however that ends. File systems
-    without locks do without.
+    The operating system locks a hidden file, and the lock ends with the process, however that ends. On file systems
+    without locks nothing is locked.
 
     Raises:
-        UsageError: another process is at work there, or the folder cannot be written to.
+        UsageError: another process works there, or the folder cannot be written.
     """
     if sys.platform == "win32":  # it has no such locks
         yield
@@ -109,19 +113,21 @@ def lock_directory(folder: Path) -> Iterator[None]:
 
 
 def remove_temporary_files(path: Path) -> None:
-    """What writers of `path` left that were killed; only for whoever has the folder for itself."""
+    """Remove the temporary files that killed writers of `path` left; the caller must hold the folder's lock."""
     for part in path.parent.glob(f".{path.name}.*.part*"):
         part.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
-    """A temporary path beside `path`; renamed to it when the block ends, removed when the block raises.
+    """Yield a temporary path beside `path`, renamed to it when the block ends and removed when the block raises.
 
-    With `keep=False` it is removed in either case: room to work in, where the result is known to fit.
+    Args:
+        path: the final path; missing folders are made, and removed again if the block raises.
+        keep: False removes the temporary file in either case.
 
     Raises:
-        UsageError: the folder cannot be written to, or the disk is full.
+        UsageError: the folder cannot be written, or the disk is full.
     """
     made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
     if path.is_dir():
@@ -156,13 +162,13 @@ def atomic_write(path: Path, *, keep: bool = True) -> Iterator[Path]:
 
 
 def write_json(path: Path, document: Any) -> None:
-    """A document on lines of its own, ASCII, written as a whole or not at all."""
+    """Write a document as indented ASCII JSON, whole or not at all."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(document, indent=2, ensure_ascii=True) + "\n", encoding="utf-8")
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Take back folders that were made for a file that was not written, innermost first."""
+    """Remove folders that were made for a file that was not written, innermost first."""
     for folder in folders:
         try:
             folder.rmdir()

@@ -1,7 +1,7 @@
-"""The one JSON document that makes a model file self-describing.
+"""The JSON document that makes a model file self-describing (docs/contract.md).
 
-It sits in an ONNX file's `metadata_props` under the key `opal`, and in an engine's sidecar. Everything that
-`infer`, `verify` and `inspect` know about a model, they know from here.
+An ONNX file has the document in its `metadata_props` under the key `opal`, an engine in its sidecar. Everything that
+`infer`, `verify` and `inspect` know about a model, they know from this document.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from opal_deploy.errors import ArtifactError
 
 SCHEMA = 1
 METADATA_KEY = "opal"
-# what the digest counts the field that holds it as
+# stands in `file_sha256` while the digest is computed
 BLANK_DIGEST = "0" * 64
 
 Evidence = Literal["exact", "map", "none"]
@@ -25,35 +25,42 @@ InputKind = Literal["uint8", "float32"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "evidence": get_args(Evidence),
+    "precision": get_args(Precision),
+    "input_kind": get_args(InputKind),
+}
+_TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
+
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a model is, where it comes from and what was checked.
+    """The metadata of a model: what it is, where it comes from and how it was verified.
 
     Attributes:
         class_names: C names, in the order of the logits.
         prototypes_per_class: m; the channels of class c are c*m ... c*m+m-1.
-        head: the head's configuration: projection, cws, pooling, anchors, distance, epsilon.
-        evidence: `exact`, `map` or `none`; see DESIGN's table in the README.
-        backbone: torchvision's name.
+        head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon.
+        evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
+        backbone: torchvision's name of the backbone.
         grid: (H, W) of the feature map.
         input_size: (H0, W0) in pixels.
         input_kind: `uint8`: `images` is uint8 [N, H0, W0, 3], RGB, and normalisation is in the graph;
             `float32`: [N, 3, H0, W0], already normalised.
         mean, std: per channel R, G, B, of pixels scaled to [0, 1].
-        resize: how a picture becomes H0 x W0; `squash-bilinear`: aspect ratio not kept, antialiased bilinear.
-        crop: `boxes` where training pictures were cropped to annotated boxes first, else None.
-        precision: of the graph's body; softmax, max and everything after them are float32 always. `bf16` keeps the
-            projection in float32 too, `int8` the projection and everything that is not a convolution or matrix product.
+        resize: rule by which an image becomes H0 x W0; `squash-bilinear`: aspect ratio not kept, antialiased bilinear.
+        crop: `boxes` where training images were cropped to annotated boxes first, else None.
+        precision: precision of the graph's body; softmax, max and everything after them are float32 always. `bf16`
+            keeps the projection in float32 too, `int8` everything but the backbone's convolutions and matrix products.
         source: checkpoint file name, sha256, format and the settings that its format does not record (`assumed`).
         training: summary of the run that made the checkpoint.
-        exporter: versions and the opset.
+        exporter: versions of the exporting packages, and the opset.
         verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
-        risk: of the validation pictures, as the checkpoint has it: the risk-coverage curve's summary
-            (`statistics.risk`), from which a `min_margin` for a wanted error rate can be chosen; empty where unknown.
-        test_vectors: inputs with the float32 outputs of the reference; see `artifact.test_vectors`.
+        risk: summary of the risk-coverage curve of the validation images (`statistics.risk`), from which a
+            `min_margin` for an error rate can be chosen; empty where unknown.
+        test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
-        file_sha256: digest of the file with this field blanked; see `artifact.digest`.
+        file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
     """
 
     class_names: tuple[str, ...]
@@ -81,39 +88,43 @@ class Metadata:
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """The number of classes, C."""
         return len(self.class_names)
 
     @property
     def num_prototypes(self) -> int:
-        """K = C * m."""
+        """The number of prototypes, K = C * m."""
         return self.num_classes * self.prototypes_per_class
 
     @property
     def distance(self) -> str:
-        """Name of the head's distance: l1, l2, l3, linf, kl or tropical."""
+        """The head's distance: l1, l2, l3, linf, kl or tropical."""
         return str(self.head["distance"])
 
     @property
     def epsilon(self) -> float:
-        """What the embedding's norm is increased by: z = s / (|s| + epsilon)."""
+        """The addend to the embedding's norm: z = s / (|s| + epsilon)."""
         return float(self.head["epsilon"])
 
     @property
     def unverified(self) -> str:
-        """Why nobody compared the file with its reference; empty if it was compared."""
+        """Why the file was not compared with its reference; empty if it was compared."""
         return str(self.verification.get("skipped", ""))
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` reads it back to an equal object."""
+        """Return the document as one line of ASCII JSON, which `from_json` reads back."""
         return json.dumps(asdict(self), ensure_ascii=True)
 
     @staticmethod
     def from_json(text: str, origin: str = "model metadata") -> Metadata:
-        """Parse and check a document; `origin` names the file in errors.
+        """Return the metadata of a document.
+
+        Args:
+            text: the document.
+            origin: the file's name, for errors.
 
         Raises:
-            ArtifactError: not JSON, another schema, a field missing or of the wrong shape.
+            ArtifactError: the text is no JSON, has another schema, or a field is missing or of the wrong type.
         """
         try:
             raw = json.loads(text)
@@ -140,43 +151,35 @@ class Metadata:
         return metadata
 
     def _check(self, origin: str) -> None:
-        def refuse(what: str) -> ArtifactError:
+        def error(what: str) -> ArtifactError:
             return ArtifactError(f"{origin}: {what}; export it again")
 
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise refuse(f"{name} {getattr(self, name)!r} is not {' or '.join(known)}")
+                raise error(f"{name} {getattr(self, name)!r} is not {' or '.join(known)}")
         for name in ("grid", "input_size"):
             pair = getattr(self, name)
             if not isinstance(pair, tuple) or len(pair) != 2 or not all(type(v) is int and v > 0 for v in pair):
-                raise refuse(f"{name} {pair!r} is not two positive integers")
+                raise error(f"{name} {pair!r} is not two positive integers")
         for name in ("mean", "std"):
             triple = getattr(self, name)
             if not isinstance(triple, tuple) or len(triple) != 3 or not all(isinstance(v, int | float) for v in triple):
-                raise refuse(f"{name} {triple!r} is not three numbers")
+                raise error(f"{name} {triple!r} is not three numbers")
         for name in ("class_names", "outputs"):
             texts = getattr(self, name)
             if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
-                raise refuse(f"{name} is not a list of names")
+                raise error(f"{name} is not a list of names")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
-            raise refuse(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
+            raise error(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
         for name in ("head", "source", "training", "exporter", "verification", "risk", "test_vectors"):
             if not isinstance(getattr(self, name), dict):
-                raise refuse(f"{name} is not an object")
+                raise error(f"{name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
-            raise refuse("its head lacks distance or epsilon")
+            raise error("its head lacks distance or epsilon")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
-            raise refuse("its risk is not the summary of a risk-coverage curve")
+            raise error("its risk is not the summary of a risk-coverage curve")
         if not isinstance(self.file_sha256, str):
-            raise refuse("file_sha256 is not a text")
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "evidence": get_args(Evidence),
-    "precision": get_args(Precision),
-    "input_kind": get_args(InputKind),
-}
-_TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
+            raise error("file_sha256 is not a text")
 
 
 def _as_tuple(value: object) -> object:

@@ -1,7 +1,10 @@
-"""What an ONNX file says of itself, read without onnx or ONNX Runtime, and its digest.
+"""The header, metadata and digest of ONNX files, read without onnx and ONNX Runtime (docs/contract.md).
 
 The digest is sha256 over the whole file with the 64 characters of `file_sha256` in its metadata set to zeros. ONNX
-Runtime loads bit-flipped files without complaint, so a session checks it first. It finds corruption, not tampering.
+Runtime loads bit-flipped files without complaint, so every session checks the digest first. The digest finds
+corruption, not tampering.
+
+Own code, since the onnx package is no dependency of a deployment machine and would read all weights for a few fields.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ class OnnxHeader:
     """The fields of an ONNX file around its graph.
 
     Attributes:
-        ir_version, opset: of the format and of the default operator set.
-        producer: the writing program.
+        ir_version: version of the file format.
+        opset: version of the default operator set.
+        producer: name of the program that wrote the file.
         properties: `metadata_props` as a dictionary.
     """
 
@@ -46,12 +50,12 @@ class OnnxHeader:
 
 
 def read_header(path: Path) -> OnnxHeader:
-    """Parse an ONNX file's outermost fields; the graph is skipped, not read.
+    """Return an ONNX file's outermost fields; the graph is skipped.
 
     Raises:
-        ArtifactError: no such file, unreadable, or not protobuf of an ONNX model.
+        ArtifactError: the file is missing, cannot be read, or is no ONNX model.
     """
-    with _mapped(path) as data:
+    with _map_file(path) as data:
         ir_version, opset, producer, properties, graphs = 0, 0, "", {}, 0
         try:
             for number, value in _fields(data, 0, len(data)):
@@ -64,7 +68,7 @@ def read_header(path: Path) -> OnnxHeader:
                 elif number == _GRAPH:
                     graphs += 1
                 elif number == _OPSET_IMPORT:
-                    opset = max(opset, _default_opset(data, value))
+                    opset = max(opset, _read_default_opset(data, value))
                 elif number == _METADATA_PROPS:
                     entry = {n: data[v].decode() for n, v in _fields(data, value.start, value.stop) if type(v) is slice}
                     properties[entry.get(_KEY, "")] = entry.get(_VALUE, "")
@@ -78,10 +82,10 @@ def read_header(path: Path) -> OnnxHeader:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The opal metadata of an ONNX file.
+    """Return the opal metadata of an ONNX file.
 
     Raises:
-        ArtifactError: not an ONNX file, not one of ours, or damaged.
+        ArtifactError: the file is missing, no ONNX file, not one of ours, or damaged.
     """
     properties = read_header(path).properties
     if METADATA_KEY not in properties:
@@ -95,14 +99,14 @@ def check_digest(path: Path, metadata: Metadata) -> None:
     """Compare a file with the digest in its own metadata.
 
     Raises:
-        ArtifactError: it differs, or there is none.
+        ArtifactError: the digest differs or is missing.
     """
-    with _mapped(path) as data:
-        found = _digest(data, metadata.file_sha256.encode("ascii", "replace"))
-    if found is None or found != metadata.file_sha256:
+    with _map_file(path) as data:
+        digest = _compute_digest(data, metadata.file_sha256.encode("ascii", "replace"))
+    if digest is None or digest != metadata.file_sha256:
         raise ArtifactError(
-            f"{path}: its bytes do not match the digest written at export (found {_short(found)}, expected "
-            f"{_short(metadata.file_sha256)}); the file is damaged or was edited: copy or export it again"
+            f"{path}: its bytes do not match the digest written at export (found {_shorten(digest)}, expected "
+            f"{_shorten(metadata.file_sha256)}); the file is damaged or was edited: copy or export it again"
         )
 
 
@@ -125,7 +129,7 @@ def write_model(model: ModelProto, metadata: Metadata, path: Path) -> None:
 
 
 def embed_digest(path: Path) -> str:
-    """Write the digest into a file whose metadata still has the blank one; returns it.
+    """Write the digest into a file whose metadata has a blank one, and return it.
 
     Raises:
         ArtifactError: the metadata has no blank digest.
@@ -141,7 +145,7 @@ def embed_digest(path: Path) -> str:
     return digest
 
 
-def _digest(data: mmap.mmap, stated: bytes) -> str | None:
+def _compute_digest(data: mmap.mmap, stated: bytes) -> str | None:
     position = data.find(_MARKER + stated)
     if position < 0 or len(stated) != len(_BLANK):
         return None
@@ -154,11 +158,11 @@ def _digest(data: mmap.mmap, stated: bytes) -> str | None:
     return digest.hexdigest()
 
 
-def _short(digest: str | None) -> str:
+def _shorten(digest: str | None) -> str:
     return "none" if digest is None else digest[:12]
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as stream:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -170,7 +174,7 @@ def _mapped(path: Path) -> mmap.mmap:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _default_opset(data: mmap.mmap, span: slice) -> int:
+def _read_default_opset(data: mmap.mmap, span: slice) -> int:
     entry = dict(_fields(data, span.start, span.stop))
     domain = entry.get(_OPSET_DOMAIN)
     is_default = not isinstance(domain, slice) or data[domain] in (b"", b"ai.onnx")
@@ -179,7 +183,7 @@ def _default_opset(data: mmap.mmap, span: slice) -> int:
 
 
 def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int | slice]]:
-    """Protobuf's wire format: (field number, varint) or (field number, slice of bytes)."""
+    """Yield (field number, varint) or (field number, slice of bytes) from protobuf's wire format."""
     position = start
     while position < stop:
         key, position = _varint(data, position, stop)

@@ -1,4 +1,4 @@
-"""What a model answers for a batch: the arrays that every session returns and every gate compares."""
+"""The outputs of a model for a batch, which every session returns and every gate compares (docs/contract.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Outputs:
-    """One batch's answers.
+    """The outputs of one batch of N images.
 
     Attributes:
         logits: float32 [N, C], minus the distance to each class's anchor (paper, Eq. 4).
@@ -33,7 +33,7 @@ class Outputs:
         return len(self.logits)
 
     def rows(self, start: int, stop: int) -> Outputs:
-        """The answers of images start ... stop-1, as views."""
+        """Return the outputs of images start ... stop-1, as views."""
 
         def cut(array: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
             return None if array is None else array[start:stop]
@@ -42,7 +42,7 @@ class Outputs:
 
     @staticmethod
     def concatenate(parts: Sequence[Outputs]) -> Outputs:
-        """Joins the answers of consecutive batches of one model."""
+        """Return the outputs of consecutive batches of one model as one."""
 
         def join(name: str) -> NDArray[np.generic] | None:
             arrays = [getattr(part, name) for part in parts]
@@ -52,14 +52,14 @@ class Outputs:
 
 
 def embedding(scores: FloatArray, epsilon: float) -> DoubleArray:
-    """z = s / (|s| + epsilon): float64 [N, K] from scores [N, K]; float64 so that it adds no rounding of its own."""
+    """Return z = s / (|s| + epsilon) for scores s [N, K]: float64 [N, K], so that no rounding is added."""
     wide = scores.astype(np.float64)
     z: DoubleArray = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + epsilon)
     return z
 
 
 def cosines(scores: FloatArray, prototypes_per_class: int, epsilon: float) -> DoubleArray:
-    """<z, a_c> for every class: float64 [N, C] from scores [N, K]; block sums, no [K, C] product."""
+    """Return the cosine <z, a_c> of every class for scores [N, K]: float64 [N, C], from block sums."""
     blocks = embedding(scores, epsilon).reshape(len(scores), -1, prototypes_per_class)
     sums: DoubleArray = blocks.sum(axis=2) / np.sqrt(prototypes_per_class)
     return sums

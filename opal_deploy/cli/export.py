@@ -99,7 +99,7 @@ def export(
         bool, typer.Option("--rebuild", help="Build even if the same engine is there.", rich_help_panel=_ENGINES)
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show what the builder says.", rich_help_panel=_ENGINES)
+        bool, typer.Option("--verbose", help="Show the builder's log.", rich_help_panel=_ENGINES)
     ] = False,
     distance: Annotated[
         Literal["l1", "l2", "l3", "linf", "kl", "tropical"] | None,
@@ -152,7 +152,7 @@ def export(
         refit=refit,
     )
     if not trt:
-        _refuse_engine_options({
+        _reject_engine_options({
             "--builder": builder, "--target": target, "--batch": batch, "--workspace": workspace, "--rebuild": rebuild,
             "--timing-cache": timing_cache, "--optimization-level": optimization_level, "--refit": refit,
             "--version-compatible": version_compatible, "--hardware-compatible": hardware_compatible,
@@ -214,7 +214,7 @@ def export(
     _print_engine_export(result, as_json)
 
 
-def _refuse_engine_options(options: dict[str, Any]) -> None:
+def _reject_engine_options(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         raise UsageError(f"{', '.join(given)}: about engines; add --trt")

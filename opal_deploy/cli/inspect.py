@@ -1,7 +1,8 @@
-"""`opal-deploy inspect`: what is inside a model file. Needs neither torch nor ONNX Runtime."""
+"""`opal-deploy inspect`: the contents of a model file, without torch and ONNX Runtime."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,11 +32,11 @@ def inspect(
         raise ArtifactError(f"{model}: no such file; expected an ONNX file or a checkpoint")
     kind = model_kind(model)
     if kind == "onnx":
-        document, lines = _onnx(model)
+        document, lines = _inspect_onnx(model)
     elif kind == "engine":
-        document, lines = _engine(model)
+        document, lines = _inspect_engine(model)
     elif kind == "checkpoint":
-        document, lines = _checkpoint(model)
+        document, lines = _inspect_checkpoint(model)
     else:
         raise UsageError(f"{model}: expected .onnx, .engine, .pt or .pth")
     if as_json:
@@ -46,7 +47,7 @@ def inspect(
         print_message(f"{name:<{width}}  {one_line(value)}")
 
 
-def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _inspect_onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact import onnx_file
 
     header = onnx_file.read_header(path)
@@ -56,17 +57,17 @@ def _onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         intact, state = True, "matches the file"
     except ArtifactError as error:
         intact, state = False, f"DOES NOT MATCH: {error}"
-    shown = _without_vectors(metadata)
+    document_metadata = _count_test_vectors(metadata)
     document = {"path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version}
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
         ("digest", f"{metadata.file_sha256[:16]}... {state}"),
-        *_about(metadata),
+        *_describe_metadata(metadata),
     ]
-    return {**document, "intact": intact, "metadata": shown}, lines
+    return {**document, "intact": intact, "metadata": document_metadata}, lines
 
 
-def _engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from dataclasses import asdict
 
     from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
@@ -81,8 +82,14 @@ def _engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     builder, target, built = sidecar.builder, sidecar.target, sidecar.built
     options = ", ".join(f"{k} {v}" for k, v in sidecar.options.items() if v and k != "batch")
     gpu = f" ({target['gpu']})" if target.get("gpu") else ""
-    ours = asdict(sidecar) | {"metadata": _without_vectors(metadata)}
-    document = {"path": str(path), "kind": "engine", "intact": intact, **ours, "checks": [asdict(c) for c in checks]}
+    document_sidecar = asdict(sidecar) | {"metadata": _count_test_vectors(metadata)}
+    document = {
+        "path": str(path),
+        "kind": "engine",
+        "intact": intact,
+        **document_sidecar,
+        "checks": [asdict(c) for c in checks],
+    }
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), an engine: executable code"),
         ("sha256", f"{sidecar.engine['sha256']} {state}"),
@@ -93,24 +100,24 @@ def _engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         ("state", f"{sidecar.state['state']}: {sidecar.state.get('why') or 'on ' + sidecar.state['machine']['gpu']}"),
         *[("checked", f"{c.when} on {c.machine.get('gpu')}, driver {c.machine.get('driver')}: "
            f"{'test vectors reproduced' if c.passed else 'FAILED'}") for c in checks],
-        *_about(metadata),
+        *_describe_metadata(metadata),
     ]  # fmt: skip
     return document, lines
 
 
-def _without_vectors(metadata: Metadata) -> dict[str, Any]:
+def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
     from dataclasses import asdict
 
     return {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
 
 
-def _about(metadata: Metadata) -> list[tuple[str, str]]:
+def _describe_metadata(metadata: Metadata) -> list[tuple[str, str]]:
     rows, cols = metadata.grid
     height, width = metadata.input_size
     layout = (
         f"[N, {height}, {width}, 3] RGB" if metadata.input_kind == "uint8" else f"[N, 3, {height}, {width}] normalised"
     )
-    crop = "; pictures cropped to boxes first" if metadata.crop == "boxes" else ""
+    crop = "; images cropped to boxes first" if metadata.crop == "boxes" else ""
     source, report, made = metadata.source, metadata.verification, metadata.exporter
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
     metrics = metadata.training.get("metrics", {})
@@ -119,7 +126,7 @@ def _about(metadata: Metadata) -> list[tuple[str, str]]:
          f"distance {metadata.distance}, grid {rows}x{cols}"),
         ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
-        ("classes", _names(list(metadata.class_names))),
+        ("classes", _list_names(list(metadata.class_names))),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
         ("outputs", ", ".join(metadata.outputs)),
         ("precision", metadata.precision),
@@ -127,23 +134,23 @@ def _about(metadata: Metadata) -> list[tuple[str, str]]:
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
     ]  # fmt: skip
     if metrics:
-        lines.append(("training", _metrics(metrics)))
+        lines.append(("training", _format_metrics(metrics)))
     if metadata.risk:
-        lines.append(("risk", _risk(metadata.risk)))
+        lines.append(("risk", _format_risk(metadata.risk)))
     if made:
         lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
     if metadata.unverified:
         lines.append(("verified", f"NO: {metadata.unverified}"))
     elif report:
         against = f"{report.get('reference')} on {report.get('pictures')}, batches {report.get('batches')}"
-        cosine = _short(report.get("max_cosine"))
+        cosine = _format_number(report.get("max_cosine"))
         cells = f"{report.get('cells_different')} of {report.get('cells')} cells differ"
         lines.append(("verified", f"against {against}: largest cosine difference {cosine}, {cells}"))
     lines.append(("test vectors", str(len(metadata.test_vectors.get("pictures", [])))))
     return lines
 
 
-def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
     from opal_deploy.artifact.files import compute_sha256
 
@@ -153,7 +160,7 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     if not isinstance(state, dict):
         raise _damaged(path)
     tensors = {key: value for key, value in state.items() if isinstance(value, TensorInfo)}
-    parameters = sum(_product(tensor.shape) for tensor in tensors.values())
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
     digest = compute_sha256(path)
     document: dict[str, Any] = {
         "path": str(path),
@@ -168,7 +175,7 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
             key: index.get(key) for key in ("schema", "version", "config", "class_names", "crop", "metrics", "training")
         }
         try:
-            lines += _about_ours(index)
+            lines += _describe_checkpoint(index)
         except (AttributeError, KeyError, TypeError):
             raise _damaged(path) from None
     elif tensors:
@@ -182,16 +189,16 @@ def _checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     return document, lines
 
 
-def _about_ours(index: dict[str, Any]) -> list[tuple[str, str]]:
+def _describe_checkpoint(index: dict[str, Any]) -> list[tuple[str, str]]:
     config, metrics = index["config"], index.get("metrics") or {}
     risk = metrics.get("val_risk")
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"),
         ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
-        ("classes", _names(list(index["class_names"]))),
-        ("metrics", _metrics(metrics) or "none"),
-        *([("risk", _risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
+        ("classes", _list_names(list(index["class_names"]))),
+        ("metrics", _format_metrics(metrics) or "none"),
+        *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
     ]
 
 
@@ -209,32 +216,25 @@ def _state_dict_kind(tensors: dict[str, Any]) -> str:
     return f"an OPAL checkpoint of the authors: {classes} classes, m = {channels // classes}"
 
 
-def _metrics(metrics: dict[str, Any]) -> str:
-    """The figures that are one number each."""
-    return ", ".join(f"{k} {_short(v)}" for k, v in metrics.items() if not isinstance(v, dict))
+def _format_metrics(metrics: dict[str, Any]) -> str:
+    """Return the metrics that are one number each."""
+    return ", ".join(f"{k} {_format_number(v)}" for k, v in metrics.items() if not isinstance(v, dict))
 
 
-def _risk(summary: dict[str, Any]) -> str:
-    """What a risk-coverage curve comes to: how much can be answered at which error rate."""
+def _format_risk(summary: dict[str, Any]) -> str:
+    """Return one line for a risk-coverage curve: how many images can be answered at which error rate."""
     coverage = summary["coverage_at_error"]
     shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage.items())
     return (
-        f"{summary['images']} {summary.get('split', 'labelled')} pictures: error {summary['error']:.2%} where all are "
+        f"{summary['images']} {summary.get('split', 'labelled')} images: error {summary['error']:.2%} where all are "
         f"answered, AURC {summary['aurc']:.4f}; coverage by error rate: {shares}"
     )
 
 
-def _names(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f", ... ({len(names)})" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
-def _short(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

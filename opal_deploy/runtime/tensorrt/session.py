@@ -90,7 +90,7 @@ class EngineSession:
         self._slots: list[_Slot] = []
         self.sidecar: Sidecar
         self.sidecar, plan = load_engine(path)
-        self._rebuild = self.sidecar.rebuild(path)
+        self._rebuild = self.sidecar.rebuild_command(path)
         self.metadata: Metadata = self.sidecar.metadata
         index = _device_index(path, device, self.sidecar)
         driver = read_driver() if driver is None else driver
@@ -429,7 +429,7 @@ def _refuse(path: Path, sidecar: Sidecar, reason: str) -> None:
         onnx = "the fp32 or fp16 ONNX file" if sidecar.metadata.precision == "bf16" else sidecar.onnx["file"]
         raise ArtifactError(
             f"{path}: {reason}; run {onnx} instead, or on the GPU that is to run it rebuild with: "
-            f"{sidecar.rebuild(path)}"
+            f"{sidecar.rebuild_command(path)}"
         )
 
 
