@@ -82,14 +82,8 @@ def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     builder, target, built = sidecar.builder, sidecar.target, sidecar.built
     options = ", ".join(f"{k} {v}" for k, v in sidecar.options.items() if v and k != "batch")
     gpu = f" ({target['gpu']})" if target.get("gpu") else ""
-    document_sidecar = asdict(sidecar) | {"metadata": _count_test_vectors(metadata)}
-    document = {
-        "path": str(path),
-        "kind": "engine",
-        "intact": intact,
-        **document_sidecar,
-        "checks": [asdict(c) for c in checks],
-    }
+    shown = asdict(sidecar) | {"metadata": _count_test_vectors(metadata), "checks": [asdict(check) for check in checks]}
+    document = {"path": str(path), "kind": "engine", "intact": intact, **shown}
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), an engine: executable code"),
         ("sha256", f"{sidecar.engine['sha256']} {state}"),

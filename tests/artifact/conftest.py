@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.export.candidate import ExportOptions
-from opal_deploy.export.checkpoint_export import export_checkpoint
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.exporter import export
+from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
+
+# the second spells the marker that the digest is found by
+CLASS_NAMES = ["Sooty Albatross", 'a "file_sha256": "' + "0" * 64, "Äuklet \u2603", "<b>"]
 
 
 class _TinyBody(nn.Module):
@@ -34,7 +38,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network.backbone = Backbone("tiny", _TinyBody(), 24, 32)
     network.head = OpalHead(24, 4, network.config.head)
     source = {"file": "c.pt", "sha256": "1" * 64, "format": "opal-deploy"}
-    names = ["Sooty Albatross", 'a "file_sha256": "' + "0" * 64, "Äuklet \u2603", "<b>"]
     out = tmp_path_factory.mktemp("exported") / "c.onnx"
-    checkpoint = Checkpoint(network.eval(), names, source=source)
-    return export_checkpoint(checkpoint, out, ExportOptions(out=out, threads=2)).path
+    checkpoint = Checkpoint(network.eval(), CLASS_NAMES, source=source)
+    export(CheckpointSource(checkpoint, out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
+    return out

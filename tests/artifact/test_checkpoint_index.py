@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read without torch: torch's own answer, and nothing in the file is run."""
+"""A checkpoint's contents read without torch: as torch reads them, and nothing in the file is run."""
 
 from __future__ import annotations
 
@@ -46,31 +46,24 @@ def test_it_agrees_with_torch_on_our_format(network: OpalNetwork, tmp_path: Path
     assert found == expected
 
 
-def test_it_agrees_with_torch_on_the_authors_format(network: OpalNetwork, tmp_path: Path) -> None:
+def test_it_agrees_with_torch_on_state_dicts(network: OpalNetwork, tmp_path: Path) -> None:
     state = {f"backbone.{key}": value for key, value in network.backbone.body.state_dict().items()}
     state["final_conv_layer.weight"] = torch.nn.Parameter(torch.zeros(15, 1024, 1, 1))
     state["classifier.prototypes"] = build_anchors(3, 5)
-    path = _save(tmp_path / "c.pt", state)
-    _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
+    # the second is an OrderedDict with an attribute of torch's
+    for document in (state, network.state_dict()):
+        path = _save(tmp_path / "c.pt", document)
+        _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
 
 
-def test_a_modules_own_state_dict_is_read(network: OpalNetwork, tmp_path: Path) -> None:
-    # an OrderedDict with an attribute of torch's
-    path = _save(tmp_path / "c.pt", network.state_dict())
-    _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_a_tensor_of_any_usual_type_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
-    path = _save(tmp_path / "c.pt", {"x": torch.zeros(2, 3, dtype=dtype), "scalar": torch.zeros((), dtype=dtype)})
-    found = read_index(path)
-    assert (found["x"].shape, found["scalar"].shape) == ((2, 3), ())
-
-
-def test_views_have_their_own_shape(tmp_path: Path) -> None:
+def test_tensors_of_any_usual_type_and_views_have_their_own_shapes(tmp_path: Path) -> None:
+    types = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     base = torch.zeros(10, 10)
-    found = read_index(_save(tmp_path / "c.pt", {"view": base[2:5, ::2], "turned": base[:3].T}))
-    assert (found["view"].shape, found["turned"].shape) == ((3, 5), (10, 3))
+    document = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in types}
+    document |= {"scalar": torch.zeros(()), "view": base[2:5, ::2], "turned": base[:3].T}
+    index = read_index(_save(tmp_path / "c.pt", document))
+    assert [index[str(dtype)].shape for dtype in types] == [(2, 3)] * 6
+    assert [index[name].shape for name in ("scalar", "view", "turned")] == [(), (3, 5), (10, 3)]
 
 
 class _Payload:
@@ -106,9 +99,9 @@ def test_a_truncated_file_is_refused_in_one_line(network: OpalNetwork, tmp_path:
     path = _save(tmp_path / "c.pt", network.state_dict())
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ArtifactError) as refusal:
+    with pytest.raises(ArtifactError) as error:
         read_index(path)
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_flipped_bit_never_ends_in_another_error(tmp_path: Path) -> None:
@@ -138,12 +131,9 @@ def test_other_zips_and_files_are_refused(tmp_path: Path) -> None:
             read_index(path)
 
 
-@pytest.mark.parametrize("document", [[1], "text", 3])
-def test_what_is_no_dictionary_is_refused(tmp_path: Path, document: Any) -> None:
-    with pytest.raises(ArtifactError, match="expected a dictionary"):
-        read_index(_save(tmp_path / "c.pt", document))
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_what_is_no_dictionary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"nowhere\.pt"):
         read_index(tmp_path / "nowhere.pt")
+    for document in ([1], "text", 3):
+        with pytest.raises(ArtifactError, match="expected a dictionary"):
+            read_index(_save(tmp_path / "c.pt", document))

@@ -49,9 +49,9 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseExcepti
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No space left") as refusal:
+    with pytest.raises(UsageError, match="No space left") as error:
         _fail_halfway(tmp_path / "f", OSError(28, "No space left on device"))
-    assert "\n" not in str(refusal.value)
+    assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 

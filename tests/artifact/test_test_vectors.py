@@ -1,7 +1,8 @@
-"""Stored inputs and answers: exact in, exact out; damage is one line."""
+"""Stored images and outputs: exact in, exact out; damage is one line."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -42,27 +43,25 @@ def _assert_equal(one: Reference, other: Reference) -> None:
             assert before.dtype == after.dtype
 
 
-def test_pictures_and_answers_come_back_exactly() -> None:
-    _assert_equal(REFERENCE, test_vectors.unpack(test_vectors.pack(REFERENCE), "m"))
+def test_images_and_outputs_come_back_exactly_through_plain_json() -> None:
+    document = test_vectors.pack(REFERENCE)
+    assert json.loads(json.dumps(document)) == document
+    _assert_equal(REFERENCE, test_vectors.unpack(document, "m"))
 
 
-def test_a_model_without_evidence_has_logits_alone() -> None:
+def test_a_model_without_evidence_has_logits_alone_and_needs_them() -> None:
     bare = Reference(REFERENCE.images, Outputs(REFERENCE.outputs.logits))
-    _assert_equal(bare, test_vectors.unpack(test_vectors.pack(bare), "m"))
+    document = test_vectors.pack(bare)
+    _assert_equal(bare, test_vectors.unpack(document, "m"))
+    del document["logits"]
+    with pytest.raises(ArtifactError, match="damaged"):
+        test_vectors.unpack(document, "m.onnx")
 
 
 def test_special_values_survive() -> None:
     logits = np.array([[np.inf, -np.inf, np.float32(1e-45), -0.0]] * 3, np.float32)
     odd = replace(REFERENCE, outputs=replace(REFERENCE.outputs, logits=logits))
-    found = test_vectors.unpack(test_vectors.pack(odd), "m").outputs.logits
-    assert found.tobytes() == logits.tobytes()
-
-
-def test_the_document_is_plain_json() -> None:
-    import json
-
-    document = test_vectors.pack(REFERENCE)
-    assert json.loads(json.dumps(document)) == document
+    assert test_vectors.unpack(test_vectors.pack(odd), "m").outputs.logits.tobytes() == logits.tobytes()
 
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -71,49 +70,31 @@ PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAW
 @pytest.mark.parametrize(
     "change",
     [
-        {"pictures": []},
-        {"pictures": ["not base64!"]},
-        {"pictures": ["AAAA"]},
-        {"pictures": [PNG[:40]]},
-        {"pictures": [3]},
-        {"pictures": 3},
-        {"logits": {}},
+        {"pictures": []}, {"pictures": ["not base64!"]}, {"pictures": ["AAAA"]}, {"pictures": [PNG[:40]]},
+        {"pictures": [3]}, {"pictures": 3}, {"logits": {}}, {"scores": None}, {"argmax": []},
         {"logits": {"dtype": "float32", "shape": [3, 4], "zlib": "AAAA"}},
         {"logits": {"dtype": "object", "shape": [3, 4], "zlib": ""}},
         {"logits": {"dtype": "float32", "shape": [99, 4], "zlib": "eJwDAAAAAAE="}},
         {"logits": {"dtype": 3, "shape": [1], "zlib": ""}},
-        {"scores": None},
-        {"argmax": []},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_damaged_vectors_are_refused_in_one_line(change: dict[str, Any]) -> None:
-    with pytest.raises(ArtifactError) as refusal:
+    with pytest.raises(ArtifactError) as error:
         test_vectors.unpack({**test_vectors.pack(REFERENCE), **change}, "m.onnx")
-    assert str(refusal.value).startswith("m.onnx: ")
-    assert "\n" not in str(refusal.value)
-
-
-def test_logits_are_required() -> None:
-    document = test_vectors.pack(REFERENCE)
-    del document["logits"]
-    with pytest.raises(ArtifactError, match="damaged"):
-        test_vectors.unpack(document, "m.onnx")
+    assert str(error.value).startswith("m.onnx: ")
+    assert "\n" not in str(error.value)
 
 
 class TestOutputs:
-    def test_rows_are_views_of_the_same_answers(self) -> None:
-        part = REFERENCE.outputs.rows(1, 3)
-        assert len(part) == 2
-        assert part.attention is None
-        np.testing.assert_array_equal(part.scores, REFERENCE.outputs.scores[1:3])  # type: ignore[index]
-
-    def test_concatenating_rows_gives_the_whole(self) -> None:
+    def test_rows_joined_are_the_whole(self) -> None:
         outputs = REFERENCE.outputs
-        joined = Outputs.concatenate([outputs.rows(0, 1), outputs.rows(1, 3)])
-        np.testing.assert_array_equal(joined.logits, outputs.logits)
-        np.testing.assert_array_equal(joined.argmax, outputs.argmax)  # type: ignore[arg-type]
+        parts = [outputs.rows(0, 1), outputs.rows(1, 3)]
+        joined = Outputs.concatenate(parts)
+        assert [len(part) for part in parts] == [1, 2]
         assert joined.attention is None
+        for name in ("logits", "argmax", "scores"):
+            np.testing.assert_array_equal(getattr(joined, name), getattr(outputs, name))
 
     def test_a_cosine_is_the_embedding_times_the_anchor(self) -> None:
         scores = REFERENCE.outputs.scores

@@ -1,0 +1,55 @@
+"""Sidecars of engines: what is written is read back, and what is no sidecar of ours is refused in one line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import Sidecar, read_sidecar, write_sidecar
+from opal_deploy.errors import ArtifactError
+
+
+@pytest.fixture(scope="module")
+def sidecar(exported: Path) -> Sidecar:
+    return Sidecar(
+        engine={"file": "c.engine", "sha256": "0" * 64, "bytes": 6},
+        builder={"name": "tensorrt", "version": "11"},
+        target={"sm": "sm80"},
+        options={"batch": [1, 2, 4], "workspace": 1 << 30, "refit": True},
+        onnx={"file": "c.onnx", "sha256": "0" * 64},
+        key="",
+        built={"when": "", "seconds": 1, "opal_deploy": ""},
+        state={"state": "unverified"},
+        metadata=onnx_file.read_metadata(exported),
+    )
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    path = tmp_path / "c.engine"
+    path.write_bytes(b"a plan")
+    return path
+
+
+def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engine: Path, sidecar: Sidecar) -> None:
+    write_sidecar(engine, sidecar)
+    assert read_sidecar(engine) == sidecar
+    command = f"export {engine.with_name('c.onnx')} --trt --rebuild --batch 1:2:4 --workspace {1 << 30} --refit"
+    assert sidecar.rebuild_command(engine) == f"opal-deploy {command}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"built": {}}, {"state": {"state": "verified"}}, {"onnx": {"file": "c.onnx"}}, {"target": []}, {"engine": None},
+     {"options": {"batch": "abc"}}, {"options": {"batch": [1, 2]}}, {"options": {"batch": [0, 1, 2]}}],
+    ids=str,
+)  # fmt: skip
+def test_parts_that_are_missing_are_one_line(engine: Path, sidecar: Sidecar, change: dict[str, Any]) -> None:
+    write_sidecar(engine, replace(sidecar, **change))
+    with pytest.raises(ArtifactError, match="of wrong type or missing") as error:
+        read_sidecar(engine)
+    assert "\n" not in str(error.value)
