@@ -1,0 +1,302 @@
+"""Which images a call means, in which order; and files of every nasty kind: one record each, and the run goes on."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from opal_deploy.errors import UsageError
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.sources.discovery import check_inputs, discover, shard
+from opal_deploy.inference.sources.items import Item, Skipped
+from opal_deploy.inference.types import InferenceOptions, build_requests
+
+
+def touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+
+
+def names(*inputs: str | Path, skipped: Skipped | None = None, recursive: bool = True) -> list[str]:
+    found = discover([str(i) for i in inputs], skipped or Skipped(), recursive=recursive)
+    return [item.relative if item.problem is None else f"{item.relative}: {item.problem.code}" for item in found]
+
+
+def test_a_folders_images_come_sorted_with_those_of_its_subfolders(tmp_path: Path) -> None:
+    # a suffix that no decoder may know is not passed over in silence
+    touch(*(tmp_path / name for name in ("b.jpg", "a/2.PNG", "a/10.png", "c/d/e.webp", "B.jpg", "z.heic", "z.svg")))
+    assert names(tmp_path) == ["B.jpg", "a/10.png", "a/2.PNG", "b.jpg", "c/d/e.webp", "z.heic", "z.svg"]
+    assert names(tmp_path, recursive=False) == ["B.jpg", "b.jpg", "z.heic", "z.svg"]
+
+
+def test_inputs_keep_the_order_of_the_call_whatever_their_names(tmp_path: Path) -> None:
+    touch(tmp_path / "z.jpg", tmp_path / "a.jpg", tmp_path / "image", tmp_path / ".hidden.jpg", tmp_path / "[a].jpg")
+    # a name like a glob's is that file; one that vanished after the check is an item all the same
+    inputs = ["z.jpg", "a.jpg", "image", ".hidden.jpg", "[a].jpg", "gone.jpg"]
+    assert names(*(tmp_path / name for name in inputs)) == inputs
+
+
+def test_hidden_and_other_files_are_counted_not_explained(tmp_path: Path) -> None:
+    touch(tmp_path / "a.jpg", tmp_path / ".b.jpg", tmp_path / ".cache/c.jpg", tmp_path / "notes.txt", tmp_path / "jpg")
+    skipped = Skipped()
+    assert names(tmp_path, skipped=skipped) == ["a.jpg"]
+    assert (skipped.count, skipped.examples) == (4, [".b.jpg", ".cache", "jpg"])
+
+
+def test_links_are_followed_but_never_in_a_circle(tmp_path: Path) -> None:
+    touch(tmp_path / "in/a.jpg", tmp_path / "elsewhere/b.jpg")
+    (tmp_path / "in/loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in/c.jpg").symlink_to(tmp_path / "elsewhere/b.jpg")
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    assert names(tmp_path / "in") == names(tmp_path / "link") == ["a.jpg", "c.jpg"]
+
+
+def test_a_link_to_a_folder_elsewhere_is_followed_once(tmp_path: Path) -> None:
+    touch(tmp_path / "data/cats/a.jpg", tmp_path / "in/real/b.jpg")
+    (tmp_path / "in/cats").symlink_to(tmp_path / "data/cats")
+    (tmp_path / "in/more").symlink_to(tmp_path / "data/cats")
+    # their images come under their own names, or would never end
+    (tmp_path / "in/alias").symlink_to(tmp_path / "in/real")
+    (tmp_path / "data/cats/back").symlink_to(tmp_path / "in")
+    (tmp_path / "data/cats/self").symlink_to(tmp_path / "data/cats")
+    assert names(tmp_path / "in") == ["cats/a.jpg", "real/b.jpg"]
+
+
+def test_folders_may_be_nested_deeper_than_python_recurses(tmp_path: Path) -> None:
+    deepest = tmp_path / Path(*["d"] * 150)
+    touch(deepest / "a.jpg")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+    try:
+        (item,) = discover([str(tmp_path)], Skipped())
+    finally:
+        sys.setrecursionlimit(limit)
+    assert item.path == deepest / "a.jpg"
+
+
+def test_overlays_of_our_own_runs_are_not_explained(tmp_path: Path) -> None:
+    touch(tmp_path / "explanations/results.jsonl", tmp_path / "explanations/overlays/000000-a.jpg")
+    touch(tmp_path / "a.jpg", tmp_path / "overlays/a.jpg")
+    assert names(tmp_path) == ["a.jpg", "overlays/a.jpg"]
+
+
+def test_names_that_are_not_utf8_are_found(tmp_path: Path) -> None:
+    (Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.jpg"))).write_bytes(b"")
+    (item,) = discover([str(tmp_path)], Skipped())
+    assert os.fsencode(item.path).endswith(b"/a\xff.jpg")
+    assert item.path.exists()
+
+
+def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path: Path) -> None:
+    touch(tmp_path / "one/a.jpg", tmp_path / "one/notes.txt", tmp_path / "two/b.jpg", tmp_path / "3/readme.txt")
+    for empty in ("0", "1", "2"):
+        (tmp_path / empty).mkdir()
+    inputs = [str(tmp_path / name) for name in ("0", "one", "1", "two", "2")]
+    assert names(*inputs) == ["0: no_images", "a.jpg", "1: no_images", "b.jpg", "2: no_images"]
+    # other folders' files are not its own
+    assert all("notes.txt" not in str(item.problem) for item in discover(inputs, Skipped()))
+    with pytest.raises(UsageError, match=r"no images in it or below \(1 other files, such as readme.txt\); expected"):
+        names(tmp_path / "3")
+
+
+def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path / "a.jpg", tmp_path / "locked/b.jpg")
+    scandir = os.scandir
+
+    # the superuser may list everything, so the refusal is put in by hand
+    def refuse(path: Path) -> object:
+        if Path(path).name == "locked":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    good, locked = discover([str(tmp_path)], Skipped())
+    assert (good.problem, locked.path) == (None, tmp_path / "locked")
+    assert locked.problem is not None
+    assert locked.problem.code == "unreadable"
+    assert "Permission denied" in str(locked.problem)
+
+
+def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path: Path) -> None:
+    touch(*(tmp_path / name for name in ("x1.jpg", "x2/a.jpg", "y.jpg", "x3.txt", "x2/d/e.jpg")))
+    skipped = Skipped()
+    assert names(tmp_path / "x*", skipped=skipped) == ["x1.jpg", "a.jpg", "d/e.jpg"]
+    assert skipped.count == 1
+    # each image once
+    assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"), [("*.jpg", "nothing matches"), ("*", "none of its 1 matches is an image by its name")]
+)
+def test_a_glob_without_images_says_so(tmp_path: Path, pattern: str, message: str) -> None:
+    touch(tmp_path / "notes.txt")
+    with pytest.raises(UsageError, match=message):
+        names(tmp_path / pattern)
+
+
+def test_a_list_names_one_path_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b"a.jpg\r\n\nb c/\xff.jpg\nlast.png"
+    expected = [b"a.jpg", b"b c/\xff.jpg", b"last.png"]
+    stdin = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+    assert [os.fsencode(item.path) for item in discover(["-"], Skipped(), stdin)] == expected
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + content)
+    assert [os.fsencode(item.path) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
+    # a file whose name looks like a list's is that file
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path / "@a.png")
+    check_inputs(["@a.png"])
+    assert names("@a.png") == ["@a.png"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", None], ids=["empty", "blank lines", "none"])
+def test_a_list_without_names_is_a_wrong_call(tmp_path: Path, content: str | None) -> None:
+    with pytest.raises(UsageError, match="standard input"):
+        list(discover(["-"], Skipped(), None if content is None else io.StringIO(content)))
+    if content is not None:
+        (tmp_path / "list").write_text(content)
+        with pytest.raises(UsageError, match="the list named no image; expected one path a line"):
+            names(f"@{tmp_path}/list")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "no images given; expected folders, files, globs, or -"),
+        (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file or folder"),
+        (["x" * 5000], "no such file or folder"),
+        (["@none.txt"], "@none.txt: no such list; expected a text file with a path a line"),
+        (["@folder"], "@folder: no such list; expected a text file with a path a line"),
+    ],
+)
+def test_a_misspelt_input_is_refused_before_anything_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path / "here.jpg", tmp_path / "folder/a.jpg")
+    with pytest.raises(UsageError, match=message):
+        check_inputs(inputs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
+def test_shards_are_disjoint_and_cover_everything(count: int) -> None:
+    items = [Item(Path(f"{number}.jpg"), f"{number}.jpg") for number in range(16)]
+    shards = [list(shard(items, index, count)) for index in range(1, count + 1)]
+    together = [item for part in shards for item in part]
+    assert len(together) == len(items)
+    assert set(together) == set(items)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_folders_and_lists_are_read_as_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path / "in/a/1.jpg", tmp_path / "in/b/2.jpg")
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
+    next(discover([str(tmp_path / "in")], Skipped()))
+    assert "b" not in listed
+
+    os.mkfifo(tmp_path / "list")
+    found = discover([f"@{tmp_path}/list"], Skipped())
+    # for reading too, or opening it would wait for a reader
+    writer = os.open(tmp_path / "list", os.O_RDWR)
+    try:
+        os.write(writer, b"first.jpg\n" * 2000)
+        assert next(found).name == "first.jpg"
+    finally:
+        found.close()  # type: ignore[attr-defined]
+        os.close(writer)
+
+
+def save_image(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (40, 40), (90, 90, 90)).save(path)
+    return path
+
+
+def statuses(items: Iterable[Item], session: object) -> dict[str, str]:
+    """The status of each item's record, or the code of its error."""
+    requests = build_requests(iter(items))
+    records = [result.record for result in predict_stream(requests, [session], InferenceOptions(batch=4))]  # type: ignore[list-item]
+    by_name = {Path(str(r["image"])).name: r["error"]["code"] if "error" in r else r["status"] for r in records}
+    assert len(by_name) == len(records)
+    return by_name
+
+
+def find(path: Path) -> Iterator[Item]:
+    return discover([str(path)], Skipped())
+
+
+def test_special_files_and_broken_links_get_one_record_each(bright_session: Callable, tmp_path: Path) -> None:
+    save_image(tmp_path / "in/good.png")
+    os.mkfifo(tmp_path / "in/fifo.png")
+    # a special file called an archive is not waited for
+    os.mkfifo(tmp_path / "a.tar")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "in/socket.png"))
+        (tmp_path / "in/loop.png").symlink_to("loop.png")
+        (tmp_path / "in/nowhere.png").symlink_to("gone.png")
+        (tmp_path / "in/null.png").symlink_to("/dev/null")
+        (tmp_path / "in/empty.png").touch()
+        (tmp_path / "in/to_folder.png").symlink_to(tmp_path)
+        assert statuses(find(tmp_path / "in"), bright_session()) == {
+            "good.png": "ok",
+            "fifo.png": "not_a_file",
+            "socket.png": "not_a_file",
+            "loop.png": "unreadable",
+            "nowhere.png": "not_found",
+            "null.png": "not_a_file",
+            "empty.png": "empty_file",
+            "to_folder.png": "not_a_file",
+        }
+    assert statuses(find(tmp_path / "a.tar"), bright_session()) == {"a.tar": "not_a_file"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_unreadable_files_and_folders_get_one_record_each(bright_session: Callable, tmp_path: Path) -> None:
+    save_image(tmp_path / "in/good.png")
+    save_image(tmp_path / "in/locked/inside.png")
+    save_image(tmp_path / "in/secret.png").chmod(0)
+    (tmp_path / "in/locked").chmod(0)
+    try:
+        found = statuses(find(tmp_path / "in"), bright_session())
+    finally:
+        (tmp_path / "in/locked").chmod(0o700)
+    assert found == {"good.png": "ok", "secret.png": "unreadable", "locked": "unreadable"}
+
+
+def test_files_that_vanish_or_change_during_the_run_get_one_record_each(
+    bright_session: Callable, tmp_path: Path
+) -> None:
+    for number in range(40):
+        save_image(tmp_path / f"in/{number:02}.png")
+    save_image(tmp_path / "in/vanishing/a.png")
+    save_image(tmp_path / "in/z/z.png")
+
+    def change_meanwhile() -> Iterator[Item]:
+        for number, item in enumerate(list(find(tmp_path / "in"))[:40]):
+            if number == 0:
+                (tmp_path / "in/05.png").unlink()
+                (tmp_path / "in/06.png").write_bytes(b"something else")
+                (tmp_path / "in/07.png").unlink()
+                (tmp_path / "in/07.png").mkdir()
+            yield item
+        for item in find(tmp_path / "in"):
+            shutil.rmtree(tmp_path / "in/vanishing", ignore_errors=True)
+            if item.path.name in ("vanishing", "z.png"):
+                yield item
+
+    found = statuses(change_meanwhile(), bright_session())
+    assert len(found) == 42
+    changed = {"05.png": "not_found", "06.png": "not_an_image", "07.png": "not_a_file", "vanishing": "unreadable"}
+    assert found == {**dict.fromkeys(found, "ok"), **changed}
