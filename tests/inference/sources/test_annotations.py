@@ -116,7 +116,7 @@ def test_the_longest_match_wins(tmp_path: Path) -> None:
     ],
 )
 def test_an_image_whose_box_is_not_certain_has_none(tmp_path: Path, entries: list[str], image: str) -> None:
-    with pytest.raises(ImageError, match="boxes.csv") as caught:
+    with pytest.raises(ImageError, match=r"boxes\.csv") as caught:
         find(boxes(tmp_path, HEADER + "".join(f"{entry},1,2,30,40\n" for entry in entries)), image)
     assert caught.value.code == "no_box"
 

@@ -226,7 +226,7 @@ def save_image(path: Path) -> Path:
 
 def statuses(items: Iterable[Item], session: object) -> dict[str, str]:
     """The status of each item's record, or the code of its error."""
-    requests = build_requests(iter(items))
+    requests = build_requests(items)
     records = [result.record for result in predict_stream(requests, [session], InferenceOptions(batch=4))]  # type: ignore[list-item]
     by_name = {Path(str(r["image"])).name: r["error"]["code"] if "error" in r else r["status"] for r in records}
     assert len(by_name) == len(records)
