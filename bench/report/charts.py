@@ -28,27 +28,22 @@ from opal_deploy.bench.report.drawing import (
     bar_opacity,
     connect,
     series_color,
-    series_dash,
 )
-from opal_deploy.bench.report.rows import Row, label_rows
-from opal_deploy.bench.tables import format_number, format_value, humanize, is_number
+from opal_deploy.bench.report.roofline_chart import draw_roofline
+from opal_deploy.bench.report.rows import Row, find_figure, get_backbone, get_batch, label_rows
+from opal_deploy.bench.tables import format_number, humanize, is_number
 
 _MAX_SERIES, _MAX_ROWS = 9, 24
 # lines without markers: as many as there are colours
 _MAX_LINES = 7
 # largest over smallest: beyond this, small values would lie on top of each other on a linear axis
 _LOGARITHMIC = 12.0
-# with few roofs each network stands on each, with many at the foot alone
-_FEW_ROOFS = 3
 _PERCENTILE = re.compile(r"p(\d{2}(?:\.\d+)?)(?:_ms)?$")
 _SHARE = re.compile(r"(?P<head>[a-z0-9]+)_(?P<quantity>.+?)(?:_percent)?$")
 _SHARE_TITLES = {
     "params": "Parameters of the head",
     "macs_paper": "Operations of the head, in the paper's convention",
 }
-
-# a device's FLOPs a second and bytes a second
-Roof = tuple[float, float]
 
 
 def draw_charts(kind: Kind, rows: Sequence[Row]) -> list[Chart]:
@@ -58,7 +53,7 @@ def draw_charts(kind: Kind, rows: Sequence[Row]) -> list[Chart]:
 
 def draw_ratios(rows: Sequence[Row]) -> Iterator[Chart]:
     """Draw the first ratio of every row with its 95 % interval, as a forest plot."""
-    pairs = [(row, figure) for row in rows if (figure := _find_figure(row.measurement, "ratio"))]
+    pairs = [(row, figure) for row in rows if (figure := find_figure(row.measurement, "ratio"))]
     for part, group in split_series(pairs, _MAX_ROWS):
         labels = label_rows([row for row, _ in group])
         figures = [figure for _, figure in group]
@@ -86,9 +81,9 @@ def draw_ratios(rows: Sequence[Row]) -> Iterator[Chart]:
 def draw_throughput(rows: Sequence[Row]) -> Iterator[Chart]:
     """Draw images a second over the batch for everything that was measured at several batches."""
     series: dict[str, list[tuple[int, Figure]]] = {}
-    measured = [row for row in rows if _get_batch(row.measurement) and _find_figure(row.measurement, "images/s")]
+    measured = [row for row in rows if get_batch(row.measurement) and find_figure(row.measurement, "images/s")]
     for row, label in zip(measured, label_rows(measured, ("batch",)), strict=True):
-        batch, figure = _get_batch(row.measurement), _find_figure(row.measurement, "images/s")
+        batch, figure = get_batch(row.measurement), find_figure(row.measurement, "images/s")
         if batch and figure:
             series.setdefault(label, []).append((batch, figure))
     if all(len({batch for batch, _ in points}) < 2 for points in series.values()):
@@ -223,7 +218,7 @@ def draw_overhead(rows: Sequence[Row]) -> Iterator[Chart]:
             match = _SHARE.match(name) if figure.unit == "%" else None
             if match and match["quantity"] in _SHARE_TITLES:
                 backbones = shares.setdefault(match["quantity"], {})
-                heads = backbones.setdefault(_get_backbone(row.measurement), {})
+                heads = backbones.setdefault(get_backbone(row.measurement), {})
                 heads.setdefault(match["head"], []).append(figure.value)
     for quantity, backbones in shares.items():
         names = list(dict.fromkeys(head for heads in backbones.values() for head in heads))
@@ -247,50 +242,6 @@ def draw_overhead(rows: Sequence[Row]) -> Iterator[Chart]:
             tuple(Key(f"{head} head", series) for series, head in enumerate(names)),
             "A point for each number of classes; the figure is that of the largest.",
         )
-
-
-def draw_roofline(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Draw a chart for each precision and batch: what each device allows at the intensity of each network."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if _find_figure(row.measurement, "FLOPs/byte"):
-            target, batch = row.measurement.target, _get_batch(row.measurement)
-            title = join_labels(format_value(target.precision) if target else "", f"batch {batch}" if batch else "")
-            groups.setdefault(title, []).append(row)
-    for title, members in groups.items():
-        if roofs := _get_roofs(members):
-            yield _draw_roofs(f"Roofline, {title}" if len(groups) > 1 else "Roofline", _get_intensities(members), roofs)
-
-
-def _draw_roofs(title: str, parts: dict[str, dict[str, float]], roofs: dict[Roof, str]) -> Chart:
-    networks = list(dict.fromkeys(name for intensities in parts.values() for name in intensities))
-    values = [value for intensities in parts.values() for value in intensities.values()]
-    values += [flops / bandwidth for flops, bandwidth in roofs]
-    x = Axis(min(values) / 2.5, max(values) * 2.5, 0.1, 0.97, logarithmic=True)
-    floor = min(_attain(roof, x.low) for roof in roofs) / 1.5
-    y = Axis(floor / 1e12, max(flops for flops, _ in roofs) * 1.6 / 1e12, PLOT_HEIGHT + 60, 16, logarithmic=True)
-    elements = draw_axes(x, y, label_ticks(x.ticks(6)), "arithmetic intensity, FLOPs per byte", "TFLOP/s at most")
-    for series, roof in enumerate(roofs):
-        ends = sorted({x.low, roof[0] / roof[1], x.high})
-        places = [(x(value), y(_attain(roof, value) / 1e12)) for value in ends]
-        elements += connect(places, series, dash=series_dash(series))
-    for part, intensities in parts.items():
-        for name, intensity in intensities.items():
-            heights = [y(_attain(roof, intensity) / 1e12) for roof in roofs]
-            elements.append(Line((x(intensity), y.start), (x(intensity), min(heights))))
-            feet = heights if len(heights) <= _FEW_ROOFS else [y.start - 6]
-            elements += [Marker((x(intensity), foot), networks.index(name), part == "head") for foot in feet]
-    return Chart(
-        title,
-        f"Roofs of {'; '.join(roofs.values())}, and the intensities of {', '.join(networks)}.",
-        tuple(elements),
-        PLOT_HEIGHT + 60 + AXIS_HEIGHT,
-        (
-            *(Key(name, series, "dashed") for series, name in enumerate(roofs.values())),
-            *(Key(name, series) for series, name in enumerate(networks)),
-        ),
-        "Lines: the most that each device allows. Points: the intensity of each backbone, and of its head (hollow).",
-    )
 
 
 _CHARTS: dict[Kind, tuple[Callable[[Sequence[Row]], Iterator[Chart]], ...]] = {
@@ -333,15 +284,6 @@ def _draw_points(
         )
 
 
-def _get_batch(measurement: Measurement) -> int | None:
-    batch = measurement.case.get("batch")
-    return batch if isinstance(batch, int) and not isinstance(batch, bool) and batch > 0 else None
-
-
-def _find_figure(measurement: Measurement, unit: str) -> Figure | None:
-    return next((figure for figure in measurement.figures.values() if figure.unit == unit), None)
-
-
 def _get_reach(figure: Figure) -> tuple[float, float]:
     """Return the interval, else the smallest and the largest repeat."""
     repeats = figure.repeats or (figure.value,)
@@ -380,38 +322,3 @@ def _get_trials(measurement: Measurement) -> list[tuple[float, float, bool]]:
             if rate is not None and is_number(trial.get("p99_ms")):
                 trials.append((float(rate), float(trial["p99_ms"]), bool(trial.get("held"))))
     return sorted(trials)
-
-
-def _get_backbone(measurement: Measurement) -> str:
-    target = measurement.target
-    return format_value((target.backbone or target.name) if target else "")
-
-
-def _get_intensities(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Return FLOPs per byte by part and network; a whole network is hardly more than its backbone."""
-    parts: dict[str, dict[str, float]] = {}
-    for row in rows:
-        figure = _find_figure(row.measurement, "FLOPs/byte")
-        if figure and figure.value > 0:
-            part = format_value(row.measurement.case.get("part") or "network")
-            parts.setdefault(part, {})[_get_backbone(row.measurement)] = figure.value
-    return {part: intensities for part, intensities in parts.items() if part != "network"} or parts
-
-
-def _get_roofs(rows: Sequence[Row]) -> dict[Roof, str]:
-    """Return the ceilings in the details of all rows, with the names of all devices that have the same."""
-    names: dict[Roof, list[str]] = {}
-    for row in rows:
-        ceilings = row.measurement.details.get("ceilings")
-        for ceiling in ceilings if isinstance(ceilings, list) else []:
-            if isinstance(ceiling, Mapping) and all(
-                is_number(ceiling.get(name)) and ceiling[name] > 0 for name in ("flops", "bytes_per_second")
-            ):
-                roof = float(ceiling["flops"]), float(ceiling["bytes_per_second"])
-                names.setdefault(roof, []).append(format_value(ceiling.get("name", "device")))
-    return {roof: ", ".join(dict.fromkeys(devices)) for roof, devices in names.items()}
-
-
-def _attain(roof: Roof, intensity: float) -> float:
-    flops, bandwidth = roof
-    return min(flops, intensity * bandwidth)

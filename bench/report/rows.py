@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opal_deploy.bench.measurement import Measurement, Target
+from opal_deploy.bench.measurement import Figure, Measurement, Target
 from opal_deploy.bench.tables import flatten_facts, format_value, humanize
 
 # of `Measurement.machine`: what an update changes; everything else is the machine itself
@@ -114,6 +114,23 @@ def label_rows(rows: Sequence[Row], without: Sequence[str] = (), *, named: bool 
         )
         for row in range(len(rows))
     ]
+
+
+def get_batch(measurement: Measurement) -> int | None:
+    """Return the batch of a case, where it is a number above 0."""
+    batch = measurement.case.get("batch")
+    return batch if isinstance(batch, int) and not isinstance(batch, bool) and batch > 0 else None
+
+
+def find_figure(measurement: Measurement, unit: str) -> Figure | None:
+    """Return the first figure in a unit."""
+    return next((figure for figure in measurement.figures.values() if figure.unit == unit), None)
+
+
+def get_backbone(measurement: Measurement) -> str:
+    """Return the backbone's name, else the target's."""
+    target = measurement.target
+    return format_value((target.backbone or target.name) if target else "")
 
 
 def machine_key(machine: Mapping[str, Any]) -> str:

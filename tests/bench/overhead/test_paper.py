@@ -15,6 +15,7 @@ from opal_deploy.bench.overhead.paper import (
     compare_with_paper,
     format_comparison,
     format_like,
+    load_paper,
     require_agreement,
 )
 from opal_deploy.bench.overhead.table import OverheadTable, make_table, summarise
@@ -26,144 +27,135 @@ THREE = ("resnet50", "efficientnet_v2_s", "convnext_tiny")
 SOURCE = Path(papers.__file__).with_name("paper.toml")
 
 
-def _make(paper: PaperTable) -> OverheadTable:
+def make(paper: PaperTable) -> OverheadTable:
     classes = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
-    return make_table(
-        list(paper.backbones), classes, HeadConfig(prototypes_per_class=paper.prototypes_per_class), paper.input_size
-    )
+    head = HeadConfig(prototypes_per_class=paper.prototypes_per_class)
+    return make_table(list(paper.backbones), classes, head, paper.input_size)
 
 
-def _reduced(paper: PaperTable) -> PaperTable:
-    """Three of its backbones; the text's percentages are over all nine."""
+def read_reduced(path: Path | None = None) -> PaperTable:
+    """Three backbones of the paper's; the percentages of its text are over all nine."""
+    paper = load_paper(path)
     disputed = {name: why for name, why in paper.disputed.items() if name.startswith(THREE)}
     backbones = {name: paper.backbones[name] for name in THREE}
     return replace(paper, backbones=backbones, percentages={}, disputed=disputed)
 
 
-@pytest.fixture(scope="module")
-def table() -> OverheadTable:
-    return _make(_reduced(papers.load_paper()))
-
-
-def _altered(folder: Path, old: str, new: str) -> PaperTable:
+def read_altered(folder: Path, old: str, new: str) -> PaperTable:
     """A copy of the data with one text replaced where it first stands."""
     text = SOURCE.read_text(encoding="utf-8")
     assert old in text
     copy = folder / "paper.toml"
     copy.write_text(text.replace(old, new, 1), encoding="utf-8")
-    return _reduced(papers.load_paper(copy))
+    return read_reduced(copy)
 
 
-class TestAgainstThePaper:
-    def test_every_cell_agrees_but_the_one_known(self, table: OverheadTable) -> None:
-        cells = compare_with_paper(table, _reduced(papers.load_paper()))
-        assert len(cells) == 3 * (2 + 5 * 4)
-        assert [cell.name for cell in cells if not cell.agrees] == ["efficientnet_v2_s.gflops"]
+@pytest.fixture(scope="module")
+def table() -> OverheadTable:
+    return make(read_reduced())
+
+
+def test_every_cell_agrees_but_the_one_known(table: OverheadTable) -> None:
+    cells = compare_with_paper(table, read_reduced())
+    assert len(cells) == 3 * (2 + 5 * 4)
+    assert [cell.name for cell in cells if not cell.agrees] == ["efficientnet_v2_s.gflops"]
+    require_agreement(cells)
+    lines = format_comparison(cells)
+    assert lines[0].startswith("65 of 66 figures")
+    assert lines[1:] == [
+        "known discrepancy of the paper: efficientnet_v2_s.gflops: printed 8.90, counted 2.89 (no counter gives it "
+        "at 224x224, and none exactly at 384x384 or 480x480)"
+    ]
+
+
+@pytest.mark.slow
+def test_all_nine_with_the_percentages_of_the_text() -> None:
+    paper = load_paper()
+    table = make(paper)
+    cells = compare_with_paper(table, paper)
+    require_agreement(cells)
+    assert len(cells) == 9 * 22 + 9
+    assert {cell.name: (cell.printed, cell.counted) for cell in cells if cell.disputed} == {
+        "efficientnet_v2_s.gflops": ("8.90", "2.89"),
+        "efficientnet_v2_m.gflops": ("24.54", "5.43"),
+        "efficientnet_v2_l.gflops": ("56.12", "12.35"),
+        "percentages.opal_gflops_min": ("0.02", "0.06"),
+        "percentages.opal_gflops_mean": ("0.53", "0.73"),
+    }
+    # in the convention that counts nothing but products, the linear head is smaller still
+    shares = summarise(table.rows)
+    assert shares["linear_flops"].largest < shares["linear_paper"].largest
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cell", "line"),
+    [
+        ('params = "23.5M"', 'params = "23.6M"', "resnet50.params", "DIFFERS"),
+        ('gflops = "4.13"', 'gflops = "4.14"', "resnet50.gflops", "DIFFERS"),
+        ('cub = "0.1005"', 'cub = "0.1006"', "resnet50.opal_gflops.cub", "DIFFERS"),
+        ('pets = "75.8k"', 'pets = "75.80k"', "resnet50.linear_params.pets", "DIFFERS"),
+        ('gflops = "8.90"', 'gflops = "2.89"', "efficientnet_v2_s.gflops", "NO LONGER A DISCREPANCY"),
+    ],
+)
+def test_an_altered_figure_fails(
+    table: OverheadTable, tmp_path: Path, old: str, new: str, cell: str, line: str
+) -> None:
+    cells = compare_with_paper(table, read_altered(tmp_path, old, new))
+    assert [each.name for each in cells if not each.is_expected] == [cell]
+    with pytest.raises(VerificationError, match=f"1 of 66 figures .*: {cell};") as caught:
         require_agreement(cells)
-
-    def test_the_known_one_is_told_with_our_count(self, table: OverheadTable) -> None:
-        lines = format_comparison(compare_with_paper(table, _reduced(papers.load_paper())))
-        assert lines[0].startswith("65 of 66 figures")
-        assert lines[1:] == [
-            "known discrepancy of the paper: efficientnet_v2_s.gflops: printed 8.90, counted 2.89 (no counter gives it "
-            "at 224x224, and none exactly at 384x384 or 480x480)"
-        ]
-
-    @pytest.mark.slow
-    def test_all_nine_with_the_percentages_of_the_text(self) -> None:
-        paper = papers.load_paper()
-        table = _make(paper)
-        cells = compare_with_paper(table, paper)
-        require_agreement(cells)
-        assert len(cells) == 9 * 22 + 9
-        assert {cell.name: (cell.printed, cell.counted) for cell in cells if cell.disputed} == {
-            "efficientnet_v2_s.gflops": ("8.90", "2.89"),
-            "efficientnet_v2_m.gflops": ("24.54", "5.43"),
-            "efficientnet_v2_l.gflops": ("56.12", "12.35"),
-            "percentages.opal_gflops_min": ("0.02", "0.06"),
-            "percentages.opal_gflops_mean": ("0.53", "0.73"),
-        }
-        # in the convention that counts nothing but products, the linear head is smaller still
-        shares = summarise(table.rows)
-        assert shares["linear_flops"].largest < shares["linear_paper"].largest
+    assert caught.value.exit_code == 4
+    assert any(text.startswith(f"{line}: {cell}: printed") for text in format_comparison(cells))
 
 
-class TestDifferences:
-    @pytest.mark.parametrize(
-        ("old", "new", "cell"),
-        [
-            ('params = "23.5M"', 'params = "23.6M"', "resnet50.params"),
-            ('gflops = "4.13"', 'gflops = "4.14"', "resnet50.gflops"),
-            ('cub = "0.1005"', 'cub = "0.1006"', "resnet50.opal_gflops.cub"),
-            ('pets = "75.8k"', 'pets = "75.80k"', "resnet50.linear_params.pets"),
-        ],
-    )
-    def test_an_altered_figure_fails(self, table: OverheadTable, tmp_path: Path, old: str, new: str, cell: str) -> None:
-        cells = compare_with_paper(table, _altered(tmp_path, old, new))
-        assert [found.name for found in cells if not found.is_expected] == [cell]
-        with pytest.raises(VerificationError, match=f"1 of 66 figures .*: {cell};") as caught:
-            require_agreement(cells)
-        assert caught.value.exit_code == 4
-        assert any(line.startswith(f"DIFFERS: {cell}: printed") for line in format_comparison(cells))
-
-    def test_a_disputed_figure_that_agrees_fails_too(self, table: OverheadTable, tmp_path: Path) -> None:
-        cells = compare_with_paper(table, _altered(tmp_path, 'gflops = "8.90"', 'gflops = "2.89"'))
-        assert any(
-            line.startswith("NO LONGER A DISCREPANCY: efficientnet_v2_s.gflops") for line in format_comparison(cells)
-        )
-        with pytest.raises(VerificationError, match=r"efficientnet_v2_s\.gflops"):
-            require_agreement(cells)
-
-    def test_a_bound_holds_below_it_only(self, table: OverheadTable) -> None:
-        largest = summarise(table.rows)["linear_paper"].largest
-        paper = _reduced(papers.load_paper())
-        for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
-            cells = compare_with_paper(table, replace(paper, percentages={"linear_gflops_below": bound}))
-            assert [cell.agrees for cell in cells if cell.name.startswith("percentages")] == [agrees]
-
-    def test_the_command_fails_with_the_comparison(
-        self, table: OverheadTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        from opal_deploy.cli.bench.overhead import overhead
-
-        altered = _altered(tmp_path, 'params = "23.5M"', 'params = "23.6M"')
-        monkeypatch.setattr(papers, "load_paper", lambda: altered)
-        with pytest.raises(VerificationError, match=r"resnet50\.params"):
-            overhead(check=True, output="csv")
-        assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err
+def test_a_bound_holds_below_it_only(table: OverheadTable) -> None:
+    largest = summarise(table.rows)["linear_paper"].largest
+    for bound, agrees in ((f"{largest + 0.001:.3f}", True), (f"{largest - 0.001:.3f}", False)):
+        cells = compare_with_paper(table, replace(read_reduced(), percentages={"linear_gflops_below": bound}))
+        assert [cell.agrees for cell in cells if cell.name.startswith("percentages")] == [agrees]
 
 
-class TestDigits:
-    @pytest.mark.parametrize(
-        ("value", "printed", "expected"),
-        [
-            ("409800", "401.6k", "409.8k"),
-            ("4130187264e-9", "4.14", "4.13"),
-            # the paper's halves go to the even digit
-            ("104550", "0.0k", "104.6k"),
-            ("1004500", "0.000M", "1.004M"),
-            ("11.6", "0.00", "11.60"),
-            ("7", "3", "7"),
-        ],
-    )
-    def test_are_those_printed(self, value: str, printed: str, expected: str) -> None:
-        assert format_like(Decimal(value), printed) == expected
+def test_the_command_fails_with_the_comparison(
+    table: OverheadTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opal_deploy.cli.bench.overhead import overhead
 
-    def test_a_cell_is_expected_to_agree_or_to_be_disputed(self) -> None:
-        assert Cell("a", "1", "1", True).is_expected
-        assert not Cell("a", "1", "2", False).is_expected
-        assert Cell("a", "1", "2", False, "why").is_expected
-        assert not Cell("a", "1", "1", True, "why").is_expected
+    altered = read_altered(tmp_path, 'params = "23.5M"', 'params = "23.6M"')
+    monkeypatch.setattr(papers, "load_paper", lambda: altered)
+    with pytest.raises(VerificationError, match=r"resnet50\.params"):
+        overhead(check=True, output="csv")
+    assert "DIFFERS: resnet50.params: printed 23.6M, counted 23.5M" in capsys.readouterr().err
 
 
-class TestTheFile:
-    @pytest.mark.parametrize("text", ["", "title = ", 'title = "x"'])
-    def test_another_file_is_refused(self, tmp_path: Path, text: str) -> None:
-        path = tmp_path / "other.toml"
-        path.write_text(text)
-        with pytest.raises(UsageError, match=r"other\.toml: not the paper's table"):
-            papers.load_paper(path)
+@pytest.mark.parametrize(
+    ("value", "printed", "expected"),
+    [
+        ("409800", "401.6k", "409.8k"),
+        ("4130187264e-9", "4.14", "4.13"),
+        # the paper's halves go to the even digit
+        ("104550", "0.0k", "104.6k"),
+        ("1004500", "0.000M", "1.004M"),
+        ("11.6", "0.00", "11.60"),
+        ("7", "3", "7"),
+    ],
+)
+def test_digits_are_those_printed(value: str, printed: str, expected: str) -> None:
+    assert format_like(Decimal(value), printed) == expected
 
-    def test_a_dispute_about_no_cell_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"does not have: resnet5000\.gflops"):
-            _altered(tmp_path, '"efficientnet_v2_s.gflops" =', '"resnet5000.gflops" =')
+
+@pytest.mark.parametrize(("agrees", "disputed", "expected"), [(1, "", 1), (0, "", 0), (0, "why", 1), (1, "why", 0)])
+def test_a_cell_is_expected_to_agree_or_to_be_disputed(agrees: bool, disputed: str, expected: bool) -> None:
+    assert Cell("a", "1", "1", bool(agrees), disputed).is_expected == bool(expected)
+
+
+@pytest.mark.parametrize("text", ["", "title = ", 'title = "x"'])
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"other\.toml: not the paper's table"):
+        load_paper(path)
+
+
+def test_a_dispute_about_no_cell_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"does not have: resnet5000\.gflops"):
+        read_altered(tmp_path, '"efficientnet_v2_s.gflops" =', '"resnet5000.gflops" =')
