@@ -27,6 +27,10 @@ TABLE_HEADER = (
     "| model | precision | target | build | engine | gate | max logit difference | classes equal | cells equal | "
     "near ties among the others |\n|" + "---|" * 10
 )
+_GATE_FIELDS = (
+    "images", "max_logit", "max_cosine", "classes_different", "block_cells", "block_cells_different", "block_near_ties",
+    "failures",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,40 +68,32 @@ class PrecisionResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
-        found = self.comparison
         return {
             "model": self.model,
             "backbone": self.backbone,
             "precision": self.precision,
             "onnx_megabytes": self.onnx_megabytes,
             "gate": {
-                "passed": bool(found),
+                "passed": bool(self.comparison),
                 "pictures": self.images,
-                "images": found.images,
-                "max_logit": found.max_logit,
-                "max_cosine": found.max_cosine,
-                "classes_different": found.classes_different,
-                "block_cells": found.block_cells,
-                "block_cells_different": found.block_cells_different,
-                "block_near_ties": found.block_near_ties,
-                "failures": found.failures,
+                **{name: getattr(self.comparison, name) for name in _GATE_FIELDS},
             },
             "engines": tuple(asdict(engine) for engine in self.engines),
         }
 
     def table_rows(self) -> Iterator[str]:
         """Yield one row of Markdown an engine; `TABLE_HEADER` stands above."""
-        found = self.comparison
-        equal = found.block_cells - found.block_cells_different
-        percent = 100 * equal / found.block_cells if found.block_cells else float("nan")
-        gate = (
-            f"{'passed' if found else 'FAILED'} | {found.max_logit:.1e} | "
-            f"{found.images - found.classes_different}/{found.images} | {percent:.2f} % of {found.block_cells} | "
-            f"{found.block_near_ties}/{found.block_cells_different}"
+        gate = self.comparison
+        equal = gate.block_cells - gate.block_cells_different
+        percent = 100 * equal / gate.block_cells if gate.block_cells else float("nan")
+        figures = (
+            f"{'passed' if gate else 'FAILED'} | {gate.max_logit:.1e} | "
+            f"{gate.images - gate.classes_different}/{gate.images} | {percent:.2f} % of {gate.block_cells} | "
+            f"{gate.block_near_ties}/{gate.block_cells_different}"
         )
         for engine in self.engines:
             built = engine.problem or f"{engine.seconds:.1f} s | {engine.megabytes:.1f} MB"
-            yield f"| {self.model} | {self.precision} | {engine.target} | {built} | {gate} |"
+            yield f"| {self.model} | {self.precision} | {engine.target} | {built} | {figures} |"
 
 
 def measure_precisions(

@@ -3,12 +3,12 @@
 #
 #   bench/gpu_run.sh WHEELS OUT
 #
-# WHEELS: a folder with wheels this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
+# WHEELS: a folder with the wheels that this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
 #         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
 #         (joblib, threadpoolctl), scipy and matplotlib (contourpy, cycler, fonttools, kiwisolver, pyparsing,
 #         python_dateutil, six); psutil, nvidia_ml_py, ptflops; simplejpeg, cykooz_resizer; pyarrow, hypothesis
-#         (sortedcontainers); nvidia_nvimgcodec_cu13 and nvidia_nvjpeg (13.*). Each whole, or as `split` parts *.whl.part-aa, -ab, ...; "-" if nothing has to be
-#         installed.
+#         (sortedcontainers); nvidia_nvimgcodec_cu13 and nvidia_nvjpeg (13.*). Each whole, or as `split` parts
+#         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
 # OUT:    a folder for small result files: log, junit.xml, *.json, *.jsonl (benchmarks; see bench/results/README.md).
 #
 # BENCH=only leaves the demo out and goes to the benchmarks after the tests; BENCH=skip leaves the benchmarks out.
@@ -74,7 +74,7 @@ bench_all() {
 }
 [ "${BENCH:-}" = only ] && bench_all
 
-# the demo's pictures and model are made here: photographs do not travel
+# the demo generates its images and its model on this machine
 [ "${BENCH:-}" = only ] || step demo 200 "${opal[@]}" demo --out "$work/demo"
 model=$work/demo/run/best.onnx
 if [ -f "$model" ]; then
@@ -93,7 +93,7 @@ if [ -f "$model" ]; then
   done
   step pipeline_cuda 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$model" --device cuda \
     --batch 64 --limit 900 --json
-  # creatures at the size of photographs, as JPEG: the GPU's decoder against the CPU's, then both in the whole pipeline
+  # generated images at the size of photographs, as JPEG: the GPU's decoder against the CPU's, then both in the whole pipeline
   step jpegs 15 python3 -c "
 import pathlib, sys
 from PIL import Image

@@ -1,9 +1,8 @@
-"""What is a regression and what is noise; exit codes and what a person is told."""
+"""Regressions and noise between two sets of measurements; the command's lines and exit codes."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 
 from opal_deploy.bench.diff import FigureChange, MeasurementDiff, compare_measurements
-from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement
+from opal_deploy.bench.measurement import Figure, Measurement, Target
 
-Opal = Callable[..., subprocess.CompletedProcess[str]]
 MODEL = Target("m.onnx", runtime="onnxruntime", runtime_version="1.30.0", device="cpu")
 MACHINE = {"processor": "Example CPU 9000", "usable_cores": 2, "versions": {"onnxruntime": "1.30.0"}}
 
@@ -98,7 +96,7 @@ def test_versions_machines_and_time_do_not_keep_measurements_apart() -> None:
     assert difference.software == ("versions: onnxruntime 1.30.0 -> 1.31.0",)
 
 
-def test_what_only_one_side_has_is_listed() -> None:
+def test_measurements_and_figures_of_one_side_are_listed() -> None:
     old = [line(rate(100)), line(rate(100), case={"batch": 16})]
     both = Measurement("throughput", MODEL, {"batch": 8}, {"images_per_second": rate(100), "p50_ms": time(3)})
     difference = compare_measurements(old, [both, line(rate(1), case={"batch": 32})])
@@ -121,71 +119,63 @@ def test_of_several_measurements_of_one_thing_the_last_counts() -> None:
 
 
 @pytest.fixture
-def diff(opal: Opal, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(old: list[Measurement], new: list[Measurement], *options: str) -> subprocess.CompletedProcess[str]:
+def diff(opal: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    def run(old: list[Measurement], new: list[Measurement], *options: str) -> Any:
         for name, measurements in (("old.jsonl", old), ("new.jsonl", new)):
-            (tmp_path / name).write_text("")
-            for measurement in measurements:
-                append_measurement(tmp_path / name, measurement)
+            (tmp_path / name).write_text("".join(m.to_line() + "\n" for m in measurements))
         return opal("bench", "diff", "old.jsonl", "new.jsonl", *options, cwd=tmp_path)
 
     return run
 
 
-def test_a_regression_exits_with_1(diff: Callable) -> None:
-    done = diff([line(rate(100))], [line(rate(80))])
-    assert done.returncode == 1
-    assert "throughput: m.onnx: images per second 100 -> 80 images/s (-20.0%; noise up to 3.0%)" in done.stderr
-    assert done.stderr.splitlines()[-1] == "failed: 1 regression beyond the noise; exit code 1"
+OTHER = {"case": {"batch": 16}}
+RED = replace(MODEL, name="\x1b[31mred\n\udcff.onnx")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "options", "code", "texts"),
+    [
+        (
+            [line(rate(100))], [line(rate(80))], [], 1,
+            [
+                "throughput: m.onnx: images per second 100 -> 80 images/s (-20.0%; noise up to 3.0%)",
+                "\nfailed: 1 regression beyond the noise; exit code 1\n",
+            ],
+        ),
+        (
+            [line(rate(100)), line(rate(100), **OTHER)],
+            [line(rate(50), marks=("noisy: 20%",)), line(rate(150), **OTHER)], [], 0,
+            [
+                "doubtful, since a measurement is marked (1):", "marked noisy: 20%", "improvements (1):",
+                "\nno regression beyond the noise\n",
+            ],
+        ),
+        ([line(rate(100)), line(rate(9), **OTHER)], [line(rate(100))], [], 0, ["only in OLD (1):"]),
+        ([line(rate(100)), line(rate(9), **OTHER)], [line(rate(100))], ["--strict"], 1, ["1 not in both (--strict)"]),
+        (
+            [line(rate(100))], [line(rate(100), machine={**MACHINE, "usable_cores": 64})], [], 0,
+            ["DIFFERENT MACHINES", "usable cores 2 -> 64"],
+        ),
+        ([line(rate(100))], [line(rate(80))], ["--tolerance", "25"], 0, ["no regression"]),
+        ([line(rate(100), target=RED)], [line(rate(80), target=RED)], [], 1, [r"\x1b[31mred \udcff.onnx"]),
+    ],
+    ids=["regression", "doubt and improvement", "missing", "strict", "machines", "tolerance", "control characters"],
+)  # fmt: skip
+def test_the_command_lists_changes_and_fails_on_regressions(
+    diff: Callable[..., Any], old: Any, new: Any, options: list[str], code: int, texts: list[str]
+) -> None:
+    done = diff(old, new, *options)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert [text for text in texts if text not in done.stderr] == []
     assert "bug" not in done.stderr
-    assert done.stdout == ""
+    assert "\x1b" not in done.stderr
 
 
-def test_doubts_and_improvements_exit_with_0(diff: Callable) -> None:
-    other = {"case": {"batch": 16}}
-    done = diff(
-        [line(rate(100)), line(rate(100), **other)], [line(rate(50), marks=("noisy: 20%",)), line(rate(150), **other)]
-    )
-    assert done.returncode == 0
-    assert "doubtful, since a measurement is marked (1):" in done.stderr
-    assert "marked noisy: 20%" in done.stderr
-    assert "improvements (1):" in done.stderr
-    assert done.stderr.splitlines()[-1] == "no regression beyond the noise"
-
-
-def test_missing_measurements_fail_only_when_strict(diff: Callable) -> None:
-    old, new = [line(rate(100)), line(rate(9), case={"batch": 16})], [line(rate(100))]
-    assert diff(old, new).returncode == 0
-    strict = diff(old, new, "--strict")
-    assert strict.returncode == 1
-    assert "1 not in both (--strict)" in strict.stderr
-
-
-def test_another_machine_is_said_loudly(diff: Callable) -> None:
-    done = diff([line(rate(100))], [line(rate(100), machine={**MACHINE, "usable_cores": 64})])
-    assert done.stderr.startswith("DIFFERENT MACHINES")
-    assert "usable cores 2 -> 64" in done.stderr
-
-
-def test_json_has_every_change(diff: Callable) -> None:
-    done = diff([line(rate(100))], [line(rate(80))], "--json")
-    (change,) = json.loads(done.stdout)["changes"]
+def test_json_has_every_change(diff: Callable[..., Any]) -> None:
+    (change,) = json.loads(diff([line(rate(100))], [line(rate(80))], "--json").stdout)["changes"]
     assert (change["verdict"], change["relative"]) == ("regression", pytest.approx(-0.2))
 
 
-def test_the_tolerance_is_in_per_cent(diff: Callable) -> None:
-    assert diff([line(rate(100))], [line(rate(80))], "--tolerance", "25").returncode == 0
-
-
-def test_a_name_with_control_characters_does_not_reach_the_terminal(diff: Callable) -> None:
-    subject = replace(MODEL, name="\x1b[31mred\n\udcff.onnx")
-    done = diff([line(rate(100), target=subject)], [line(rate(80), target=subject)])
-    assert done.returncode == 1
-    assert "\x1b" not in done.stderr
-    assert r"\x1b[31mred \udcff.onnx" in done.stderr
-
-
-def test_a_file_that_is_not_there_is_a_wrong_call(opal: Opal, tmp_path: Path) -> None:
+def test_a_missing_file_is_a_wrong_call(opal: Callable[..., Any], tmp_path: Path) -> None:
     done = opal("bench", "diff", "a.jsonl", "b.jsonl", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
