@@ -164,7 +164,7 @@ def measure_evidence(data: Path, results: Path) -> EvidenceSummary:
     Raises:
         UsageError: no image was classified correctly, so there is no evidence to measure.
     """
-    from opal_deploy.evaluation.pointing import box_hits, summarise
+    from opal_deploy.evaluation.pointing import count_box_hits, summarize_hits
     from opal_deploy.synthetic import read_annotations
 
     annotations = {str(data / a.image): a for a in read_annotations(data)}
@@ -175,12 +175,12 @@ def measure_evidence(data: Path, results: Path) -> EvidenceSummary:
             record = json.loads(line)
             annotation = annotations[record["image"]]
             if record["status"] == "ok" and record["prediction"]["label"] == annotation.species:
-                hits.append(box_hits(annotation, [slot["box"] for slot in record["evidence"]], grid))
+                hits.append(count_box_hits(annotation, [slot["box"] for slot in record["evidence"]], grid))
     if not hits:
         raise UsageError(
             "no test image was classified correctly, so no evidence can be measured; train longer (--epochs)"
         )
-    return summarise(hits)
+    return summarize_hits(hits)
 
 
 def _report(

@@ -44,7 +44,7 @@ class MapSource:
     unavailable: dict[str, str] = field(default_factory=dict)
 
 
-def of_network(network: OpalNetwork) -> MapSource:
+def from_network(network: OpalNetwork) -> MapSource:
     """A network on its device, in eval mode from here on."""
     network.eval()
     device = next(network.parameters()).device
@@ -65,11 +65,11 @@ def of_network(network: OpalNetwork) -> MapSource:
         IMAGENET_STD,
         run,
         run_normalised,
-        _nothing(config.head.evidence, config.input_size),
+        _why_undefined(config.head.evidence, config.input_size),
     )
 
 
-def of_session(session: Session) -> MapSource:
+def from_session(session: Session) -> MapSource:
     """A loaded model; a checkpoint gives its maps always, an exported model only what it was exported with."""
     metadata = session.metadata
     run, run_normalised = session.run, None
@@ -80,9 +80,9 @@ def of_session(session: Session) -> MapSource:
         def run(images: ImageBatch) -> Outputs:
             return session.run_normalised(normalise(images, metadata.mean, metadata.std))
 
-    unavailable = _nothing(metadata.evidence, metadata.input_size)
+    unavailable = _why_undefined(metadata.evidence, metadata.input_size)
     if not unavailable and not isinstance(session, TorchSession):
-        unavailable = _exported_without(metadata)
+        unavailable = _missing_outputs(metadata)
     return MapSource(
         metadata.prototypes_per_class,
         metadata.grid,
@@ -99,7 +99,7 @@ class _TakesNormalised(Protocol):
     def run_normalised(self, images: FloatArray) -> Outputs: ...
 
 
-def _nothing(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
+def _why_undefined(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
     """Why none of the figures is defined; empty if they are."""
     reason = ""
     if evidence == "none":
@@ -110,7 +110,7 @@ def _nothing(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
     return dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
 
 
-def _exported_without(metadata: Metadata) -> dict[str, str]:
+def _missing_outputs(metadata: Metadata) -> dict[str, str]:
     """What an exported model lacks, and the command that makes one with it."""
     source = metadata.source.get("file", "CHECKPOINT")
     reasons = {}

@@ -1,6 +1,6 @@
 """Prototype consistency and stability, by the protocol of Huang et al. 2023 (paper, Supp. E.3).
 
-A picture is cropped to its box and squashed to 224 x 224. Each of the m attention maps of its true class is upsampled
+A image is cropped to its box and squashed to 224 x 224. Each of the m attention maps of its true class is upsampled
 to 224 x 224, and the region that the prototype looks at is the square around the maximum of that *upsampled* map. It is
 not the square around the centre of the strongest cell: the two differ, since bicubic interpolation moves the maximum
 towards strong neighbours. A part is hit if it is visible and inside the region. All fifteen parts count, left and right
@@ -17,9 +17,9 @@ from opal_deploy.artifact.outputs import FloatArray
 
 # pixels of the 224 x 224 input from the region's centre to its edge
 HALF_REGION = 36
-# share of the pictures on which a part must be hit for the prototype to stand for it
+# share of the images on which a part must be hit for the prototype to stand for it
 CONSISTENT = 0.8
-# standard deviation and largest amount of the noise that is added to normalised pictures
+# standard deviation and largest amount of the noise that is added to normalised images
 NOISE_STD, NOISE_LIMIT = 0.2, 0.25
 
 # first word of the seeds: no other stream of random numbers here begins with it
@@ -33,7 +33,7 @@ def true_class_maps(attention: FloatArray, labels: NDArray[np.int64], prototypes
     return chosen
 
 
-def upsampled(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]:
+def upsample(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]:
     """Maps float32 [N, m, H, W] to [N, m, size, size], bicubic as OpenCV's INTER_CUBIC has it.
 
     That is a = -0.75, half-pixel centres, the border replicated.
@@ -44,7 +44,7 @@ def upsampled(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]
     return larger
 
 
-def peaks(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int64]:
+def peak_locations(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int64]:
     """int64 [N, m, 2], (y, x) of the maximum of each map upsampled to size x size; of equal ones the first, row-major.
 
     Args:
@@ -52,11 +52,11 @@ def peaks(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int64]:
         size: in pixels.
     """
     # numpy's argmax promises the first of equal maxima
-    flat = upsampled(maps, size).reshape(*maps.shape[:2], -1).argmax(axis=2)
+    flat = upsample(maps, size).reshape(*maps.shape[:2], -1).argmax(axis=2)
     return np.stack([flat // size, flat % size], axis=2)
 
 
-def hits(
+def part_hits(
     centres: NDArray[np.int64],
     points: NDArray[np.int64],
     visible: NDArray[np.bool_],
@@ -66,9 +66,9 @@ def hits(
 
     Args:
         centres: [N, m, 2], (y, x), see `peaks`.
-        points: [N, P, 2], (x, y) of the parts; may lie outside the picture.
+        points: [N, P, 2], (x, y) of the parts; may lie outside the image.
         visible: [N, P].
-        size: of the picture; regions end at 0 and at `size`.
+        size: of the image; regions end at 0 and at `size`.
     """
     low = np.maximum(centres - HALF_REGION, 0)[:, :, None]  # [N, m, 1, 2]
     high = np.minimum(centres + HALF_REGION, size)[:, :, None]
@@ -79,13 +79,13 @@ def hits(
 
 
 def consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
-    """Percentage, 0 ... 100, of prototypes that hit one and the same part on at least 80 % of their class's pictures.
+    """Percentage, 0 ... 100, of prototypes that hit one and the same part on at least 80 % of their class's images.
 
-    A part counts over the pictures on which it is visible; one that never is, is never hit. Classes without pictures
+    A part counts over the images on which it is visible; one that never is, is never hit. Classes without images
     have no say.
 
     Args:
-        hit: [N, m, P], on each picture the prototypes of its own class.
+        hit: [N, m, P], on each image the prototypes of its own class.
         visible: [N, P].
         labels: [N].
     """
@@ -100,10 +100,10 @@ def consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDAr
 
 
 def stability(clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
-    """Percentage, 0 ... 100: mean over prototypes of the share of pictures on which noise changes none of its hits.
+    """Percentage, 0 ... 100: mean over prototypes of the share of images on which noise changes none of its hits.
 
     Args:
-        clean, noisy: [N, m, P], hits without and with noise; on each picture the prototypes of its own class.
+        clean, noisy: [N, m, P], hits without and with noise; on each image the prototypes of its own class.
         labels: [N].
     """
     same = (clean == noisy).all(axis=2)  # [N, m]
@@ -111,12 +111,12 @@ def stability(clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArra
     return 100.0 * float(np.concatenate(shares).mean())
 
 
-def with_noise(images: FloatArray, first: int, seed: int) -> FloatArray:
+def add_noise(images: FloatArray, first: int, seed: int) -> FloatArray:
     """`images` plus N(0, 0.2) clipped to +-0.25.
 
     Args:
         images: float32 [N, 3, H0, W0], normalised.
-        first: number of the first picture within the data set: a picture's noise depends on seed and number alone, not
+        first: number of the first image within the data set: a image's noise depends on seed and number alone, not
             on the batch that it is in.
         seed: 0 or more.
     """

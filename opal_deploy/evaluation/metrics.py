@@ -1,21 +1,24 @@
 """Figures of a trained network, from its outputs. numpy and scikit-learn only.
 
-The figures that need no annotation but the label: of a network, a graph or an engine alike."""
+The figures that need no annotation but the label: of a network, a graph or an engine alike.
+
+Do two models, of which one should be the other in another precision or engine, say and show the same?"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.outputs import cosines
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.statistics.risk import compute_risk_curve
 
 
 def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Share of pictures, 0 ... 1, whose largest logit is their label's.
+    """Share of images, 0 ... 1, whose largest logit is their label's.
 
     Args:
         logits: [N, C], N at least 1.
@@ -25,7 +28,7 @@ def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
 
 
 def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
-    """Share of pictures, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class wins.
+    """Share of images, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class wins.
 
     Args:
         logits: [N, C], N at least 1.
@@ -69,7 +72,7 @@ def margins(
 
 
 def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Counts int64 [C, C]: entry (t, p) is how many pictures of class t were taken for class p.
+    """Counts int64 [C, C]: entry (t, p) is how many images of class t were taken for class p.
 
     Args:
         logits: [N, C].
@@ -82,7 +85,7 @@ def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> 
 
 
 def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Mean over pictures of -log softmax(logits)[label], in nats.
+    """Mean over images of -log softmax(logits)[label], in nats.
 
     Args:
         logits: [N, C], N at least 1.
@@ -93,12 +96,12 @@ def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> flo
     return float((log_normaliser - shifted[np.arange(len(labels)), labels]).mean())
 
 
-def collapse_by_picture(
+def collapse_per_image(
     argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
 ) -> NDArray[np.float64]:
     """SPC (paper, Supp. D.1), float64 [N], 0 ... 1: 0 when a class's slots peak in different cells, 1 when in one.
 
-    Per picture of class c: 1 - (number of different cells among the true class's m channels - 1) / (m - 1).
+    Per image of class c: 1 - (number of different cells among the true class's m channels - 1) / (m - 1).
 
     Args:
         argmax: [N, K], flat cell of each channel's maximum.
@@ -118,8 +121,8 @@ def collapse_by_picture(
 def spatial_prototype_collapse(
     argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
 ) -> float:
-    """Mean of `collapse_by_picture` over N pictures, at least 1."""
-    return float(collapse_by_picture(argmax, labels, prototypes_per_class).mean())
+    """Mean of `collapse_by_picture` over N images, at least 1."""
+    return float(collapse_per_image(argmax, labels, prototypes_per_class).mean())
 
 
 _TOP = 5
@@ -129,14 +132,14 @@ RISK = "risk"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures over N pictures.
+    """Figures over N images.
 
     Attributes:
         images: N.
         loss: cross-entropy over the logits, in nats.
         accuracy: top-1, 0 ... 1.
-        spatial_prototype_collapse: mean over pictures, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
-        spatial_prototype_collapse_std: standard deviation over pictures, as the paper's table gives it.
+        spatial_prototype_collapse: mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots.
+        spatial_prototype_collapse_std: standard deviation over images, as the paper's table gives it.
         top5: top-5 accuracy, 0 ... 1; None with no more than 5 classes.
         macro_f1: 0 ... 1.
         risk: summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors.
@@ -184,7 +187,7 @@ def compute_metrics(
     """
     mean, std = None, None
     if argmax is not None:
-        collapse = collapse_by_picture(argmax, labels, prototypes_per_class)
+        collapse = collapse_per_image(argmax, labels, prototypes_per_class)
         mean, std = float(collapse.mean()), float(collapse.std())
     risk = None if margins is None else compute_risk_curve(margins, logits.argmax(axis=1) == labels).summary()
     return Evaluation(
@@ -197,3 +200,45 @@ def compute_metrics(
         macro_f1=macro_f1(logits, labels),
         risk=risk,
     )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Two models on the same N images.
+
+    Attributes:
+        images: N.
+        same_class: share of images with the same answer.
+        same_cells: share of equal cells among the m of the first model's answer; None where they have no comparable
+            slots: another m or another grid, or no slots at all.
+        largest_cosine_difference: over all images and classes; None where one of them has no cosines.
+    """
+
+    images: int
+    same_class: float
+    same_cells: float | None
+    largest_cosine_difference: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def compare_outputs(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
+    """Compare two models' answers for the same images, row for row; their classes are the same."""
+    (ours, mine), (theirs, other) = first, second
+    answers = ours.logits.argmax(axis=1)
+    same = float((answers == theirs.logits.argmax(axis=1)).mean())
+    cells, gap = None, None
+    if ours.scores is not None and theirs.scores is not None:
+        difference = cosines(ours.scores, mine.prototypes_per_class, mine.epsilon) - cosines(
+            theirs.scores, other.prototypes_per_class, other.epsilon
+        )
+        gap = float(np.abs(difference).max())
+    comparable = (mine.prototypes_per_class, mine.grid) == (other.prototypes_per_class, other.grid)
+    if comparable and ours.argmax is not None and theirs.argmax is not None:
+        m = mine.prototypes_per_class
+        block = answers[:, None] * m + np.arange(m)  # [N, m]
+        equal = np.take_along_axis(ours.argmax, block, axis=1) == np.take_along_axis(theirs.argmax, block, axis=1)
+        cells = float(equal.mean())
+    return Agreement(len(answers), same, cells, gap)

@@ -1,9 +1,9 @@
 """How well prototypes stand for the parts of CUB's birds: consistency, stability and purity in one pass.
 
-Part purity, as PIP-Net defines it (Nauta et al. 2023): do a channel's best pictures show one and the same part?
+Part purity, as PIP-Net defines it (Nauta et al. 2023): do a channel's best images show one and the same part?
 
-For each channel the ten pictures with its highest scores are taken, of whatever class, and on each the 32 x 32 patch of
-its strongest cell. The channel's purity is the largest share, over parts, of those pictures whose patch holds the part.
+For each channel the ten images with its highest scores are taken, of whatever class, and on each the 32 x 32 patch of
+its strongest cell. The channel's purity is the largest share, over parts, of those images whose patch holds the part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import DataSet, ProgressCallback
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import consistency as regions
-from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, MapSource, of_network
+from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, MapSource, from_network
 from opal_deploy.evaluation.predictions import predict_samples
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
@@ -29,14 +29,14 @@ from opal_deploy.runtime.session import ImageBatch
 
 @dataclass(frozen=True)
 class PartFigures:
-    """Figures over the pictures of a split, in percent as the paper's tables have them.
+    """Figures over the images of a split, in percent as the paper's tables have them.
 
     Attributes:
         consistency: see `regions.consistency`; None where it cannot be measured.
         stability: see `regions.stability`; None likewise.
         purity: mean over the K channels, see `purity`; None likewise.
         purity_std: standard deviation over channels.
-        prototypes: how many consistency and stability are means over: those of classes with pictures.
+        prototypes: how many consistency and stability are means over: those of classes with images.
         images: N.
         unavailable: figure to the reason why it is None.
     """
@@ -67,7 +67,7 @@ class PartMeter:
 
     Args:
         source: the model.
-        parts: of the data set's N pictures.
+        parts: of the data set's N images.
         labels: [N].
         seed: of the noise, 0 or more.
     """
@@ -85,11 +85,11 @@ class PartMeter:
             self._clean.append(self._hits(first, outputs))
         if STABILITY not in source.unavailable and source.run_normalised is not None:
             images = normalise(pixels, source.mean, source.std)
-            outputs = source.run_normalised(regions.with_noise(images, first, self._seed))
+            outputs = source.run_normalised(regions.add_noise(images, first, self._seed))
             self._noisy.append(self._hits(first, outputs))
 
     def figures(self, scores: FloatArray | None, argmax: NDArray[np.int32] | None) -> PartFigures:
-        """After the last batch; `scores` and `argmax`: [N, K] of all pictures."""
+        """After the last batch; `scores` and `argmax`: [N, K] of all images."""
         source, labels = self._source, self._labels
         consistency = stability = purity = purity_std = None
         if self._clean:
@@ -111,23 +111,23 @@ class PartMeter:
         assert outputs.attention is not None  # `unavailable` says so otherwise
         rows = slice(first, first + len(outputs))
         maps = regions.true_class_maps(outputs.attention, self._labels[rows], self._source.prototypes_per_class)
-        centres = regions.peaks(maps, self._source.input_size[0])
-        return regions.hits(centres, self._points[rows], self._parts.visible[rows], self._source.input_size[0])
+        centres = regions.peak_locations(maps, self._source.input_size[0])
+        return regions.part_hits(centres, self._points[rows], self._parts.visible[rows], self._source.input_size[0])
 
 
 def measure_parts(
     network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: ProgressCallback | None = None
 ) -> PartFigures:
-    """The three figures of a network on its device, over the test pictures; leaves it in eval mode.
+    """The three figures of a network on its device, over the test images; leaves it in eval mode.
 
     Raises:
-        UsageError: the data set has no part locations or no test pictures, the input is not 224 x 224, or the network
+        UsageError: the data set has no part locations or no test images, the input is not 224 x 224, or the network
             has no prototypes.
     """
     if not cub.has_parts(data) or not data.test:
-        lacks = "test pictures" if cub.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
+        lacks = "test images" if cub.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
         raise UsageError(f"{data.root}: it has no {lacks}, which consistency, stability and purity are measured on")
-    source = of_network(network)
+    source = from_network(network)
     if source.unavailable:
         raise UsageError(f"prototypes cannot be measured: {next(iter(source.unavailable.values()))}")
     labels = np.array([sample.label for sample in data.test], dtype=np.int64)
@@ -136,7 +136,7 @@ def measure_parts(
     return meter.figures(outputs.scores, outputs.argmax)
 
 
-# pictures a channel is judged by
+# images a channel is judged by
 TOP = 10
 # pixels of the 224 x 224 input
 PATCH = 32
@@ -162,10 +162,10 @@ def merge_sides(
     return merged[0], merged[1]
 
 
-def patches(cells: NDArray[np.integer], grid: tuple[int, int], size: int = 224) -> NDArray[np.int64]:
+def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int], size: int = 224) -> NDArray[np.int64]:
     """int64 [..., 4], (x0, y0, x1, y1) in pixels of the size x size input, PATCH on a side, from flat cells [...].
 
-    The patches are spread evenly; those of the last row and column end at the picture's edge.
+    The patches are spread evenly; those of the last row and column end at the image's edge.
     """
     bounds = []
     for index, count in ((cells % grid[1], grid[1]), (cells // grid[1], grid[0])):
@@ -185,10 +185,10 @@ def purity_by_channel(
     names: tuple[str, ...],
     size: int = 224,
 ) -> NDArray[np.float64]:
-    """Purities float64 [K], 0 ... 1; 0 where no part is visible on any of the channel's pictures.
+    """Purities float64 [K], 0 ... 1; 0 where no part is visible on any of the channel's images.
 
     Args:
-        scores: [N, K]; of equal ones the earlier picture comes first.
+        scores: [N, K]; of equal ones the earlier image comes first.
         argmax: [N, K], flat cell of each channel's maximum.
         grid: (H, W) that `argmax` counts in.
         points: [N, P, 2], (x, y) in pixels of the size x size input, not rounded.
@@ -197,7 +197,7 @@ def purity_by_channel(
         size: of the input.
     """
     best = np.argsort(-scores, axis=0, kind="stable")[:TOP]  # [T, K]
-    boxes = patches(np.take_along_axis(argmax, best, axis=0), grid, size)[:, :, None]  # [T, K, 1, 4]
+    boxes = patch_boxes(np.take_along_axis(argmax, best, axis=0), grid, size)[:, :, None]  # [T, K, 1, 4]
     where = points[best]  # [T, K, P, 2]
     inside = ((where >= boxes[..., :2]) & (where <= boxes[..., 2:])).all(axis=3)
     present, seen = merge_sides(names, inside & visible[best], visible[best])  # [T, K, Q]

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.session import Measured
+from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.synthetic import Annotation, read_annotations
 from opal_deploy.synthetic.dataset import PARTS_FILE
@@ -39,7 +39,7 @@ NO_PART = "none"
 
 
 @dataclass(frozen=True)
-class Hits:
+class BoxHits:
     """What the boxes of one image cover.
 
     Attributes:
@@ -82,7 +82,7 @@ class EvidenceSummary:
     slots: dict[str, list[dict[str, float]]]
 
 
-def box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, int]) -> Hits:
+def count_box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, int]) -> BoxHits:
     """Compare the boxes of one image's explanation with its parts.
 
     Args:
@@ -106,7 +106,7 @@ def box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, int]) ->
     covers = shares >= COVERED - 1e-9  # a cell may hold exactly a quarter
     chance = _shares(_foreground_boxes(annotation, grid), parts) >= COVERED - 1e-9
     best = shares.argmax(axis=1) if names else np.zeros(len(given), dtype=np.intp)
-    return Hits(
+    return BoxHits(
         species=annotation.species,
         boxes=len(given),
         distinguishing=int(covers[:, wanted].any(axis=1).sum()),
@@ -117,7 +117,7 @@ def box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, int]) ->
     )
 
 
-def summarise(hits: Sequence[Hits]) -> EvidenceSummary:
+def summarize_hits(hits: Sequence[BoxHits]) -> EvidenceSummary:
     """Add up the hits of many images.
 
     Raises:
@@ -196,7 +196,7 @@ def has_annotations(data: DataSet) -> bool:
         return False
 
 
-def annotations_of(data: DataSet, samples: list[Sample]) -> list[Annotation]:
+def match_annotations(data: DataSet, samples: list[Sample]) -> list[Annotation]:
     """The annotations of `samples`, row for row.
 
     Raises:
@@ -208,15 +208,17 @@ def annotations_of(data: DataSet, samples: list[Sample]) -> list[Annotation]:
         name = display_path(sample.path, data.root).replace("\\", "/")
         if name not in known:
             raise UsageError(
-                f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the picture out, or leave the parts "
+                f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the image out, or leave the parts "
                 "out with --no-parts"
             )
         found.append(known[name])
     return found
 
 
-def parts_covered(measured: Measured, annotations: list[Annotation], metadata: Metadata) -> EvidenceSummary | None:
-    """What the evidence boxes of correctly answered pictures cover, by slot; None if there is nothing to judge.
+def evaluate_part_coverage(
+    measured: EvaluationResult, annotations: list[Annotation], metadata: Metadata
+) -> EvidenceSummary | None:
+    """What the evidence boxes of correctly answered images cover, by slot; None if there is nothing to judge.
 
     That is: no answer was right, or the model's evidence is not single cells.
     """
@@ -231,16 +233,16 @@ def parts_covered(measured: Measured, annotations: list[Annotation], metadata: M
         cells = argmax[number, label * m : (label + 1) * m].tolist()
         places = [divmod(cell, metadata.grid[1]) for cell in cells]
         boxes = [whole.cell_box(row, col, metadata.grid) for row, col in places]
-        hits.append(box_hits(annotation, boxes, metadata.grid))
-    return summarise(hits) if hits else None
+        hits.append(count_box_hits(annotation, boxes, metadata.grid))
+    return summarize_hits(hits) if hits else None
 
 
-def parts_document(summary: EvidenceSummary) -> dict[str, Any]:
+def part_coverage_document(summary: EvidenceSummary) -> dict[str, Any]:
     """For JSON."""
     return asdict(summary)
 
 
-def parts_lines(summary: EvidenceSummary) -> Iterator[str]:
+def format_part_coverage(summary: EvidenceSummary) -> Iterator[str]:
     """Shares, and for each species what each of its slots looks at."""
     yield (
         f"boxes on a distinguishing part {summary.distinguishing:.1%} (random cells of the creature "
@@ -255,7 +257,7 @@ def parts_lines(summary: EvidenceSummary) -> Iterator[str]:
         yield f"  {species}: {'; '.join(looks)}"
 
 
-def parts_rows(summary: EvidenceSummary) -> tuple[list[str], list[list[str | int | float]]]:
+def part_coverage_table(summary: EvidenceSummary) -> tuple[list[str], list[list[str | int | float]]]:
     """The slot-to-part confusion matrix as a table: its header, and a row for each slot of each species."""
     names = sorted({part for slots in summary.slots.values() for parts in slots for part in parts})
     rows: list[list[str | int | float]] = [

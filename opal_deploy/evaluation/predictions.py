@@ -1,4 +1,4 @@
-"""A data set's pictures through a model: decoded in threads ahead of it, prepared as everywhere else."""
+"""A data set's images through a model: decoded in threads ahead of it, prepared as everywhere else."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Requ
 from opal_deploy.preprocess.geometry import Geometry
 
 
-class Watch(Protocol):
+class BatchCallback(Protocol):
     """Sees each batch while its attention maps are there."""
 
     def __call__(self, first: int, pixels: Pixels, outputs: Outputs) -> None:
-        """Picture number `first` and those after it: uint8 [N, H0, W0, 3], and what the model answered."""
+        """Image number `first` and those after it: uint8 [N, H0, W0, 3], and what the model answered."""
         ...
 
 
@@ -35,7 +35,7 @@ def predict_samples(
     boxes: bool = True,
     batch: int = 16,
     workers: int = 2,
-    watch: Watch | None = None,
+    watch: BatchCallback | None = None,
     report: ProgressCallback | None = None,
     model: str = "the model",
 ) -> Outputs:
@@ -46,14 +46,14 @@ def predict_samples(
         samples: at least one.
         input_size: (H0, W0).
         boxes: crop to the samples' boxes.
-        batch: pictures a call of `run`.
+        batch: images a call of `run`.
         workers: threads that decode.
         watch: sees each batch.
-        report: called with pictures done and in all.
+        report: called with images done and in all.
         model: what it is called, for errors.
 
     Raises:
-        UsageError: names a picture that cannot be used, or the first whose logits are not finite.
+        UsageError: names a image that cannot be used, or the first whose logits are not finite.
     """
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
     found: list[Outputs] = []
@@ -83,10 +83,10 @@ def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
 def prepared_batches(
     requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int
 ) -> Iterator[tuple[Pixels, list[Geometry]]]:
-    """uint8 [n, H0, W0, 3] for up to `batch` pictures at a time, and how each was laid out.
+    """uint8 [n, H0, W0, 3] for up to `batch` images at a time, and how each was laid out.
 
     Raises:
-        UsageError: names a picture that cannot be used.
+        UsageError: names a image that cannot be used.
     """
 
     def prepared(request: Request) -> Prepared:

@@ -1,4 +1,4 @@
-"""What `evaluate --out` writes: evaluation.json, and per model tables and pictures.
+"""What `evaluate --out` writes: evaluation.json, and per model tables and images.
 
 Of every model confusion.csv, confusion.png and predictions.csv; of one with margins risk_coverage.csv and .png; of one
 measured on the generated set slot_parts.csv; with --faithfulness faithfulness.json and faithfulness.png.
@@ -24,13 +24,13 @@ from opal_deploy.evaluation import risk
 from opal_deploy.evaluation.faithfulness import tables
 from opal_deploy.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.evaluation.metrics import confusion_matrix
-from opal_deploy.evaluation.pointing import EvidenceSummary, parts_rows
-from opal_deploy.evaluation.session import Measured
+from opal_deploy.evaluation.pointing import EvidenceSummary, part_coverage_table
+from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.records.names import escape_name
 from opal_deploy.statistics.risk import RiskCurve, Threshold
 
-EVALUATION, MATRIX, PICTURE, PREDICTIONS = "evaluation.json", "confusion.csv", "confusion.png", "predictions.csv"
-RISK, RISK_PICTURE, SLOT_PARTS = "risk_coverage.csv", "risk_coverage.png", "slot_parts.csv"
+EVALUATION, MATRIX, MATRIX_IMAGE, PREDICTIONS = "evaluation.json", "confusion.csv", "confusion.png", "predictions.csv"
+RISK, RISK_IMAGE, SLOT_PARTS = "risk_coverage.csv", "risk_coverage.png", "slot_parts.csv"
 FAITHFULNESS, CURVES = "faithfulness.json", "faithfulness.png"
 
 # more classes than this have numbers at the axes instead of names; more than that, no counts in the cells
@@ -49,7 +49,7 @@ def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{folder}: it already holds an evaluation; give another --out, or --overwrite")
 
 
-def new_folder(folder: Path) -> None:
+def create_folder(folder: Path) -> None:
     """Make `folder`, before anything is measured that could not be kept.
 
     Raises:
@@ -76,17 +76,19 @@ def write_evaluation(folder: Path, document: Any) -> None:
     write_json(folder / EVALUATION, document)
 
 
-def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: list[Sample], root: Path) -> None:
+def write_model(
+    folder: Path, measured: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path
+) -> None:
     """The three files of one model.
 
     Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \\xff.
 
-    confusion.csv: rows truth, columns answers, counts. predictions.csv: one line a picture, `rank` 1 where the label
+    confusion.csv: rows truth, columns answers, counts. predictions.csv: one line a image, `rank` 1 where the label
     has the largest logit; cosine and margin are empty for models without prototypes.
 
     Args:
         folder: made if it is not there.
-        measured, samples: of the same N pictures, in the same order.
+        measured, samples: of the same N images, in the same order.
         metadata: of the model.
         root: what the paths in predictions.csv are relative to.
     """
@@ -103,33 +105,33 @@ def write_model(folder: Path, measured: Measured, metadata: Metadata, samples: l
         ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin"],
         _predictions(measured, metadata, names, samples, root),
     )
-    with atomic_write(folder / PICTURE) as temporary:
-        draw(counts, metadata.class_names, temporary)
+    with atomic_write(folder / MATRIX_IMAGE) as temporary:
+        draw_confusion_matrix(counts, metadata.class_names, temporary)
 
 
 def write_risk(folder: Path, curve: RiskCurve, threshold: Threshold | None) -> None:
-    """risk_coverage.csv, a row for each threshold that makes a difference, and its picture."""
-    _write_rows(folder / RISK, *risk.rows(curve))
-    risk.draw(curve, threshold, folder / RISK_PICTURE)
+    """risk_coverage.csv, a row for each threshold that makes a difference, and its image."""
+    _write_rows(folder / RISK, *risk.curve_table(curve))
+    risk.draw_curve(curve, threshold, folder / RISK_IMAGE)
 
 
 def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
     """slot_parts.csv: for each species and slot, the share of right answers in which a part is the most covered."""
-    _write_rows(folder / SLOT_PARTS, *parts_rows(summary))
+    _write_rows(folder / SLOT_PARTS, *part_coverage_table(summary))
 
 
 def write_faithfulness(folder: Path, found: Faithfulness, title: str) -> None:
     """faithfulness.json, and its curves as faithfulness.png."""
     write_json(folder / FAITHFULNESS, found.to_dict())
     with atomic_write(folder / CURVES) as temporary:
-        tables.draw(found, title, temporary)
+        tables.draw_curves(found, title, temporary)
 
 
-def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
+def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
     """A PNG of the confusion matrix, each row as shares of its truth; names at the axes and counts where they fit.
 
     Args:
-        counts: [C, C], rows truth; a class without pictures is an empty row.
+        counts: [C, C], rows truth; a class without images is an empty row.
         names: C names.
         path: of the PNG.
     """
@@ -142,7 +144,7 @@ def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
     inches = 7.0 if number <= _COUNTED else 11.0
     figure = Figure(figsize=(inches * 1.1, inches), layout="constrained")
     axes = figure.subplots()
-    # the square root: one picture in thirty must be seen beside a full diagonal
+    # the square root: one image in thirty must be seen beside a full diagonal
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
     axes.set_xlabel("answer")
     axes.set_ylabel("truth")
@@ -156,7 +158,7 @@ def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
         for row, col in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, col] > 0.4 else "black"
             axes.text(col, row, str(counts[row, col]), ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, ax=axes, label="share of the truth's pictures", shrink=0.8)
+    figure.colorbar(image, ax=axes, label="share of the truth's images", shrink=0.8)
     with warnings.catch_warnings():
         # a name in a script that the font lacks is drawn as boxes
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
@@ -164,7 +166,7 @@ def draw(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
 
 
 def _predictions(
-    measured: Measured, metadata: Metadata, names: list[str], samples: list[Sample], root: Path
+    measured: EvaluationResult, metadata: Metadata, names: list[str], samples: list[Sample], root: Path
 ) -> Iterable[list[str | int | float]]:
     logits, labels, scores = measured.outputs.logits, measured.labels, measured.outputs.scores
     order = np.argsort(-logits, axis=1, kind="stable")  # [N, C]

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.session import Measured
+from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.statistics.risk import RiskCurve, Threshold, compute_risk_curve, explain_too_few
 
 
-def curve_of(measured: Measured) -> RiskCurve | None:
+def compute_margin_curve(measured: EvaluationResult) -> RiskCurve | None:
     """None for a model without anchors: it has no margins."""
     if measured.margins is None:
         return None
@@ -22,17 +22,17 @@ def curve_of(measured: Measured) -> RiskCurve | None:
 
 
 def check_support(images: int, target: float) -> None:
-    """Refuse a target that so few pictures cannot support, before any model runs.
+    """Refuse a target that so few images cannot support, before any model runs.
 
     Raises:
         UsageError: they cannot, whatever the model.
     """
     reason = explain_too_few(images, target)
     if reason:
-        raise UsageError(f"--target-error {100 * target:g}%: {reason}; give more pictures, or a larger rate")
+        raise UsageError(f"--target-error {100 * target:g}%: {reason}; give more images, or a larger rate")
 
 
-def curve_lines(curve: RiskCurve) -> Iterator[str]:
+def format_curve(curve: RiskCurve) -> Iterator[str]:
     """The curve in a line for a person."""
     summary = curve.summary()
     shares = ", ".join(
@@ -44,27 +44,27 @@ def curve_lines(curve: RiskCurve) -> Iterator[str]:
     )
 
 
-def threshold_lines(found: Threshold) -> Iterator[str]:
+def format_threshold(found: Threshold) -> Iterator[str]:
     """What was chosen for a wanted error rate, or why nothing was."""
     target = f"an error rate of at most {100 * found.target:g} %"
     if found.min_margin is None:
         yield f"no --min-margin is known to give {target}: {found.reason}"
         return
     yield (
-        f"--min-margin {found.min_margin!r} for {target}: answers {found.coverage:.1%} of {found.images:,} pictures, "
+        f"--min-margin {found.min_margin!r} for {target}: answers {found.coverage:.1%} of {found.images:,} images, "
         f"{found.wrong} of {found.answered:,} wrong; with {found.confidence:.0%} confidence at most "
-        f"{100 * found.bound:.2f} % (Clopper and Pearson's one-sided bound), on pictures such as these"
+        f"{100 * found.bound:.2f} % (Clopper and Pearson's one-sided bound), on images such as these"
     )
 
 
-def rows(curve: RiskCurve) -> tuple[list[str], list[list[str | int | float]]]:
+def curve_table(curve: RiskCurve) -> tuple[list[str], list[list[str | int | float]]]:
     """Header and rows of risk_coverage.csv: a threshold each, the strictest first."""
     numbers = zip(curve.margins.tolist(), curve.answered.tolist(), curve.wrong.tolist(), strict=True)
     table: list[list[str | int | float]] = [[t, k, k / curve.images, e, e / k] for t, k, e in numbers]
     return ["min_margin", "answered", "coverage", "wrong", "error"], table
 
 
-def draw(curve: RiskCurve, threshold: Threshold | None, path: Path) -> None:
+def draw_curve(curve: RiskCurve, threshold: Threshold | None, path: Path) -> None:
     """A PNG: error rate over coverage, and the threshold that was chosen."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
@@ -80,13 +80,13 @@ def draw(curve: RiskCurve, threshold: Threshold | None, path: Path) -> None:
         if threshold.min_margin is not None:
             words = f"margin {threshold.min_margin:.3g}: at most {100 * threshold.bound:.2g} %"
             axes.plot([threshold.coverage], [threshold.bound], "o", color="#D55E00", label=words)
-    axes.set_xlabel("coverage: share of pictures answered")
+    axes.set_xlabel("coverage: share of images answered")
     axes.set_ylabel("share of wrong answers among them")
     axes.set_xlim(0, 1.01)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_title(f"Risk and coverage over the margin, {curve.images:,} pictures, AURC {curve.aurc:.4f}")
+    axes.set_title(f"Risk and coverage over the margin, {curve.images:,} images, AURC {curve.aurc:.4f}")
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
     with atomic_write(path) as temporary:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import ProgressCallback, Sample
-from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, of_session
+from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, from_session
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.evaluation.predictions import predict_samples
@@ -22,8 +22,8 @@ _BOXES = "the protocol crops to the boxes; leave --no-boxes out"
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A model on N pictures.
+class EvaluationResult:
+    """A model on N images.
 
     Attributes:
         evaluation: the figures that need labels only.
@@ -55,28 +55,28 @@ def evaluate_session(
     seed: int = 0,
     report: ProgressCallback | None = None,
     model: str = "the model",
-) -> Measured:
+) -> EvaluationResult:
     """Figures over `samples` (at least one).
 
     Args:
         session: of a model whose classes are those of the samples' labels.
         boxes: crop to the samples' boxes; False shows what leaving them out costs.
-        batch: pictures a forward pass.
+        batch: images a forward pass.
         workers: threads that decode.
         parts: of the samples; None leaves consistency, stability and purity out.
         seed: of stability's noise, 0 or more.
-        report: called with pictures done and in all.
+        report: called with images done and in all.
         model: what it is called, for errors.
 
     Raises:
-        UsageError: names a picture that cannot be used, or the first whose logits are not finite.
+        UsageError: names a image that cannot be used, or the first whose logits are not finite.
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
     run: Callable[[ImageBatch], Outputs] = session.run
     meter = None
     if parts is not None:
-        source = of_session(session)
+        source = from_session(session)
         if not boxes:
             nothing = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), _BOXES)
             source = replace(source, unavailable={**nothing, **source.unavailable})
@@ -97,4 +97,4 @@ def evaluate_session(
     sizes = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
     evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, sizes)
     parts_found = meter.figures(outputs.scores, outputs.argmax) if meter else None
-    return Measured(evaluation, parts_found, labels, outputs, sizes)
+    return EvaluationResult(evaluation, parts_found, labels, outputs, sizes)

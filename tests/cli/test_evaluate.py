@@ -26,15 +26,15 @@ LABELS = ["0", "1", "2", "3"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable[[Path, int], list[Path]]) -> Path:
-    """An ImageFolder whose folder names sort as the model's classes do, each with three pictures in every split."""
+    """An ImageFolder whose folder names sort as the model's classes do, each with three images in every split."""
     root = tmp_path_factory.mktemp("evaluate")
-    pictures = make_pictures(root / "drawn", 12)
+    images = make_pictures(root / "drawn", 12)
     for split in ("train", "val", "test"):
         for label in range(4):
             target = root / "data" / split / f"{label}"
             target.mkdir(parents=True)
-            for picture in pictures[label::4]:
-                shutil.copy(picture, target)
+            for image in images[label::4]:
+                shutil.copy(image, target)
     return root / "data"
 
 
@@ -261,7 +261,7 @@ def test_logits_that_are_no_numbers_are_no_figures(
         (None, "boxes", False, None),
         ("boxes", None, True, "cropped to their boxes and is measured on whole ones; the data set has no boxes"),
         ("boxes", "boxes", False, "cropped to their boxes and is measured on whole ones; see --boxes"),
-        (None, "boxes", True, "whole pictures and is measured on pictures cropped to their boxes; see --no-boxes"),
+        (None, "boxes", True, "whole images and is measured on images cropped to their boxes; see --no-boxes"),
     ],
 )
 def test_another_crop_than_in_training_is_a_warning(
@@ -327,8 +327,8 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
     assert (found["with"], found["same_class"], found["same_cells"]) == (str(models[0]), 1.0, 1.0)
     assert found["largest_cosine_difference"] < 1e-5
 
-    assert "faithfulness: 4 pictures, at most" in said.err
-    assert "random cells of the whole picture (no foreground is known)" in said.err
+    assert "faithfulness: 4 images, at most" in said.err
+    assert "random cells of the whole image (no foreground is known)" in said.err
     assert "agree on 100.00% of 12 answers and 100.00% of its cells" in said.err
     kept = json.loads((tmp_path / "out" / "model.onnx" / "faithfulness.json").read_text())
     assert kept == exported["faithfulness"]
@@ -349,7 +349,7 @@ def test_faithfulness_of_a_model_without_single_cells_is_refused_before_the_data
     [
         ({"fill": ["grey"]}, "--fill 'grey': expected blur, mean, noise"),
         ({"target_error": "often"}, "--target-error 'often': expected a percentage"),
-        ({"target_error": "5%"}, "12 labelled pictures cannot show .* even without a wrong answer 59 are needed"),
+        ({"target_error": "5%"}, "12 labelled images cannot show .* even without a wrong answer 59 are needed"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_the_model_runs(

@@ -1,4 +1,4 @@
-"""A data set in CUB's layout, small and generated: six classes, random pictures, fifteen parts each."""
+"""A data set in CUB's layout, small and generated: six classes, random images, fifteen parts each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = (
     "right leg", "right wing", "tail", "throat",
 )  # fmt: skip
 CLASSES = [f"{number:03}.Bird" for number in range(1, 7)]
-# pictures of a class, the last two of which are for testing
+# images of a class, the last two of which are for testing
 PICTURES = 7
 
 

@@ -17,10 +17,15 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.faithfulness.figures import OrderFigures
-from opal_deploy.evaluation.faithfulness.measure import Faithfulness, check, measure, most_passes
-from opal_deploy.evaluation.faithfulness.rankings import known
-from opal_deploy.evaluation.faithfulness.tables import draw, lines
+from opal_deploy.evaluation.faithfulness.figures import RankingFigures
+from opal_deploy.evaluation.faithfulness.measure import (
+    Faithfulness,
+    check_evidence,
+    max_forward_passes,
+    measure_faithfulness,
+)
+from opal_deploy.evaluation.faithfulness.rankings import choose_foreground
+from opal_deploy.evaluation.faithfulness.tables import draw_curves, format_lines
 
 GRID, CELL = (4, 4), 8
 INPUT_SIZE = (GRID[0] * CELL, GRID[1] * CELL)
@@ -32,7 +37,7 @@ Rule = Callable[[NDArray[np.float64]], tuple[NDArray[np.float64], NDArray[np.int
 
 
 class KnownSession:
-    """Three classes of two slots, decided by a rule over the brightness of the 4 x 4 cells of 32 x 32 pictures."""
+    """Three classes of two slots, decided by a rule over the brightness of the 4 x 4 cells of 32 x 32 images."""
 
     metadata = METADATA
     description = "a rule"
@@ -87,13 +92,13 @@ def brightest_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], N
 
 
 def fixed_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Always the cells of the leftmost column, whatever the picture."""
+    """Always the cells of the leftmost column, whatever the image."""
     n = len(bright)
     return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), np.tile([4, 8, 0, 15, 3, 12], (n, 1))
 
 
 def painted(folder: Path, cells: list[dict[int, int]]) -> list[Sample]:
-    """Grey pictures of 32 x 32 on black: of each, cell -> grey value; labelled 0."""
+    """Grey images of 32 x 32 on black: of each, cell -> grey value; labelled 0."""
     samples = []
     for number, greys in enumerate(cells):
         pixels = np.zeros((*INPUT_SIZE, 3), np.uint8)
@@ -107,12 +112,12 @@ def painted(folder: Path, cells: list[dict[int, int]]) -> list[Sample]:
 
 
 def _measure(session: KnownSession, samples: list[Sample], **options: object) -> Faithfulness:
-    foreground = known(samples, None, GRID, boxes=True)
+    foreground = choose_foreground(samples, None, GRID, boxes=True)
     chosen = options.pop("chosen", range(len(samples)))
-    return measure(session, samples, list(chosen), foreground, **options)  # type: ignore[arg-type,call-overload]
+    return measure_faithfulness(session, samples, list(chosen), foreground, **options)  # type: ignore[arg-type,call-overload]
 
 
-def _by_order(found: Faithfulness, fill: str) -> dict[str, OrderFigures]:
+def _by_order(found: Faithfulness, fill: str) -> dict[str, RankingFigures]:
     return {figures.order: figures for figures in found.orders if figures.fill == fill}
 
 
@@ -134,7 +139,7 @@ def found(two_cell_pictures: list[Sample]) -> Faithfulness:
 
 def test_the_curves_are_what_the_rule_says_by_hand(found: Faithfulness, greys: list[tuple[int, int]]) -> None:
     evidence, reverse = (_by_order(found, "mean")[name] for name in ("contribution", "reverse"))
-    # a removed cell has the picture's mean colour: two of sixteen cells are not black
+    # a removed cell has the image's mean colour: two of sixteen cells are not black
     steps = []
     for a, b in greys:
         paint = round((a + b) / 16) / 255
@@ -189,7 +194,7 @@ def test_controls_show_nothing_and_the_evidence_beats_them(found: Faithfulness, 
 
 def test_an_answer_that_depends_on_no_cell_more_than_on_another_is_not_found_faithful(tmp_path: Path) -> None:
     def everywhere(bright: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # the evidence it names is made up from the picture, the score is its mean
+        # the evidence it names is made up from the image, the score is its mean
         named = (bright * np.arange(1, 17) * 1000).sum(axis=1).astype(int) % 16
         scores = np.tile([0.0, 0.0, 0.3, 0.3, 0.2, 0.2], (len(bright), 1))
         scores[:, 0] = scores[:, 1] = bright.mean(axis=1)
@@ -198,8 +203,8 @@ def test_an_answer_that_depends_on_no_cell_more_than_on_another_is_not_found_fai
         return scores, cells
 
     generator = np.random.default_rng(1)
-    pictures = painted(tmp_path, [dict(enumerate(row.tolist())) for row in generator.integers(100, 256, (40, 16))])
-    orders = _by_order(_measure(KnownSession(everywhere), pictures, fills=("noise",)), "noise")
+    images = painted(tmp_path, [dict(enumerate(row.tolist())) for row in generator.integers(100, 256, (40, 16))])
+    orders = _by_order(_measure(KnownSession(everywhere), images, fills=("noise",)), "noise")
 
     for control in ("random", "runner-up", "another class"):
         better = orders[control].better
@@ -229,8 +234,8 @@ def test_passes_are_counted_and_no_more_than_was_said(two_cell_pictures: list[Sa
 
     assert found.passes == sum(session.batches)
     assert max(session.batches) == 5
-    assert found.passes <= most_passes(12, session.metadata, ("mean",))
-    # of a picture: itself and seven changes; deletion of no cell, of 1 and 2 with 5 orders, of which two end alike; as
+    assert found.passes <= max_forward_passes(12, session.metadata, ("mean",))
+    # of a image: itself and seven changes; deletion of no cell, of 1 and 2 with 5 orders, of which two end alike; as
     # many insertions. A random cell may be another class's too
     assert 12 * 25 < found.passes <= 12 * (1 + 7 + 2 * (1 + 5 * 2 - 1))
     assert done == [(4, 12), (8, 12), (12, 12)]
@@ -239,8 +244,8 @@ def test_passes_are_counted_and_no_more_than_was_said(two_cell_pictures: list[Sa
 def test_cells_of_the_brightest_places_stay_and_are_mirrored_by_a_flip(tmp_path: Path) -> None:
     generator = np.random.default_rng(2)
     places = [generator.choice(16, 2, replace=False).tolist() for _ in range(10)]
-    pictures = painted(tmp_path, [{first: 250, second: 180} for first, second in places])
-    found = _measure(KnownSession(brightest_cells), pictures, fills=("mean",))
+    images = painted(tmp_path, [{first: 250, second: 180} for first, second in places])
+    found = _measure(KnownSession(brightest_cells), images, fills=("mean",))
 
     assert [change.change for change in found.stability] == [
         "JPEG quality 90", "JPEG quality 75", "JPEG quality 50", "resize by a pixel", "noise, 2 counts",
@@ -251,27 +256,27 @@ def test_cells_of_the_brightest_places_stay_and_are_mirrored_by_a_flip(tmp_path:
 
 
 def test_cells_that_never_move_do_not_follow_a_flip(tmp_path: Path) -> None:
-    pictures = painted(tmp_path, [{4: 255}, {8: 200}])
-    *others, flip = _measure(KnownSession(fixed_cells), pictures, fills=("mean",)).stability
+    images = painted(tmp_path, [{4: 255}, {8: 200}])
+    *others, flip = _measure(KnownSession(fixed_cells), images, fills=("mean",)).stability
 
     assert {change.exactly.value for change in others} == {1.0}
     assert (flip.exactly.value, flip.nearly.value, flip.answer) == (0.0, 0.0, 1.0)
 
 
 def test_noise_moves_cells_of_which_nothing_but_noise_is_there(tmp_path: Path) -> None:
-    pictures = painted(tmp_path, [dict.fromkeys(range(16), 128)] * 8)
-    found = {change.change: change for change in _measure(KnownSession(brightest_cells), pictures).stability}
+    images = painted(tmp_path, [dict.fromkeys(range(16), 128)] * 8)
+    found = {change.change: change for change in _measure(KnownSession(brightest_cells), images).stability}
 
     assert found["noise, 5 counts"].exactly.value < 0.5
-    # a flat picture is the same after JPEG; and mirrored, of equal cells the first stays the first
+    # a flat image is the same after JPEG; and mirrored, of equal cells the first stays the first
     assert found["JPEG quality 50"].exactly.value == 1.0
     assert found["horizontal flip"].exactly.value == 0.0
 
 
 def test_the_text_the_figure_and_the_json_say_it_all(found: Faithfulness, tmp_path: Path) -> None:
-    text = "\n".join(lines(found))
+    text = "\n".join(format_lines(found))
     for part in (
-        "12 of 12 pictures",
+        "12 of 12 images",
         "2.0 different cells",
         "mean: contribution",
         "blur: another class",
@@ -284,14 +289,14 @@ def test_the_text_the_figure_and_the_json_say_it_all(found: Faithfulness, tmp_pa
     assert row["evidence_better_by"]["drop"]["low"] <= row["evidence_better_by"]["drop"]["mean"]
     assert row["evidence_better_by"]["drop"]["count"] == 12
     assert document["forward_passes"] == found.passes
-    draw(found, "a $model$", tmp_path / "curves.png")
+    draw_curves(found, "a $model$", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("evidence", "why"), [("map", "averages over all cells"), ("none", "has no prototypes")])
 def test_a_model_without_cells_of_evidence_is_refused(evidence: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"m.onnx: it {why}.*needs a model with evidence exact"):
-        check(replace(METADATA, evidence=evidence), "m.onnx")
+        check_evidence(replace(METADATA, evidence=evidence), "m.onnx")
 
 
 def test_logits_that_are_no_numbers_stop_it(tmp_path: Path) -> None:

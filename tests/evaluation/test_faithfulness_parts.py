@@ -1,4 +1,4 @@
-"""What faithfulness is made of: which pictures, which cells, what they become, and how models agree."""
+"""What faithfulness is made of: which images, which cells, what they become, and how models agree."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.faithfulness.agreement import agreement
-from opal_deploy.evaluation.faithfulness.measure import choose
-from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, filled, without
-from opal_deploy.evaluation.faithfulness.rankings import build_rankings, cells_of, known
+from opal_deploy.evaluation.faithfulness.measure import choose_samples
+from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, baseline_image, replace_cells
+from opal_deploy.evaluation.faithfulness.rankings import build_rankings, choose_foreground, evidence_cells
+from opal_deploy.evaluation.metrics import compare_outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.synthetic.dataset import Annotation, encode_runs
 
@@ -32,7 +32,7 @@ class TestChoice:
     @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 11])
     def test_as_many_as_asked_for_and_evenly_over_classes(self, limit: int) -> None:
         labels = [0] * 10 + [1] * 3 + [2] * 10
-        chosen = choose(_samples(labels), limit)
+        chosen = choose_samples(_samples(labels), limit)
 
         assert len(chosen) == len(set(chosen)) == limit
         assert chosen == sorted(chosen)
@@ -41,10 +41,10 @@ class TestChoice:
         assert max(counts.values()) - min(open_classes) <= 1
 
     def test_a_larger_limit_takes_all(self) -> None:
-        assert choose(_samples([1, 0, 1]), 10) == [0, 1, 2]
+        assert choose_samples(_samples([1, 0, 1]), 10) == [0, 1, 2]
 
     def test_within_a_class_they_lie_evenly(self) -> None:
-        assert choose(_samples([0] * 12), 4) == [0, 3, 6, 9]
+        assert choose_samples(_samples([0] * 12), 4) == [0, 3, 6, 9]
 
 
 def _outputs(argmax: list[int], scores: list[float], logits: list[float]) -> Outputs:
@@ -59,8 +59,8 @@ class TestOrders:
         metadata = replace(METADATA, class_names=("a", "b"), prototypes_per_class=3)
         outputs = _outputs([7, 2, 7, 1, 1, 1], [0.3, 0.5, 0.3, 0.1, 0.2, 0.3], [-0.1, -0.2])
 
-        assert cells_of(0, outputs, 0, metadata) == (7, 2)
-        assert cells_of(1, outputs, 0, metadata) == (1,)
+        assert evidence_cells(0, outputs, 0, metadata) == (7, 2)
+        assert evidence_cells(1, outputs, 0, metadata) == (1,)
 
     def test_the_controls(self) -> None:
         outputs = _outputs([5, 10, 5, 2, 3, 3], [0.4, 0.9, 0.3, 0.2, 0.1, 0.1], [-0.1, -0.2, -0.3])
@@ -112,26 +112,26 @@ class TestOrders:
 
 
 class TestFills:
-    picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    image = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
 
     def test_only_the_rectangles_of_the_cells_change(self) -> None:
-        paint = np.full_like(self.picture, 7)
-        changed = without(self.picture, paint, frozenset({0, 6}), (4, 4))
+        paint = np.full_like(self.image, 7)
+        changed = replace_cells(self.image, paint, frozenset({0, 6}), (4, 4))
 
         assert (changed[:8, :12] == 7).all()
         assert (changed[8:16, 24:36] == 7).all()
-        changed[:8, :12], changed[8:16, 24:36] = self.picture[:8, :12], self.picture[8:16, 24:36]
-        assert (changed == self.picture).all()
+        changed[:8, :12], changed[8:16, 24:36] = self.image[:8, :12], self.image[8:16, 24:36]
+        assert (changed == self.image).all()
 
     def test_all_cells_are_the_paint_and_none_the_picture(self) -> None:
-        paint = np.full_like(self.picture, 7)
-        assert (without(self.picture, paint, frozenset(range(16)), (4, 4)) == paint).all()
-        assert (without(self.picture, paint, frozenset(), (4, 4)) == self.picture).all()
+        paint = np.full_like(self.image, 7)
+        assert (replace_cells(self.image, paint, frozenset(range(16)), (4, 4)) == paint).all()
+        assert (replace_cells(self.image, paint, frozenset(), (4, 4)) == self.image).all()
 
     @pytest.mark.parametrize("fill", BASELINES)
     def test_a_fill_keeps_the_mean_colour_and_is_the_same_every_time(self, fill: str) -> None:
-        smooth = (self.picture // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
-        first, again = (filled(smooth, fill, (4, 4), seed=3, index=5) for _ in range(2))  # type: ignore[arg-type]
+        smooth = (self.image // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
+        first, again = (baseline_image(smooth, fill, (4, 4), seed=3, index=5) for _ in range(2))  # type: ignore[arg-type]
 
         assert first.dtype == np.uint8
         assert (first == again).all()
@@ -140,7 +140,7 @@ class TestFills:
             assert (first == first[0, 0]).all()
         if fill == "noise":
             assert first.std(axis=(0, 1)) == pytest.approx(smooth.std(axis=(0, 1)), rel=0.1)
-            assert (first != filled(smooth, fill, (4, 4), seed=4, index=5)).any()
+            assert (first != baseline_image(smooth, fill, (4, 4), seed=4, index=5)).any()
         if fill == "blur":
             assert (first.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
 
@@ -149,18 +149,18 @@ class TestForeground:
     whole = Geometry.whole(80, 40)
 
     def test_without_masks_and_boxes_every_cell_counts_and_it_is_said(self) -> None:
-        found = known(_samples([0]), None, (4, 4), boxes=True)
+        found = choose_foreground(_samples([0]), None, (4, 4), boxes=True)
         assert "no foreground is known" in found.name
         assert found.cells(0, self.whole).all()
 
     def test_cropped_to_boxes_every_cell_counts(self) -> None:
-        found = known(_samples([0], box=(20, 0, 60, 40)), None, (4, 4), boxes=True)
+        found = choose_foreground(_samples([0], box=(20, 0, 60, 40)), None, (4, 4), boxes=True)
         assert "cropped to their boxes" in found.name
         assert found.cells(0, self.whole).all()
 
     def test_of_whole_pictures_the_cells_in_the_box_count(self) -> None:
         # cells of 20 x 10; the third column has a quarter of itself in the box, the fourth nothing
-        found = known(_samples([0], box=(20, 10, 45, 40)), None, (4, 4), boxes=False)
+        found = choose_foreground(_samples([0], box=(20, 10, 45, 40)), None, (4, 4), boxes=False)
         assert "annotated box" in found.name
         assert found.cells(0, self.whole).reshape(4, 4).astype(int).tolist() == [
             [0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 1, 0], [0, 1, 1, 0],
@@ -170,7 +170,7 @@ class TestForeground:
         mask = np.zeros((40, 80), np.bool_)
         mask[:20, :20] = True
         annotation = Annotation("a.png", "x", 80, 40, {}, encode_runs(mask))
-        found = known(_samples([0], box=(0, 0, 80, 40)), [annotation], (4, 4), boxes=False)
+        found = choose_foreground(_samples([0], box=(0, 0, 80, 40)), [annotation], (4, 4), boxes=False)
         assert "drawn masks" in found.name
         assert np.flatnonzero(found.cells(0, self.whole)).tolist() == [0, 4]
 
@@ -184,17 +184,17 @@ class TestAgreement:
     metadata = replace(METADATA, class_names=("a", "b"))
 
     def test_a_model_agrees_with_itself(self) -> None:
-        found = agreement((self.ours, self.metadata), (self.ours, self.metadata))
+        found = compare_outputs((self.ours, self.metadata), (self.ours, self.metadata))
         assert (found.images, found.same_class, found.same_cells, found.largest_cosine_difference) == (2, 1.0, 1.0, 0.0)
 
     def test_differences_are_counted_in_the_first_models_answers(self) -> None:
         theirs = Outputs(
             np.array([[-0.1, -0.5], [-0.1, -0.2]], np.float32),
-            # of the block of class 0 one cell moved; the second picture's block is that of class 1
+            # of the block of class 0 one cell moved; the second image's block is that of class 1
             np.array([[1, 9, 9, 9], [9, 9, 7, 8]], np.int32),
             np.array([[0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32),
         )
-        found = agreement((self.ours, self.metadata), (theirs, self.metadata))
+        found = compare_outputs((self.ours, self.metadata), (theirs, self.metadata))
         assert (found.same_class, found.same_cells) == (0.5, 0.75)
         assert found.largest_cosine_difference == pytest.approx(1 - 0.5**0.5, abs=1e-6)
 
@@ -203,10 +203,10 @@ class TestAgreement:
             theirs = Outputs(self.ours.logits, self.ours.argmax, np.abs(self.ours.scores))  # type: ignore[arg-type]
             if other.prototypes_per_class == 1:
                 theirs = Outputs(self.ours.logits, self.ours.argmax[:, :2], self.ours.scores[:, :2])  # type: ignore[index]
-            assert agreement((self.ours, self.metadata), (theirs, other)).same_cells is None
+            assert compare_outputs((self.ours, self.metadata), (theirs, other)).same_cells is None
 
     def test_a_model_without_slots_agrees_on_answers_only(self) -> None:
-        found = agreement((self.ours, self.metadata), (Outputs(self.ours.logits), self.metadata))
+        found = compare_outputs((self.ours, self.metadata), (Outputs(self.ours.logits), self.metadata))
         assert (found.same_class, found.same_cells, found.largest_cosine_difference) == (1.0, None, None)
 
 

@@ -9,7 +9,7 @@ import torch
 from opal_deploy.evaluation.metrics import (
     Evaluation,
     accuracy,
-    collapse_by_picture,
+    collapse_per_image,
     compute_metrics,
     confusion_matrix,
     cross_entropy,
@@ -70,7 +70,7 @@ def test_collapse_is_the_papers_formula() -> None:
         for cells, label in zip(argmax, labels, strict=True):
             places = {divmod(int(cells[k]), 3) for k in range(label * m, label * m + m)}
             expected.append(1 - (len(places) - 1) / (m - 1))
-        assert collapse_by_picture(argmax, labels, m) == pytest.approx(np.array(expected))
+        assert collapse_per_image(argmax, labels, m) == pytest.approx(np.array(expected))
         assert spatial_prototype_collapse(argmax, labels, m) == pytest.approx(np.mean(expected))
 
 

@@ -21,9 +21,9 @@ from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.attention_maps import MapSource, of_session
+from opal_deploy.evaluation.attention_maps import MapSource, from_session
 from opal_deploy.evaluation.parts import PartMeter, measure_parts
-from opal_deploy.evaluation.session import Measured, evaluate_session
+from opal_deploy.evaluation.session import EvaluationResult, evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
 from opal_deploy.export.options import ExportOptions, plan_targets
@@ -72,7 +72,7 @@ def exported(checkpoint: Path) -> OnnxSession:
     return OnnxSession(export(source, plan_targets(source), options).onnx[0].path, threads=1)
 
 
-def _measure(session: Session, data: DataSet, **options: object) -> Measured:
+def _measure(session: Session, data: DataSet, **options: object) -> EvaluationResult:
     parts = cub.read_parts(data.root, data.test)
     return evaluate_session(session, data.test, parts=parts, **options)  # type: ignore[arg-type]
 
@@ -83,9 +83,9 @@ class _Detector:
     def __init__(self, parts: PartLocations, num_classes: int) -> None:
         cells = np.clip(parts.truncated_input_points(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]
         self._attention = np.zeros((len(cells), num_classes * M, 7, 7), np.float32)
-        for picture, slots in enumerate(cells):
+        for image, slots in enumerate(cells):
             for slot, (x, y) in enumerate(slots):
-                self._attention[picture, slot::M, y, x] = 1.0
+                self._attention[image, slot::M, y, x] = 1.0
         self._clean = self._noisy = 0
 
     def run(self, images: ImageBatch) -> Outputs:
@@ -213,7 +213,7 @@ class TestWhatAModelCannotBeMeasuredOn:
     def _reasons(exported: OnnxSession, **changes: object) -> dict[str, str]:
         metadata: Metadata = replace(exported.metadata, **changes)  # type: ignore[arg-type]
         session = SimpleNamespace(metadata=metadata, run=exported.run, run_normalised=exported.run_normalised)
-        return of_session(cast(Session, session)).unavailable
+        return from_session(cast(Session, session)).unavailable
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_network_without_figures_is_refused(data: DataSet, head: HeadConfig, s
 def test_a_data_set_without_parts_is_refused(data: DataSet, network: OpalNetwork) -> None:
     with pytest.raises(UsageError, match=r"no part locations \(parts/part_locs.txt of CUB\)"):
         measure_parts(network, replace(data, layout="imagefolder"))
-    with pytest.raises(UsageError, match="no test pictures"):
+    with pytest.raises(UsageError, match="no test images"):
         measure_parts(network, replace(data, test=[]))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.pointing import box_hits, cell_foreground, summarise
+from opal_deploy.evaluation.pointing import cell_foreground, count_box_hits, summarize_hits
 from opal_deploy.synthetic import Annotation, PartBox, build_annotation, draw_creature, list_species
 from opal_deploy.synthetic.dataset import encode_runs
 
@@ -31,7 +31,7 @@ def a_creature() -> Annotation:
 
 def test_boxes_are_counted_by_what_they_cover() -> None:
     on_beak, on_tail, on_body, off = (20, 20, 40, 40), (40, 40, 60, 60), (40, 20, 60, 40), (0, 0, 20, 20)
-    hits = box_hits(made_up(), [on_beak, on_tail, on_body, off, on_beak], (4, 4))
+    hits = count_box_hits(made_up(), [on_beak, on_tail, on_body, off, on_beak], (4, 4))
     assert (hits.boxes, hits.distinguishing, hits.any_part) == (5, 2, 3)
     assert hits.most_covered == ("beak", "tail", "none", "none", "beak")
 
@@ -46,11 +46,11 @@ def test_boxes_are_counted_by_what_they_cover() -> None:
     ],
 )
 def test_a_quarter_of_the_part_is_enough(box: tuple[float, ...], covered: bool) -> None:
-    assert box_hits(made_up(), [box], (4, 4)).distinguishing == covered
+    assert count_box_hits(made_up(), [box], (4, 4)).distinguishing == covered
 
 
 def test_control_of_a_made_up_creature() -> None:
-    hits = box_hits(made_up(), [], (4, 4))
+    hits = count_box_hits(made_up(), [], (4, 4))
     assert hits.control_distinguishing == 1 / 4
     assert hits.control_any == 2 / 4
     assert hits.boxes == 0
@@ -68,9 +68,9 @@ def test_control_is_the_mean_over_single_cells(grid: tuple[int, int]) -> None:
             fine = mask[row * annotation.height :, column * annotation.width :]
             if fine[: annotation.height, : annotation.width].mean() >= 0.25:
                 box = [column * width, row * height, (column + 1) * width, (row + 1) * height]
-                one = box_hits(annotation, [box], grid)
+                one = count_box_hits(annotation, [box], grid)
                 covered.append((one.distinguishing, one.any_part))
-    hits = box_hits(annotation, [], grid)
+    hits = count_box_hits(annotation, [], grid)
     assert len(covered) > 2
     assert (hits.control_distinguishing, hits.control_any) == pytest.approx(np.mean(covered, axis=0))
     assert 0 < hits.control_distinguishing < hits.control_any
@@ -83,7 +83,7 @@ def test_some_cell_covers_each_distinguishing_part() -> None:
         annotation = build_annotation(draw_creature(kind, np.random.default_rng(seed), (224, 224)), "x.png", kind.name)
         for name in kind.distinguishing:
             only = replace(annotation, parts={name: annotation.parts[name]})
-            assert box_hits(only, grid, (7, 7)).distinguishing >= 1
+            assert count_box_hits(only, grid, (7, 7)).distinguishing >= 1
 
 
 def test_cell_foreground_is_exact_where_cells_cut_pixels() -> None:
@@ -97,21 +97,21 @@ def test_control_takes_the_fullest_cells_if_none_is_full_enough() -> None:
     mask = np.zeros((80, 80), dtype=bool)
     mask[25:30, 25:30] = True
     annotation = replace(made_up(), runs=encode_runs(mask))
-    assert box_hits(annotation, [], (4, 4)).control_distinguishing == 1
+    assert count_box_hits(annotation, [], (4, 4)).control_distinguishing == 1
 
 
 def test_hidden_part_cannot_be_covered() -> None:
     annotation = made_up()
     beak = replace(annotation.parts["beak"], visible=False)
-    hits = box_hits(replace(annotation, parts={**annotation.parts, "beak": beak}), [(20, 20, 40, 40)], (4, 4))
+    hits = count_box_hits(replace(annotation, parts={**annotation.parts, "beak": beak}), [(20, 20, 40, 40)], (4, 4))
     assert (hits.distinguishing, hits.any_part, hits.control_distinguishing) == (0, 0, 0)
 
 
 def test_summary_weighs_images_by_their_boxes() -> None:
     on_beak, off = (20, 20, 40, 40), (0, 0, 20, 20)
-    first = box_hits(made_up(), [on_beak, on_beak, off], (4, 4))
-    second = replace(box_hits(made_up(), [off], (4, 4)), control_distinguishing=0.75)
-    summary = summarise([first, second, box_hits(made_up(), [], (4, 4))])
+    first = count_box_hits(made_up(), [on_beak, on_beak, off], (4, 4))
+    second = replace(count_box_hits(made_up(), [off], (4, 4)), control_distinguishing=0.75)
+    summary = summarize_hits([first, second, count_box_hits(made_up(), [], (4, 4))])
     assert (summary.images, summary.boxes) == (3, 4)
     assert (summary.distinguishing, summary.any_part) == (0.5, 0.5)
     assert summary.control_distinguishing == (3 * 0.25 + 0.75) / 4
@@ -120,15 +120,15 @@ def test_summary_weighs_images_by_their_boxes() -> None:
 
 def test_no_boxes_at_all_is_refused() -> None:
     with pytest.raises(UsageError, match="no boxes"):
-        summarise([])
+        summarize_hits([])
 
 
 @pytest.mark.parametrize("boxes", [[[1, 2, 3]], [1, 2, 3, 4], [[[1, 2, 3, 4]]]])
 def test_boxes_of_another_shape_are_refused(boxes: list[object]) -> None:
     with pytest.raises(UsageError, match=r"expected \[B, 4\]"):
-        box_hits(made_up(), boxes, (4, 4))
+        count_box_hits(made_up(), boxes, (4, 4))
 
 
 def test_empty_grid_is_refused() -> None:
     with pytest.raises(UsageError, match="0x7 cells"):
-        box_hits(made_up(), [], (0, 7))
+        count_box_hits(made_up(), [], (0, 7))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from opal_deploy.evaluation.parts import TOP, merge_sides, patches, purity_by_channel
+from opal_deploy.evaluation.parts import TOP, merge_sides, patch_boxes, purity_by_channel
 
 GRID = (7, 7)
 # beyond every patch
@@ -36,15 +36,19 @@ def _purity(
 
 class TestPatches:
     def test_on_the_papers_grid_a_patch_is_the_cell(self) -> None:
-        assert patches(np.array([0, 9, 48]), GRID).tolist() == [[0, 0, 32, 32], [64, 32, 96, 64], [192, 192, 224, 224]]
+        assert patch_boxes(np.array([0, 9, 48]), GRID).tolist() == [
+            [0, 0, 32, 32],
+            [64, 32, 96, 64],
+            [192, 192, 224, 224],
+        ]
 
     def test_finer_grids_overlap_and_end_at_the_edge(self) -> None:
         # round(192 / 27) = 7 pixels a step; 27 steps are 189, and the last patch ends at 224 all the same
-        found = patches(np.array([1 * 28 + 26, 27 * 28 + 27]), (28, 28))
+        found = patch_boxes(np.array([1 * 28 + 26, 27 * 28 + 27]), (28, 28))
         assert found.tolist() == [[182, 7, 214, 39], [192, 192, 224, 224]]
 
     def test_a_single_cell_takes_the_last_patch(self) -> None:
-        assert patches(np.array([0]), (1, 1)).tolist() == [[192, 192, 224, 224]]
+        assert patch_boxes(np.array([0]), (1, 1)).tolist() == [[192, 192, 224, 224]]
 
 
 class TestPurity:
@@ -58,7 +62,7 @@ class TestPurity:
     def test_it_is_the_best_parts_share_of_the_pictures_that_show_it(self) -> None:
         inside, outside = (5.0, 5.0), (100.0, 100.0)
         points = [[inside, outside], [outside, inside], [inside, inside], [outside, inside]]
-        # beak: 2 of 4; tail: 2 of 3, being invisible on the last picture
+        # beak: 2 of 4; tail: 2 of 3, being invisible on the last image
         visible = [[True, True], [True, True], [True, True], [True, False]]
         assert _purity(points, visible, ("beak", "tail")) == pytest.approx(2 / 3)
 

@@ -32,16 +32,16 @@ def _hot(*cells: tuple[int, int]) -> np.ndarray:
 
 
 def _peak(*cells: tuple[int, int]) -> tuple[int, int]:
-    y, x = consistency.peaks(_hot(*cells))[0, 0]
+    y, x = consistency.peak_locations(_hot(*cells))[0, 0]
     return int(y), int(x)
 
 
 class TestPeaks:
     def test_maps_are_upsampled_as_opencv_does(self) -> None:
-        assert consistency.upsampled(RED[None, None], 8)[0, 0] == pytest.approx(OPENCV, abs=3e-7)
+        assert consistency.upsample(RED[None, None], 8)[0, 0] == pytest.approx(OPENCV, abs=3e-7)
 
     def test_the_peak_is_opencvs(self) -> None:
-        assert consistency.peaks(RED[None, None], 8)[0, 0].tolist() == [3, 7]
+        assert consistency.peak_locations(RED[None, None], 8)[0, 0].tolist() == [3, 7]
 
     def test_a_single_hot_cell_peaks_next_to_its_centre(self) -> None:
         # the centre lies between pixels 111 and 112; of the four equal ones the first counts
@@ -55,7 +55,7 @@ class TestPeaks:
     def test_a_strong_neighbour_moves_the_peak(self) -> None:
         cell_map = _hot((3, 3))
         cell_map[0, 0, 3, 4] = 0.95
-        y, x = consistency.peaks(cell_map)[0, 0]
+        y, x = consistency.peak_locations(cell_map)[0, 0]
         assert y == 111
         assert 116 <= x <= 128
 
@@ -103,7 +103,7 @@ class TestHits:
 
     @staticmethod
     def _hit(centre: tuple[int, int], point: tuple[int, int], *, visible: bool = True) -> bool:
-        found = consistency.hits(np.array([[centre]]), np.array([[point]]), np.array([[visible]]))
+        found = consistency.part_hits(np.array([[centre]]), np.array([[point]]), np.array([[visible]]))
         assert found.shape == (1, 1, 1)
         return bool(found[0, 0, 0])
 
@@ -124,12 +124,12 @@ class TestConsistency:
         assert consistency.consistency(nothing, np.zeros((4, 2), bool), np.zeros(4, np.int64)) == 0.0
 
     def test_it_must_be_one_and_the_same_part(self) -> None:
-        # on every picture some part is hit, but no part on more than half of them
+        # on every image some part is hit, but no part on more than half of them
         hit = np.array([[[True, False]], [[False, True]]])
         assert consistency.consistency(hit, np.ones((2, 2), bool), np.zeros(2, np.int64)) == 0.0
 
     def test_it_is_the_mean_over_prototypes_not_over_pictures(self) -> None:
-        # class 1 has one picture and one good prototype of two; class 4 has three pictures and none
+        # class 1 has one image and one good prototype of two; class 4 has three images and none
         hit = np.zeros((4, 2, 1), bool)
         hit[0, 1, 0] = True
         assert consistency.consistency(hit, np.ones((4, 1), bool), np.array([1, 4, 4, 4])) == 25.0
@@ -149,22 +149,22 @@ class TestStability:
     def test_it_is_the_mean_over_prototypes_not_over_pictures(self) -> None:
         clean = np.zeros((4, 2, 3), bool)
         noisy = clean.copy()
-        noisy[0, :, 0] = True  # class 1's only picture: both of its prototypes
+        noisy[0, :, 0] = True  # class 1's only image: both of its prototypes
         assert consistency.stability(clean, noisy, np.array([1, 4, 4, 4])) == 50.0
 
 
 class TestNoise:
     def test_noise_depends_on_seed_and_picture_not_on_the_batch(self) -> None:
         images = np.zeros((5, 3, 8, 8), np.float32)
-        whole = consistency.with_noise(images, 0, seed=7)
-        parts = [consistency.with_noise(images[:2], 0, seed=7), consistency.with_noise(images[2:], 2, seed=7)]
+        whole = consistency.add_noise(images, 0, seed=7)
+        parts = [consistency.add_noise(images[:2], 0, seed=7), consistency.add_noise(images[2:], 2, seed=7)]
         assert np.array_equal(whole, np.concatenate(parts))
-        assert not np.array_equal(whole, consistency.with_noise(images, 0, seed=8))
+        assert not np.array_equal(whole, consistency.add_noise(images, 0, seed=8))
         assert len({noise.tobytes() for noise in whole}) == 5
 
     def test_noise_is_clipped_gaussian_and_added(self) -> None:
         images = np.full((2, 3, 64, 64), 1.5, np.float32)
-        noise = consistency.with_noise(images, 0, seed=0) - 1.5
+        noise = consistency.add_noise(images, 0, seed=0) - 1.5
         assert np.abs(noise).max() == pytest.approx(0.25, abs=1e-6)
         # N(0, 0.2) is beyond 1.25 standard deviations 21.1 % of the time
         assert (np.abs(noise) > 0.2499).mean() == pytest.approx(0.211, abs=0.01)

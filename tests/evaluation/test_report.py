@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture, and where an evaluation's files go."""
+"""The confusion matrix as a image, and where an evaluation's files go."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.report import check_folder, draw, model_folders, new_folder, write_evaluation
+from opal_deploy.evaluation.report import (
+    check_folder,
+    create_folder,
+    draw_confusion_matrix,
+    model_folders,
+    write_evaluation,
+)
 
 
 def _drawn(counts: np.ndarray, names: list[str], path: Path) -> np.ndarray:
-    draw(counts, names, path)
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
-        return np.asarray(picture.convert("RGB")).astype(int)
+    draw_confusion_matrix(counts, names, path)
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB")).astype(int)
 
 
 def _dark(pixels: np.ndarray) -> np.ndarray:
@@ -41,17 +47,17 @@ def test_rows_are_normalised(tmp_path: Path) -> None:
     rare, frequent = np.diag([1, 1, 1]), np.diag([1000, 10, 1])
     # without the numbers in the cells
     names = [f"{number}" for number in range(16)]
-    pictures = [
+    images = [
         _drawn(np.pad(counts, (0, 13)), names, tmp_path / f"{n}.png") for n, counts in enumerate((rare, frequent))
     ]
-    height = min(len(picture) for picture in pictures)
-    assert _dark(pictures[0])[200:height].sum() == _dark(pictures[1])[200:height].sum() > 0
+    height = min(len(image) for image in images)
+    assert _dark(images[0])[200:height].sum() == _dark(images[1])[200:height].sum() > 0
 
 
 def test_any_name_can_be_drawn(tmp_path: Path) -> None:
     # warnings are errors here: mathematics, a script that the font lacks, a very long name
     names = ["$x^{$", "鳥", "x" * 300, "<b>&amp;", "cl\udcff"]
-    draw(np.eye(5, dtype=np.int64), names, tmp_path / "names.png")
+    draw_confusion_matrix(np.eye(5, dtype=np.int64), names, tmp_path / "names.png")
 
 
 def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
@@ -65,7 +71,7 @@ def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
 def test_an_earlier_evaluation_is_not_replaced_unasked(tmp_path: Path) -> None:
     out, data = tmp_path / "deep" / "out", tmp_path / "data"
     check_folder(out, data, overwrite=False)
-    new_folder(out)
+    create_folder(out)
     write_evaluation(out, {})
     with pytest.raises(UsageError, match="already holds an evaluation; give another --out, or --overwrite"):
         check_folder(out, data, overwrite=False)
@@ -81,4 +87,4 @@ def test_a_folder_in_the_data_set_is_refused(tmp_path: Path, below: str) -> None
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be made .*; give another --out"):
-        new_folder(tmp_path / "file" / "out")
+        create_folder(tmp_path / "file" / "out")

@@ -19,9 +19,7 @@ from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
 
 def test_too_few_pictures_are_refused() -> None:
     risk.check_support(59, 0.05)
-    with pytest.raises(
-        UsageError, match=r"--target-error 5%: 58 labelled pictures .* 59 are needed; give more pictures"
-    ):
+    with pytest.raises(UsageError, match=r"--target-error 5%: 58 labelled images .* 59 are needed; give more images"):
         risk.check_support(58, 0.05)
 
 
@@ -38,7 +36,7 @@ def test_margins_are_those_of_the_records() -> None:
 
 
 def test_the_table_has_a_row_for_each_threshold() -> None:
-    header, rows = risk.rows(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
+    header, rows = risk.curve_table(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
 
     assert header == ["min_margin", "answered", "coverage", "wrong", "error"]
     assert rows == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
@@ -47,13 +45,13 @@ def test_the_table_has_a_row_for_each_threshold() -> None:
 def test_what_is_said_of_a_threshold_can_be_typed_back() -> None:
     curve = compute_risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
     found = choose_threshold(curve.summary(), 0.05)
-    (line,) = risk.threshold_lines(found)
+    (line,) = risk.format_threshold(found)
 
     assert float(line.split()[1]) == found.min_margin == curve.margins[-1]
-    assert "answers 100.0% of 80 pictures, 0 of 80 wrong" in line
+    assert "answers 100.0% of 80 images, 0 of 80 wrong" in line
     assert "with 95% confidence at most 3.68 %" in line
-    (refusal,) = risk.threshold_lines(choose_threshold(curve.summary(), 0.01))
-    assert "no --min-margin is known to give an error rate of at most 1 %: 80 labelled pictures cannot" in refusal
+    (refusal,) = risk.format_threshold(choose_threshold(curve.summary(), 0.01))
+    assert "no --min-margin is known to give an error rate of at most 1 %: 80 labelled images cannot" in refusal
 
 
 def test_the_picture_is_drawn_with_and_without_a_threshold(tmp_path: Path) -> None:
@@ -61,5 +59,5 @@ def test_the_picture_is_drawn_with_and_without_a_threshold(tmp_path: Path) -> No
     for number, threshold in enumerate(
         (None, choose_threshold(curve.summary(), 0.2), choose_threshold(curve.summary(), 0.01))
     ):
-        risk.draw(curve, threshold, tmp_path / f"{number}.png")
+        risk.draw_curve(curve, threshold, tmp_path / f"{number}.png")
         assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")

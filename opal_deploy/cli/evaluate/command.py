@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from opal_deploy.cli.console import Advance, one_line, print_json, print_message, progress
-from opal_deploy.cli.evaluate.faithfulness import agreements, measured_faithfulness
-from opal_deploy.cli.evaluate.inputs import check_classes, metadata, open_model, samples_of, warn_of_crop
-from opal_deploy.cli.evaluate.output import Run, say_figures, say_table
+from opal_deploy.cli.evaluate.faithfulness import print_agreements, run_faithfulness
+from opal_deploy.cli.evaluate.inputs import (
+    check_classes,
+    open_model,
+    read_model_metadata,
+    select_samples,
+    warn_crop_mismatch,
+)
+from opal_deploy.cli.evaluate.output import Run, print_figures, print_table
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError, require
 
@@ -37,10 +43,8 @@ def evaluate(
         typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
     ] = None,
     partition: Annotated[int, typer.Option(min=1, max=10, help="Of DTD and SUN-397.")] = 1,
-    skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="Leave out pictures that are not there.")
-    ] = False,
-    split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which pictures.")] = "test",
+    skip_missing: Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")] = False,
+    split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which images.")] = "test",
     boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
     parts: Annotated[
         bool | None,
@@ -67,7 +71,7 @@ def evaluate(
         ),
     ] = False,
     limit: Annotated[
-        int, typer.Option(min=1, help="Pictures that faithfulness is measured on, evenly over classes.")
+        int, typer.Option(min=1, help="Images that faithfulness is measured on, evenly over classes.")
     ] = 100,
     fill: Annotated[
         list[str] | None,
@@ -79,12 +83,11 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Of the noise and the random cells.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures a forward pass.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Images a forward pass.")] = 16,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for evaluation.json, tables and pictures: confusion, predictions, risk_coverage, "
-            "faithfulness.",
+            help="Folder for evaluation.json, tables and images: confusion, predictions, risk_coverage, faithfulness.",
             show_default=False,
         ),
     ] = None,
@@ -110,41 +113,41 @@ def evaluate(
     options = _options(split, boxes, seed, device, threads, batch, faithfulness, limit, fill, target_error)
     # a list, so that nothing holds on to a model that was measured
     opened = [open_model(model[0], device, threads)]
-    known = [opened[0].metadata, *(metadata(path) for path in model[1:])]
+    known = [opened[0].metadata, *(read_model_metadata(path) for path in model[1:])]
     for path, theirs in zip(model, known, strict=True):
         _check_wanted(path, theirs, options)
     with progress("reading") as advance:
-        pictures = read_dataset(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
-    print_message(one_line(f"read as {pictures.describe()}"))
-    for line in pictures.warnings:
+        data_set = read_dataset(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
+    print_message(one_line(f"read as {data_set.describe()}"))
+    for line in data_set.warnings:
         print_message(one_line(f"warning: {line}"))
-    samples = samples_of(pictures, split)
+    samples = select_samples(data_set, split)
     for path, theirs in zip(model, known, strict=True):
-        check_classes(path, list(theirs.class_names), pictures)
-        warn_of_crop(path, theirs.crop, pictures, boxes=boxes)
+        check_classes(path, list(theirs.class_names), data_set)
+        warn_crop_mismatch(path, theirs.crop, data_set, boxes=boxes)
     if options.target is not None:
         check_support(len(samples), options.target)
-    generated = pointing.has_annotations(pictures)
-    if parts and not cub.has_parts(pictures) and not generated:
+    generated = pointing.has_annotations(data_set)
+    if parts and not cub.has_parts(data_set) and not generated:
         raise UsageError(
             f"{data}: it has no part locations (parts/part_locs.txt of CUB, parts.jsonl of the generated set); "
             "leave --parts out"
         )
     located, annotations = None, None
-    if parts is not False and cub.has_parts(pictures):
-        located = cub.read_parts(pictures.root, samples)
+    if parts is not False and cub.has_parts(data_set):
+        located = cub.read_parts(data_set.root, samples)
     if parts is not False and generated:
-        annotations = pointing.annotations_of(pictures, samples)
+        annotations = pointing.match_annotations(data_set, samples)
     if out is not None:
-        report.new_folder(out)
+        report.create_folder(out)
     folders = [None] * len(model) if out is None else report.model_folders(out, model)
     runs = []
     for path, folder in zip(model, folders, strict=True):
         session = opened.pop() if opened else open_model(path, device, threads)
         run = _evaluate(path, session, samples, located, options)
         if folder is not None:
-            report.write_model(folder, run.measured, run.metadata, samples, pictures.root)
-        say_figures(run, split, boxes=boxes)
+            report.write_model(folder, run.measured, run.metadata, samples, data_set.root)
+        print_figures(run, split, boxes=boxes)
         _add_risk(run, options, folder)
         _add_parts(run, annotations, folder)
         if faithfulness:
@@ -153,9 +156,9 @@ def evaluate(
         runs.append(run)
     if len(runs) > 1:
         if faithfulness:
-            for run, found in zip(runs, agreements(runs), strict=True):
+            for run, found in zip(runs, print_agreements(runs), strict=True):
                 run.further["agreement"] = found
-        say_table(runs)
+        print_table(runs)
     documents = [run.to_dict(split, boxes=boxes) for run in runs]
     document = documents[0] if len(documents) == 1 else documents
     if out is not None:
@@ -195,10 +198,10 @@ def _options(
 
 def _check_wanted(path: Path, theirs: Metadata, options: _Options) -> None:
     """Raise UsageError for what a model cannot be measured by, before anything is read."""
-    from opal_deploy.evaluation.faithfulness.measure import check
+    from opal_deploy.evaluation.faithfulness.measure import check_evidence
 
     if options.faithfulness:
-        check(theirs, str(path))
+        check_evidence(theirs, str(path))
     if options.target is not None and theirs.evidence == "none":
         raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
 
@@ -226,11 +229,11 @@ def _add_risk(run: Run, options: _Options, folder: Path | None) -> None:
     from opal_deploy.evaluation import report, risk
     from opal_deploy.statistics.risk import choose_threshold
 
-    curve = risk.curve_of(run.measured)
+    curve = risk.compute_margin_curve(run.measured)
     if curve is None:
         return
     threshold = None if options.target is None else choose_threshold(curve.summary(), options.target)
-    for line in (*risk.curve_lines(curve), *(risk.threshold_lines(threshold) if threshold else ())):
+    for line in (*risk.format_curve(curve), *(risk.format_threshold(threshold) if threshold else ())):
         print_message(line)
     if threshold is not None:
         run.further["threshold"] = threshold.to_dict()
@@ -244,13 +247,13 @@ def _add_parts(run: Run, annotations: list[Annotation] | None, folder: Path | No
 
     if annotations is None:
         return
-    summary = pointing.parts_covered(run.measured, annotations, run.metadata)
+    summary = pointing.evaluate_part_coverage(run.measured, annotations, run.metadata)
     if summary is None:
         print_message("boxes on parts: not measured, no right answer has boxes of single cells")
         return
-    for line in pointing.parts_lines(summary):
+    for line in pointing.format_part_coverage(summary):
         print_message(one_line(line))
-    run.further[pointing.PARTS] = pointing.parts_document(summary)
+    run.further[pointing.PARTS] = pointing.part_coverage_document(summary)
     if folder is not None:
         report.write_slot_parts(folder, summary)
 
@@ -267,7 +270,7 @@ def _add_faithfulness(
     from opal_deploy.evaluation.faithfulness import tables
 
     with progress("faithfulness") as advance:
-        found = measured_faithfulness(
+        found = run_faithfulness(
             run.path,
             session,
             samples,
@@ -280,7 +283,7 @@ def _add_faithfulness(
             seed=options.seed,
             report=_with_estimate(advance, "fewer with --limit or --fill"),
         )
-    for line in tables.lines(found):
+    for line in tables.format_lines(found):
         print_message(line)
     run.further["faithfulness"] = found.to_dict()
     if folder is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opal_deploy.synthetic import Annotation
 
 
-def measured_faithfulness(
+def run_faithfulness(
     path: Path,
     session: Session,
     samples: list[Sample],
@@ -33,19 +33,19 @@ def measured_faithfulness(
     report: Advance,
 ) -> Faithfulness:
     """Measures, and says before how many forward passes it may take."""
-    from opal_deploy.evaluation.faithfulness.measure import choose, measure, most_passes
-    from opal_deploy.evaluation.faithfulness.rankings import known
+    from opal_deploy.evaluation.faithfulness.measure import choose_samples, max_forward_passes, measure_faithfulness
+    from opal_deploy.evaluation.faithfulness.rankings import choose_foreground
 
-    chosen = choose(samples, limit)
-    passes = most_passes(len(chosen), session.metadata, fills)
+    chosen = choose_samples(samples, limit)
+    passes = max_forward_passes(len(chosen), session.metadata, fills)
     print_message(
-        f"faithfulness: {len(chosen):,} pictures, at most {passes:,} forward passes (--limit and --fill make it fewer)"
+        f"faithfulness: {len(chosen):,} images, at most {passes:,} forward passes (--limit and --fill make it fewer)"
     )
-    return measure(
+    return measure_faithfulness(
         session,
         samples,
         chosen,
-        known(samples, annotations, session.metadata.grid, boxes=boxes),
+        choose_foreground(samples, annotations, session.metadata.grid, boxes=boxes),
         boxes=boxes,
         fills=fills,
         heat=_heat(path, device),
@@ -68,15 +68,15 @@ def _heat(path: Path, device: str) -> HeatMap | None:
     return GradCam(checkpoint.load(path).network.to(torch_device(device)))
 
 
-def agreements(runs: list[Run]) -> list[list[dict[str, Any]]]:
-    """For each model how far it agrees with each before it, on the same pictures; said, and for JSON."""
-    from opal_deploy.evaluation.faithfulness.agreement import agreement
+def print_agreements(runs: list[Run]) -> list[list[dict[str, Any]]]:
+    """For each model how far it agrees with each before it, on the same images; said, and for JSON."""
+    from opal_deploy.evaluation.metrics import compare_outputs
 
     documents: list[list[dict[str, Any]]] = []
     for number, run in enumerate(runs):
         documents.append([])
         for earlier in runs[:number]:
-            found = agreement((earlier.measured.outputs, earlier.metadata), (run.measured.outputs, run.metadata))
+            found = compare_outputs((earlier.measured.outputs, earlier.metadata), (run.measured.outputs, run.metadata))
             documents[-1].append({"with": str(earlier.path), **found.to_dict()})
             cells = "no comparable cells" if found.same_cells is None else f"{found.same_cells:.2%} of its cells"
             gap = found.largest_cosine_difference

@@ -1,4 +1,4 @@
-"""The models and pictures of an evaluation, and whether they fit each other."""
+"""The models and images of an evaluation, and whether they fit each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_model(path: Path, device: str, threads: int | None) -> Session:
     return open_sessions(path, device=device, threads=threads)[0]
 
 
-def metadata(path: Path) -> Metadata:
+def read_model_metadata(path: Path) -> Metadata:
     """What a model says of itself, without an engine: a second one's mistake is found before the first one runs.
 
     Raises:
@@ -41,46 +41,44 @@ def metadata(path: Path) -> Metadata:
     raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
 
 
-def check_classes(path: Path, names: list[str], pictures: DataSet) -> None:
+def check_classes(path: Path, names: list[str], data_set: DataSet) -> None:
     """Raises UsageError: the model's classes are not the data set's, in its order."""
     from opal_deploy.datasets.samples import pluralize
 
-    theirs = pictures.class_names
+    theirs = data_set.class_names
     if names == theirs:
         return
     expected = "they must be the same, in the same order; give the data set that the model was trained on"
     if len(names) != len(theirs):
         raise UsageError(
             f"{path} knows {pluralize(len(names), 'class', 'classes')} ({names[0]}, ...), "
-            f"{pictures.root} has {len(theirs)} ({theirs[0]}, ...); {expected}"
+            f"{data_set.root} has {len(theirs)} ({theirs[0]}, ...); {expected}"
         )
     number, (ours, other) = next(
         (i, pair) for i, pair in enumerate(zip(names, theirs, strict=True), 1) if len({*pair}) > 1
     )
     raise UsageError(
-        f"{path} and {pictures.root} have {len(names)} classes each, but number {number} is {ours!r} to the model and "
+        f"{path} and {data_set.root} have {len(names)} classes each, but number {number} is {ours!r} to the model and "
         f"{other!r} in the data set; {expected}"
     )
 
 
-def warn_of_crop(path: Path, trained: str | None, pictures: DataSet, *, boxes: bool) -> None:
-    """Say so where the model is measured on pictures cropped in another way than those it was trained on."""
-    measured = pictures.crop if boxes else None
+def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, boxes: bool) -> None:
+    """Say so where the model is measured on images cropped in another way than those it was trained on."""
+    measured = data_set.crop if boxes else None
     if trained == measured:
         return
     if measured is not None:
-        words = (
-            "says it was trained on whole pictures and is measured on pictures cropped to their boxes; see --no-boxes"
-        )
+        words = "says it was trained on whole images and is measured on images cropped to their boxes; see --no-boxes"
     else:
-        why = "see --boxes" if pictures.crop else "the data set has no boxes"
-        words = f"says it was trained on pictures cropped to their boxes and is measured on whole ones; {why}"
+        why = "see --boxes" if data_set.crop else "the data set has no boxes"
+        words = f"says it was trained on images cropped to their boxes and is measured on whole ones; {why}"
     print_message(f"warning: {one_line(str(path))} {words}")
 
 
-def samples_of(pictures: DataSet, split: str) -> list[Sample]:
+def select_samples(data_set: DataSet, split: str) -> list[Sample]:
     """Of one split. Raises UsageError: there are none."""
-    samples: list[Sample] = getattr(pictures, split)
+    samples: list[Sample] = getattr(data_set, split)
     if not samples:
-        raise UsageError(f"{pictures.root}: it has no {split} pictures; choose another --split")
+        raise UsageError(f"{data_set.root}: it has no {split} images; choose another --split")
     return samples

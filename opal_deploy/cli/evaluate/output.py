@@ -10,7 +10,7 @@ from opal_deploy.cli.console import one_line, print_message
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.evaluation.session import Measured
+    from opal_deploy.evaluation.session import EvaluationResult
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Run:
     path: Path
     session: str
     metadata: Metadata
-    measured: Measured
+    measured: EvaluationResult
     further: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self, split: str, *, boxes: bool) -> dict[str, Any]:
@@ -37,19 +37,19 @@ class Run:
         return {**head, **self.measured.to_dict(split), **self.further}
 
 
-def say_figures(run: Run, split: str, *, boxes: bool) -> None:
+def print_figures(run: Run, split: str, *, boxes: bool) -> None:
     """A few lines on one model."""
     from opal_deploy.datasets.samples import pluralize
 
     found, parts = run.measured.evaluation, run.measured.parts
     without = "" if boxes else ", boxes left out"
-    pictures = pluralize(found.images, f"{split} picture", f"{split} pictures")
-    print_message(f"{one_line(str(run.path))} in {run.session}, {pictures}{without}")
+    images = pluralize(found.images, f"{split} image", f"{split} images")
+    print_message(f"{one_line(str(run.path))} in {run.session}, {images}{without}")
     top5 = "" if found.top5 is None else f", top-5 {found.top5:.2%}"
     print_message(f"accuracy {found.accuracy:.2%}{top5}, macro F1 {found.macro_f1:.2%}, cross-entropy {found.loss:.4f}")
     if found.spatial_prototype_collapse is not None:
         spread = _figure(100 * found.spatial_prototype_collapse, 100 * (found.spatial_prototype_collapse_std or 0))
-        print_message(f"spatial prototype collapse {spread} % (mean and standard deviation over pictures)")
+        print_message(f"spatial prototype collapse {spread} % (mean and standard deviation over images)")
     if parts is None:
         return
     names = {
@@ -69,7 +69,7 @@ def say_figures(run: Run, split: str, *, boxes: bool) -> None:
         print_message(f"{names[key][0]}: not measured, {reason}")
 
 
-def say_table(runs: list[Run]) -> None:
+def print_table(runs: list[Run]) -> None:
     """One line a model, all figures in percent but the cross-entropy."""
     rows = [["model", "top-1", "top-5", "macro F1", "loss", "collapse", "consistency", "stability", "purity"]]
     for run in runs:

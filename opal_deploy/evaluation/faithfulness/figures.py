@@ -1,4 +1,4 @@
-"""From what happened to single pictures to figures with intervals, each control compared picture by picture."""
+"""From what happened to single images to figures with intervals, each control compared image by image."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from opal_deploy.evaluation.faithfulness.perturbation import Baseline, Curve, Curves
 from opal_deploy.evaluation.faithfulness.rankings import CONTRIBUTION, RANKINGS, REVERSE
-from opal_deploy.evaluation.faithfulness.stability import Kept
+from opal_deploy.evaluation.faithfulness.stability import SlotStability
 from opal_deploy.statistics.intervals import Mean, mean_with_interval
 
 
 @dataclass(frozen=True)
-class Better:
+class Advantage:
     """By how much the evidence, in order of contribution, beats another order: paired, positive where it does.
 
-    Where a picture has fewer cells for the other order, the evidence counts with its first so many cells only.
+    Where a image has fewer cells for the other order, the evidence counts with its first so many cells only.
 
     Attributes:
         deletion: the other's deletion area minus the evidence's.
@@ -32,16 +32,16 @@ class Better:
 
 
 @dataclass(frozen=True)
-class OrderFigures:
-    """One order with one fill, over the pictures that have it.
+class RankingFigures:
+    """One order with one fill, over the images that have it.
 
     Attributes:
         fill, order: which.
-        images: how many pictures.
+        images: how many images.
         cells: mean number of cells that were removed.
-        deletion, insertion: mean cosine after 0, 1, ..., m steps; a picture with fewer cells stays where it then is.
+        deletion, insertion: mean cosine after 0, 1, ..., m steps; a image with fewer cells stays where it then is.
         deletion_area, insertion_area, drop: see `Path`.
-        kept: share of pictures that are still answered with the class when all its cells are removed.
+        kept: share of images that are still answered with the class when all its cells are removed.
         overlap: mean share of the cells that are evidence.
         better: None for the evidence itself.
     """
@@ -57,7 +57,7 @@ class OrderFigures:
     drop: Mean
     kept: float
     overlap: float
-    better: Better | None
+    better: Advantage | None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -84,11 +84,11 @@ class OrderFigures:
         return document
 
 
-def order_figures(paths: Sequence[Curves], fills: Sequence[Baseline], steps: int) -> list[OrderFigures]:
-    """By fill, then in the order of `ORDERS`; an order that no picture has is left out.
+def summarize_rankings(paths: Sequence[Curves], fills: Sequence[Baseline], steps: int) -> list[RankingFigures]:
+    """By fill, then in the order of `ORDERS`; an order that no image has is left out.
 
     Args:
-        paths: of N pictures, at least 1.
+        paths: of N images, at least 1.
         fills: that were used.
         steps: m.
     """
@@ -101,15 +101,15 @@ def order_figures(paths: Sequence[Curves], fills: Sequence[Baseline], steps: int
                 if (other := each.get((fill, order))) is not None
             ]
             if both:
-                found.append(_figures(fill, order, both, steps))
+                found.append(_summarize(fill, order, both, steps))
     return found
 
 
-def _figures(fill: Baseline, order: str, both: list[tuple[Curve, Curve]], steps: int) -> OrderFigures:
+def _summarize(fill: Baseline, order: str, both: list[tuple[Curve, Curve]], steps: int) -> RankingFigures:
     mine = [path for path, _ in both]
     better = None
     if order != CONTRIBUTION:
-        better = Better(
+        better = Advantage(
             mean_with_interval([other.deletion_area - ours.deletion_area for other, ours in both]),
             mean_with_interval([ours.insertion_area - other.insertion_area for other, ours in both]),
             None if order == REVERSE else mean_with_interval([ours.drop - other.drop for other, ours in both]),
@@ -120,7 +120,7 @@ def _figures(fill: Baseline, order: str, both: list[tuple[Curve, Curve]], steps:
         held = np.stack([np.pad(c, (0, steps + 1 - len(c)), mode="edge") for c in curves])
         return [float(value) for value in held.mean(axis=0)]
 
-    return OrderFigures(
+    return RankingFigures(
         fill,
         order,
         len(mine),
@@ -138,12 +138,12 @@ def _figures(fill: Baseline, order: str, both: list[tuple[Curve, Curve]], steps:
 
 @dataclass(frozen=True)
 class StabilityFigures:
-    """One change of the pictures.
+    """One change of the images.
 
     Attributes:
         change: which.
         exactly, nearly: mean shares of slots, see `Kept`.
-        answer: share of pictures whose answer stayed.
+        answer: share of images whose answer stayed.
     """
 
     change: str
@@ -161,8 +161,8 @@ class StabilityFigures:
         }
 
 
-def stability_figures(kept: Sequence[dict[str, Kept]]) -> list[StabilityFigures]:
-    """Of N pictures, at least 1."""
+def summarize_stability(kept: Sequence[dict[str, SlotStability]]) -> list[StabilityFigures]:
+    """Of N images, at least 1."""
     return [
         StabilityFigures(
             change,

@@ -1,6 +1,6 @@
-"""The whole measurement of one model, a batch of pictures at a time.
+"""The whole measurement of one model, a batch of images at a time.
 
-A few pictures for what is too slow to do with all: as evenly over the classes as they allow, the same every time."""
+A few images for what is too slow to do with all: as evenly over the classes as they allow, the same every time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import ProgressCallback, Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.faithfulness.figures import (
-    OrderFigures,
+    RankingFigures,
     StabilityFigures,
-    order_figures,
-    stability_figures,
+    summarize_rankings,
+    summarize_stability,
 )
 from opal_deploy.evaluation.faithfulness.gradcam import HeatMap
 from opal_deploy.evaluation.faithfulness.perturbation import (
@@ -29,12 +29,12 @@ from opal_deploy.evaluation.faithfulness.perturbation import (
     perturbation_curves,
 )
 from opal_deploy.evaluation.faithfulness.rankings import GRAD_CAM, RANDOM, RANKINGS, Foreground, build_rankings
-from opal_deploy.evaluation.faithfulness.stability import Kept, changes, stability
+from opal_deploy.evaluation.faithfulness.stability import SlotStability, image_changes, measure_stability
 from opal_deploy.evaluation.predictions import prepared_batches
 from opal_deploy.inference.types import Request
 from opal_deploy.runtime.session import Session
 
-# pictures measured before the next ones: each makes dozens of passes, which fill batches of their own
+# images measured before the next ones: each makes dozens of passes, which fill batches of their own
 _TOGETHER = 4
 
 NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
@@ -45,25 +45,25 @@ class Faithfulness:
     """One model's figures.
 
     Attributes:
-        images: how many pictures.
-        pictures: of how many it was to choose from.
+        images: how many images.
+        available: how many images the data set has.
         prototypes_per_class: m, the most cells that are removed.
-        cells: mean number of different cells of a picture, d.
-        passes: forward passes that it took, counted in pictures.
+        cells: mean number of different cells of a image, d.
+        passes: forward passes that it took, counted in images.
         control: what the random cells are.
         orders: curves and areas by fill and order.
         stability: by change.
-        unavailable: order -> one line, why it is not there or on fewer pictures.
+        unavailable: order -> one line, why it is not there or on fewer images.
         seed: of everything random.
     """
 
     images: int
-    pictures: int
+    available: int
     prototypes_per_class: int
     cells: float
     passes: int
     control: str
-    orders: list[OrderFigures]
+    orders: list[RankingFigures]
     stability: list[StabilityFigures]
     unavailable: dict[str, str] = field(default_factory=dict)
     seed: int = 0
@@ -72,7 +72,7 @@ class Faithfulness:
         """For JSON."""
         return {
             "images": self.images,
-            "of_images": self.pictures,
+            "of_images": self.available,
             "prototypes_per_class": self.prototypes_per_class,
             "different_cells": self.cells,
             "forward_passes": self.passes,
@@ -85,7 +85,7 @@ class Faithfulness:
         }
 
 
-def check(metadata: Metadata, model: str) -> None:
+def check_evidence(metadata: Metadata, model: str) -> None:
     """Whether a model has cells to remove.
 
     Raises:
@@ -99,13 +99,13 @@ def check(metadata: Metadata, model: str) -> None:
         raise UsageError(f"{model}: {why[metadata.evidence]}; --faithfulness needs a model with evidence exact")
 
 
-def most_passes(images: int, metadata: Metadata, fills: Sequence[Baseline]) -> int:
+def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Baseline]) -> int:
     """No more forward passes than this: every slot in another cell, and no set of cells shared by two orders."""
     each = len(RANKINGS) * 2 * metadata.prototypes_per_class * len(fills)
-    return images * (1 + len(changes(0)) + each)
+    return images * (1 + len(image_changes(0)) + each)
 
 
-def measure(
+def measure_faithfulness(
     session: Session,
     samples: Sequence[Sample],
     chosen: Sequence[int],
@@ -123,24 +123,24 @@ def measure(
 
     Args:
         session: of a model that `check` accepts.
-        samples: the data set's pictures.
-        chosen: indices of those to measure on, at least one. What is random for a picture depends on `seed` and its
+        samples: the data set's images.
+        chosen: indices of those to measure on, at least one. What is random for a image depends on `seed` and its
             index, not on the others.
         foreground: for the random control.
         boxes: crop to the samples' boxes.
         fills: what removed cells are painted with, at least one.
         heat: for Grad-CAM's cells; None leaves that control out.
-        batch: pictures a forward pass.
+        batch: images a forward pass.
         workers: threads that decode.
         seed: 0 or more.
-        report: called with pictures done and in all.
+        report: called with images done and in all.
 
     Raises:
-        UsageError: names a picture that cannot be used, or the model's logits are no numbers.
+        UsageError: names a image that cannot be used, or the model's logits are no numbers.
     """
     metadata, runner = session.metadata, Perturber(session, batch)
     moved: list[Curves] = []
-    kept: list[dict[str, Kept]] = []
+    kept: list[dict[str, SlotStability]] = []
     different: list[int] = []
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in (samples[i] for i in chosen))
     for pixels, geometries in prepared_batches(requests, metadata.input_size, min(batch, _TOGETHER), workers):
@@ -159,7 +159,7 @@ def measure(
             )
             for row, (index, geometry) in enumerate(zip(indices, geometries, strict=True))
         ]
-        kept += stability(runner, pixels, outputs, indices, metadata, seed)
+        kept += measure_stability(runner, pixels, outputs, indices, metadata, seed)
         moved += perturbation_curves(runner, pixels, orders, indices, metadata.grid, fills, seed)
         different += [len(order.evidence) for order in orders]
         if report is not None:
@@ -167,9 +167,7 @@ def measure(
     unavailable = {} if heat is not None else {GRAD_CAM: NO_GRADIENTS}
     without = sum((fills[0], RANDOM) not in each for each in moved)
     if without:
-        unavailable[RANDOM] = (
-            f"{without} of {len(moved)} pictures have no foreground cell but evidence, and are left out"
-        )
+        unavailable[RANDOM] = f"{without} of {len(moved)} images have no foreground cell but evidence, and are left out"
     return Faithfulness(
         len(moved),
         len(samples),
@@ -177,17 +175,17 @@ def measure(
         float(np.mean(different)),
         runner.passes,
         foreground.name,
-        order_figures(moved, fills, metadata.prototypes_per_class),
-        stability_figures(kept),
+        summarize_rankings(moved, fills, metadata.prototypes_per_class),
+        summarize_stability(kept),
         unavailable,
         seed,
     )
 
 
-def choose(samples: list[Sample], limit: int) -> list[int]:
+def choose_samples(samples: list[Sample], limit: int) -> list[int]:
     """Indices into `samples`, rising: `limit` of them, or all if there are no more.
 
-    No class has two pictures more than another that has some left; within a class they lie evenly over its pictures in
+    No class has two images more than another that has some left; within a class they lie evenly over its images in
     their order.
     """
     of_class: dict[int, list[int]] = defaultdict(list)
@@ -197,7 +195,7 @@ def choose(samples: list[Sample], limit: int) -> list[int]:
     left = min(limit, len(samples))
     while left:
         open_classes = [label for label in shares if shares[label] < len(of_class[label])]
-        # fewer pictures than classes: classes that lie evenly over all of them
+        # fewer images than classes: classes that lie evenly over all of them
         if left < len(open_classes):
             open_classes = [open_classes[i] for i in _evenly(len(open_classes), left)]
         for label in open_classes:

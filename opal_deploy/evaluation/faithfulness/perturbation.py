@@ -1,8 +1,8 @@
-"""Pictures through a session in batches, counted.
+"""Images through a session in batches, counted.
 
 What a removed cell is painted over with. Each has its own way of being unnatural, so three are offered.
 
-Deletion and insertion: the predicted class's cosine while cells are taken from a picture, or put back into none."""
+Deletion and insertion: the predicted class's cosine while cells are taken from a image, or put back into none."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from opal_deploy.runtime.session import Session
 
 
 class Perturber:
-    """A session, a batch size, and how many pictures went through so far.
+    """A session, a batch size, and how many images went through so far.
 
     Attributes:
-        passes: forward passes, counted in pictures.
+        passes: forward passes, counted in images.
     """
 
     def __init__(self, session: Session, batch: int) -> None:
         self._session, self._batch = session, batch
         self.passes = 0
 
-    def run(self, pictures: NDArray[np.uint8]) -> Outputs:
+    def run(self, images: NDArray[np.uint8]) -> Outputs:
         """uint8 [n, H0, W0, 3], any n of at least 1."""
         return Outputs.concatenate(
-            [self._once(pictures[first : first + self._batch]) for first in range(0, len(pictures), self._batch)]
+            [self._once(images[first : first + self._batch]) for first in range(0, len(images), self._batch)]
         )
 
-    def cosines(self, wanted: Iterable[tuple[Picture, int]]) -> Iterator[tuple[float, bool]]:
-        """For pictures with a class each: the class's cosine, and whether it is the answer. As few as fit a batch are
+    def cosines(self, wanted: Iterable[tuple[ImageArray, int]]) -> Iterator[tuple[float, bool]]:
+        """For images with a class each: the class's cosine, and whether it is the answer. As few as fit a batch are
         held at a time."""
         metadata = self._session.metadata
         stream = iter(wanted)
         while group := list(itertools.islice(stream, self._batch)):
-            outputs = self._once(np.stack([picture for picture, _ in group]))
+            outputs = self._once(np.stack([image for image, _ in group]))
             if outputs.scores is None:
                 raise ValueError("a model without slots has no cosines")
             found = cosines(outputs.scores, metadata.prototypes_per_class, metadata.epsilon)
@@ -52,12 +52,12 @@ class Perturber:
             for row, (_, class_id) in enumerate(group):
                 yield float(found[row, class_id]), bool(answers[row] == class_id)
 
-    def _once(self, pictures: NDArray[np.uint8]) -> Outputs:
-        self.passes += len(pictures)
-        outputs = self._session.run(pictures)
+    def _once(self, images: NDArray[np.uint8]) -> Outputs:
+        self.passes += len(images)
+        outputs = self._session.run(images)
         if not np.isfinite(outputs.logits).all():
             raise UsageError(
-                "its logits for a picture with cells taken away are not finite numbers, so its faithfulness cannot be "
+                "its logits for a image with cells taken away are not finite numbers, so its faithfulness cannot be "
                 "measured; its precision is too low, export fp32"
             )
         return outputs
@@ -66,46 +66,46 @@ class Perturber:
 Baseline = Literal["blur", "mean", "noise"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
-Picture = NDArray[np.uint8]
+ImageArray = NDArray[np.uint8]
 
 _STREAM = 12
 
 
-def filled(picture: Picture, fill: Baseline, grid: tuple[int, int], *, seed: int, index: int) -> Picture:
-    """The whole picture as `fill` has it, of which removed cells take their part: uint8 [H0, W0, 3].
+def baseline_image(image: ImageArray, fill: Baseline, grid: tuple[int, int], *, seed: int, index: int) -> ImageArray:
+    """The whole image as `fill` has it, of which removed cells take their part: uint8 [H0, W0, 3].
 
     `blur`: Gaussian, with a standard deviation of half a cell's smaller side: a cell's colours stay, its shapes go.
-    `mean`: the picture's mean colour. `noise`: normal, of the picture's mean and standard deviation in each channel; it
-    depends on `seed` and `index`, the picture's number, only.
+    `mean`: the image's mean colour. `noise`: normal, of the image's mean and standard deviation in each channel; it
+    depends on `seed` and `index`, the image's number, only.
     """
     if fill == "blur":
-        radius = min(picture.shape[0] / grid[0], picture.shape[1] / grid[1]) / 2
-        return np.asarray(Image.fromarray(picture).filter(ImageFilter.GaussianBlur(radius)), np.uint8)
-    mean = picture.mean(axis=(0, 1))
+        radius = min(image.shape[0] / grid[0], image.shape[1] / grid[1]) / 2
+        return np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius)), np.uint8)
+    mean = image.mean(axis=(0, 1))
     if fill == "mean":
-        return np.full_like(picture, np.rint(mean).astype(np.uint8))
-    drawn = np.random.default_rng((_STREAM, seed, index)).standard_normal(picture.shape)
-    noise: Picture = np.rint(mean + picture.std(axis=(0, 1)) * drawn).clip(0, 255).astype(np.uint8)
+        return np.full_like(image, np.rint(mean).astype(np.uint8))
+    drawn = np.random.default_rng((_STREAM, seed, index)).standard_normal(image.shape)
+    noise: ImageArray = np.rint(mean + image.std(axis=(0, 1)) * drawn).clip(0, 255).astype(np.uint8)
     return noise
 
 
-def without(picture: Picture, paint: Picture, cells: frozenset[int], grid: tuple[int, int]) -> Picture:
-    """`picture` with the rectangles of `cells`, flat row-major in `grid`, as in `paint`; all cells give `paint`."""
+def replace_cells(image: ImageArray, paint: ImageArray, cells: frozenset[int], grid: tuple[int, int]) -> ImageArray:
+    """`image` with the rectangles of `cells`, flat row-major in `grid`, as in `paint`; all cells give `paint`."""
     rows, cols = grid
-    y, x = (np.rint(np.linspace(0, length, n + 1)).astype(int) for length, n in zip(picture.shape, grid, strict=False))
+    y, x = (np.rint(np.linspace(0, length, n + 1)).astype(int) for length, n in zip(image.shape, grid, strict=False))
     if len(cells) == rows * cols:
         return paint
-    changed = picture.copy()
+    changed = image.copy()
     for cell in cells:
         row, col = divmod(cell, cols)
-        area = (slice(y[row], y[row + 1]), slice(x[col], x[col + 1]))
-        changed[area] = paint[area]
+        trapezoid_area = (slice(y[row], y[row + 1]), slice(x[col], x[col + 1]))
+        changed[trapezoid_area] = paint[trapezoid_area]
     return changed
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One picture, one fill, one order: what happened at each step.
+    """One image, one fill, one order: what happened at each step.
 
     Attributes:
         deletion: float64 [k + 1], cosine with the first 0, 1, ..., k cells removed.
@@ -136,39 +136,39 @@ class Curve:
     @property
     def deletion_area(self) -> float:
         """Mean cosine on the way from no cell to k cells removed: small where the first cells matter most."""
-        return area(self.deletion)
+        return trapezoid_area(self.deletion)
 
     @property
     def insertion_area(self) -> float:
         """Mean cosine on the way from no cell to k cells put back: large where the first cells matter most."""
-        return area(self.insertion)
+        return trapezoid_area(self.insertion)
 
 
-def area(curve: NDArray[np.float64]) -> float:
+def trapezoid_area(curve: NDArray[np.float64]) -> float:
     """By trapezoids over 0 ... 1, whatever the number of steps [k + 1], k at least 1."""
     return float((curve[:-1] + curve[1:]).mean() / 2)
 
 
-# of one picture: (fill, order) to what happened
+# of one image: (fill, order) to what happened
 Curves = dict[tuple[Baseline, str], Curve]
 
 
 def perturbation_curves(
     runner: Perturber,
-    pictures: NDArray[np.uint8],
+    images: NDArray[np.uint8],
     orders: Sequence[Rankings],
     indices: Sequence[int],
     grid: tuple[int, int],
     fills: Sequence[Baseline],
     seed: int,
 ) -> list[Curves]:
-    """Every order with every fill, for n pictures. A set of removed cells is run once, whichever orders lead to it.
+    """Every order with every fill, for n images. A set of removed cells is run once, whichever orders lead to it.
 
     Args:
         runner: the model.
-        pictures: uint8 [n, H0, W0, 3].
+        images: uint8 [n, H0, W0, 3].
         orders: of each.
-        indices: the pictures' numbers in their data set.
+        indices: the images' numbers in their data set.
         grid: (H, W).
         fills, seed: see `fills`.
     """
@@ -187,13 +187,13 @@ def perturbation_curves(
         if removed or fill == fills[0]
     ]
 
-    def changed() -> Iterator[tuple[Picture, int]]:
-        painted, paint = None, pictures[0]
+    def changed() -> Iterator[tuple[ImageArray, int]]:
+        painted, paint = None, images[0]
         for number, fill, removed in steps:
             if (number, fill) != painted:
                 painted = (number, fill)
-                paint = filled(pictures[number], fill, grid, seed=seed, index=indices[number])
-            yield without(pictures[number], paint, removed, grid), orders[number].predicted
+                paint = baseline_image(images[number], fill, grid, seed=seed, index=indices[number])
+            yield replace_cells(images[number], paint, removed, grid), orders[number].predicted
 
     answers = dict(zip(steps, runner.cosines(changed()), strict=True))
 
@@ -203,16 +203,16 @@ def perturbation_curves(
     found: list[Curves] = []
     for number, order in enumerate(orders):
         evidence = set(order.evidence)
-        of_picture: Curves = {}
+        curves_of_image: Curves = {}
         for fill in fills:
             for name, cells in order.cells.items():
                 deleted = [answer(number, fill, frozenset(cells[:k])) for k in range(len(cells) + 1)]
                 inserted = [answer(number, fill, every.difference(cells[:k])) for k in range(len(cells) + 1)]
-                of_picture[fill, name] = Curve(
+                curves_of_image[fill, name] = Curve(
                     np.array([cosine for cosine, _ in deleted]),
                     np.array([cosine for cosine, _ in inserted]),
                     deleted[-1][1],
                     len(evidence.intersection(cells)) / len(cells),
                 )
-        found.append(of_picture)
+        found.append(curves_of_image)
     return found

@@ -27,10 +27,10 @@ _STREAM = 11
 
 @dataclass(frozen=True)
 class Rankings:
-    """One picture's cells, flat row-major, in the order in which they are removed or put back.
+    """One image's cells, flat row-major, in the order in which they are removed or put back.
 
     Attributes:
-        predicted: the class that the untouched picture is answered with.
+        predicted: the class that the untouched image is answered with.
         cells: name of the order -> different cells, d of them; a control for which there are not as many has what there
             is, and is left out where there is none.
     """
@@ -44,7 +44,7 @@ class Rankings:
         return self.cells[CONTRIBUTION]
 
 
-def cells_of(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> tuple[int, ...]:
+def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> tuple[int, ...]:
     """The different cells of a class's slots, by what their slots add to the class's cosine, the most first.
 
     Slots that share a cell add up. This is the slots' `contribution` for the Euclidean head, and what the measured
@@ -72,7 +72,7 @@ def build_rankings(
     index: int,
     heat: NDArray[np.float32] | None = None,
 ) -> Rankings:
-    """The orders of picture `row` of a batch.
+    """The orders of image `row` of a batch.
 
     `random` draws from the foreground's cells that are not evidence, of which a small creature may have fewer than d.
     `runner-up` and `another class` take the cells of those classes' slots as they are, evidence or not: a class that
@@ -80,16 +80,16 @@ def build_rankings(
     `reverse` needs at least two cells.
 
     Args:
-        outputs, row: of the untouched pictures.
+        outputs, row: of the untouched images.
         metadata: of the model.
         foreground: bool [H * W].
-        seed, index: what is random depends on these two only; `index` is the picture's number in its data set.
+        seed, index: what is random depends on these two only; `index` is the image's number in its data set.
         heat: float32 [H * W], Grad-CAM's map; None leaves it out.
     """
     rng = np.random.default_rng((_STREAM, seed, index))
     ranking = np.argsort(-outputs.logits[row], kind="stable")
     predicted = int(ranking[0])
-    evidence = cells_of(predicted, outputs, row, metadata)
+    evidence = evidence_cells(predicted, outputs, row, metadata)
     d = len(evidence)
     mixed = [int(cell) for cell in rng.permutation(len(foreground)) if cell not in evidence]
     wanted = [cell for cell in mixed if foreground[cell]]
@@ -103,7 +103,7 @@ def build_rankings(
         found[REVERSE] = evidence[::-1]
     found[RANDOM] = tuple(wanted[:d])
     for name, class_id in rivals.items():
-        theirs = cells_of(class_id, outputs, row, metadata)
+        theirs = evidence_cells(class_id, outputs, row, metadata)
         found[name] = (*theirs, *(cell for cell in spare if cell not in theirs))[:d]
     if heat is not None:
         found[GRAD_CAM] = tuple(int(cell) for cell in np.argsort(-heat, kind="stable")[:d])
@@ -114,52 +114,52 @@ def build_rankings(
 class Foreground:
     """Attributes:
     name: what the control's random cells are, for a person.
-    cells: a picture's number in its data set and how it was laid out -> bool [H * W].
+    cells: a image's number in its data set and how it was laid out -> bool [H * W].
     """
 
     name: str
     cells: Callable[[int, Geometry], NDArray[np.bool_]]
 
 
-def known(
+def choose_foreground(
     samples: list[Sample], annotations: list[Annotation] | None, grid: tuple[int, int], *, boxes: bool
 ) -> Foreground:
-    """The best that is known of these pictures: drawn masks, else boxes, else nothing, and then every cell counts.
+    """The best that is known of these images: drawn masks, else boxes, else nothing, and then every cell counts.
 
-    A cell counts from a quarter of foreground on; a picture without any such cell counts whole.
+    A cell counts from a quarter of foreground on; a image without any such cell counts whole.
 
     Args:
-        samples: N pictures.
-        annotations: of the generated set's N pictures; None for other sets.
+        samples: N images.
+        annotations: of the generated set's N images; None for other sets.
         grid: (H, W).
-        boxes: pictures are cropped to their boxes, so that every cell is in the box.
+        boxes: images are cropped to their boxes, so that every cell is in the box.
     """
     everywhere = np.ones(grid[0] * grid[1], np.bool_)
     if annotations is not None:
         masks = annotations
         return Foreground(
             "random cells of the creature (a quarter foreground or more, by the drawn masks)",
-            lambda index, _: _enough(cell_foreground(masks[index], grid)),
+            lambda index, _: _select_foreground(cell_foreground(masks[index], grid)),
         )
     if all(sample.box is None for sample in samples):
-        return Foreground("random cells of the whole picture (no foreground is known)", lambda *_: everywhere)
+        return Foreground("random cells of the whole image (no foreground is known)", lambda *_: everywhere)
     if boxes:
-        return Foreground("random cells (pictures are cropped to their boxes)", lambda *_: everywhere)
+        return Foreground("random cells (images are cropped to their boxes)", lambda *_: everywhere)
 
     def in_box(index: int, geometry: Geometry) -> NDArray[np.bool_]:
         box = samples[index].box
-        return everywhere if box is None else _enough(_share_in_box(box, geometry, grid))
+        return everywhere if box is None else _select_foreground(_share_in_box(box, geometry, grid))
 
     return Foreground("random cells of the annotated box (a quarter inside or more)", in_box)
 
 
-def _enough(shares: NDArray[np.float64]) -> NDArray[np.bool_]:
+def _select_foreground(shares: NDArray[np.float64]) -> NDArray[np.bool_]:
     counted: NDArray[np.bool_] = (shares >= FOREGROUND - 1e-9).ravel()
     return counted if counted.any() else np.ones_like(counted)
 
 
 def _share_in_box(box: Box, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """[H, W]: which share of each cell of the whole picture lies in a box."""
+    """[H, W]: which share of each cell of the whole image lies in a box."""
 
     def along(low: float, high: float, length: int, cells: int) -> NDArray[np.float64]:
         edges = np.linspace(0, length, cells + 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.evaluation.faithfulness.figures import OrderFigures
+from opal_deploy.evaluation.faithfulness.figures import RankingFigures
 from opal_deploy.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.evaluation.faithfulness.rankings import RANKINGS
 from opal_deploy.statistics.intervals import Mean
@@ -22,10 +22,10 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def lines(found: Faithfulness) -> Iterable[str]:
+def format_lines(found: Faithfulness) -> Iterable[str]:
     """What a person reads on a terminal."""
     yield (
-        f"faithfulness on {found.images} of {found.pictures} pictures, {found.passes:,} forward passes: the answer's "
+        f"faithfulness on {found.images} of {found.available} images, {found.passes:,} forward passes: the answer's "
         f"cosine while its {found.cells:.1f} different cells (mean; m = {found.prototypes_per_class}) are removed from "
         "the input or put back"
     )
@@ -50,7 +50,7 @@ def lines(found: Faithfulness) -> Iterable[str]:
         rows.append([f"{figures.fill}: {figures.order}", *_row(figures)])
     yield from _aligned(rows)
     yield "deletion, insertion: area under the cosine's curve; drop of the cosine and answers kept: all cells removed"
-    yield "better by: paired by picture, with as many cells; positive where the evidence beats the row; 95 % bootstrap"
+    yield "better by: paired by image, with as many cells; positive where the evidence beats the row; 95 % bootstrap"
     rows = [["stability of cells", "same cell", "within one", "same class"]]
     for change in found.stability:
         shares = [_interval(share, scale=100, sign="") for share in (change.exactly, change.nearly)]
@@ -58,7 +58,7 @@ def lines(found: Faithfulness) -> Iterable[str]:
     yield from _aligned(rows)
 
 
-def _row(figures: OrderFigures) -> list[str]:
+def _row(figures: RankingFigures) -> list[str]:
     better = figures.better
     return [
         f"{figures.cells:.1f}",
@@ -86,7 +86,7 @@ def _aligned(rows: list[list[str]]) -> Iterable[str]:
         yield "  ".join([row[0].ljust(widths[0]), *numbers]).rstrip()
 
 
-def draw(found: Faithfulness, title: str, path: Path) -> None:
+def draw_curves(found: Faithfulness, title: str, path: Path) -> None:
     """A PNG of the curves: deletion above, insertion below, a column a fill."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -113,5 +113,5 @@ def draw(found: Faithfulness, title: str, path: Path) -> None:
     names = [order for order in RANKINGS if order in handles]
     figure.legend([handles[name] for name in names], names, loc="outside right center")
     # no mathematics: a file may be called $x$
-    figure.suptitle(f"{title}: {found.images} pictures", parse_math=False)
+    figure.suptitle(f"{title}: {found.images} images", parse_math=False)
     figure.savefig(path, dpi=130, format="png")
