@@ -150,12 +150,12 @@ class Threshold:
 
 
 def explain_too_few(images: int, target: float, confidence: float = 0.95) -> str:
-    """Why `images` labelled pictures cannot support a target, whatever the model; empty if they can."""
+    """Why `images` labelled images cannot support a target, whatever the model; empty if they can."""
     needed = trials_needed(target, confidence)
     if images >= needed:
         return ""
     return (
-        f"{images} labelled pictures cannot show an error rate of at most {100 * target:g} % with {confidence:.0%} "
+        f"{images} labelled images cannot show an error rate of at most {100 * target:g} % with {confidence:.0%} "
         f"confidence: even without a wrong answer {needed} are needed"
     )
 
