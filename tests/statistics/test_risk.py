@@ -108,7 +108,7 @@ def test_too_few_pictures_support_nothing_and_it_is_said_how_many_would() -> Non
     found = choose_threshold(_curve([], 58), 0.05)
 
     assert found.min_margin is None
-    assert "58 labelled pictures cannot show" in found.reason
+    assert "58 labelled images cannot show" in found.reason
     assert "59 are needed" in found.reason
     assert found.to_dict()["min_margin"] is None
     assert explain_too_few(59, 0.05) == ""
