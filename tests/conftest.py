@@ -170,9 +170,15 @@ def odd_images() -> Path:
 
 
 @pytest.fixture(scope="session")
-def photographs() -> list[Path]:
+def cub_mini() -> Path:
+    """The first ten classes of CUB-200-2011: photographs, boxes, parts."""
+    return _data("cub_mini")
+
+
+@pytest.fixture(scope="session")
+def photographs(cub_mini: Path) -> list[Path]:
     """All photographs of cub_mini, sorted."""
-    return sorted(_data("cub_mini").rglob("*.jpg"))
+    return sorted(cub_mini.rglob("*.jpg"))
 
 
 def _data(name: str) -> Path:

@@ -132,10 +132,5 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cub_mini() -> Path:
-    return _shared("cub_mini")
-
-
-@pytest.fixture(scope="session")
 def cub_metadata_full() -> Path:
     return _shared("cub_metadata_full")

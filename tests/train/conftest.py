@@ -11,14 +11,6 @@ SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
-def cub_mini() -> Path:
-    folder = SHARED_DATA / "cub_mini"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def resnet18_weights() -> Path:
     path = SHARED_DATA / "weights" / "resnet18_ktb_small.safetensors"
     if not path.is_file():
