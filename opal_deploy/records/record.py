@@ -1,7 +1,7 @@
-"""From a model's outputs to the record of one image: what `results.jsonl` holds and `Model.explain` returns.
+"""The record of one image, built from a model's outputs: a line of results.jsonl, and what `Model.explain` returns.
 
-Only numpy: a box with no torch explains as well as any. Everything here is arithmetic on the forward pass's own
-outputs; nothing is looked up, smoothed or recomputed from pixels.
+Only numpy is needed, so that a machine without torch explains as well as any. Everything is arithmetic on the outputs
+of the forward pass; nothing is looked up, smoothed or recomputed from pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ RECORD_SCHEMA = 1
 # inside both logarithms of the kl distance, as in the head
 KL_EPSILON = 1e-8
 
-
 Status: TypeAlias = Literal["ok", "abstained", "error"]
 # (class_id, slot) to the slot's name, where it has one
 SlotName: TypeAlias = Callable[[int, int], str | None]
@@ -34,7 +33,10 @@ class Digests(NamedTuple):
 
 
 class Answer(TypedDict):
-    """A class and how well the image aligns with it. `cosine` is None where the model has no anchors."""
+    """A class and how well the image matches it.
+
+    `logit` is minus the distance to the class's anchor; `cosine` that of the angle to it, None without anchors.
+    """
 
     class_id: int
     label: str
@@ -46,8 +48,8 @@ class Slot(TypedDict):
     """One prototype slot's evidence for the predicted class.
 
     `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole image as a viewer shows it,
-    `score` in [0, 1] with CWS. `contribution`: see `contributions`; None where the distance has no such sum.
-    `name`: what a person calls the slot, where somebody named it.
+    `score` in [0, 1] with channel-wise softmax. `contribution` is an entry of `contributions`, None where the distance
+    is no sum over slots. `name` is there where somebody named the slot.
     """
 
     slot: int
@@ -60,7 +62,7 @@ class Slot(TypedDict):
 
 
 class Problem(TypedDict):
-    """Why an image has no answer: a stable code, and a line for a person."""
+    """The reason why an image has no answer: a stable code, and a line for a person."""
 
     code: str
     message: str
@@ -69,11 +71,17 @@ class Problem(TypedDict):
 class Record(TypedDict):
     """One image's record; `status` says which of the optional keys are there.
 
-    `ok` and `abstained` (margin under --min-margin) have all but `error`; `error` has only `image` and `error`.
-    `file_sha256` is of the image file's bytes, None for an image without a file, or whose file could not be read, or is
-    too large; `model_sha256` of the model's file, None for a session that came without one.
-    `overlay` and `sheet` are the drawings' files, relative to the run's folder; `truth` is the label that the image was
-    given with.
+    `ok` and `abstained` (a margin under --min-margin) have the prediction, `error` has `error` instead.
+
+    Attributes:
+        file_sha256: digest of the image file's bytes; None without a file, or where it cannot be read or is too large.
+        model_sha256: digest of the model's file; None for a session without a file.
+        width, height: pixels of the whole image as a viewer shows it.
+        margin: cosine of the prediction minus that of the runner-up; None without anchors.
+        top: the best classes, the prediction first.
+        evidence: slots of the predicted class; only where the model's evidence is `exact`.
+        overlay, sheet: paths of the drawn images, relative to the run's folder.
+        truth: the image's label, where labels were given.
     """
 
     schema: int
@@ -94,28 +102,28 @@ class Record(TypedDict):
 
 
 def contributions(block: DoubleArray, distance: str) -> DoubleArray | None:
-    """What each slot of one class adds to its answer.
+    """Return the contribution of each slot of one class to its logit.
 
     Args:
         block: float64 [m], the embedding's entries of the class's block.
         distance: the head's distance.
 
     Returns:
-        float64 [m]. l2: adds up to the cosine <z, a_c>. l1 and kl: to the block's part of the distance; l3: to the
-        block's part of its third power (smaller is closer for these three). None for linf and tropical, where one
-        extreme entry decides.
+        float64 [m]. For l2 they add up to the cosine <z, a_c>, for l1 and kl to the block's part of the distance, for
+        l3 to the block's part of its third power (smaller is closer for these three). None for linf and tropical, where
+        one extreme entry decides.
     """
     anchor = 1.0 / math.sqrt(len(block))
-    parts: DoubleArray | None = None
+    values: DoubleArray | None = None
     if distance == "l2":
-        parts = block * anchor
+        values = block * anchor
     elif distance == "l1":
-        parts = np.abs(block - anchor)
+        values = np.abs(block - anchor)
     elif distance == "l3":
-        parts = np.abs(block - anchor) ** 3
+        values = np.abs(block - anchor) ** 3
     elif distance == "kl":
-        parts = block * (np.log(block + KL_EPSILON) - math.log(anchor + KL_EPSILON))
-    return parts
+        values = block * (np.log(block + KL_EPSILON) - math.log(anchor + KL_EPSILON))
+    return values
 
 
 def build_record(
@@ -138,13 +146,13 @@ def build_record(
     decided.
 
     Args:
-        image: its name; None for an image without one.
-        geometry: its size and crop.
-        outputs: of the batch.
-        row: of the image in the batch.
-        metadata: the model's.
-        top: classes listed.
-        min_margin: a smaller margin has the status `abstained`; None: none has.
+        image: the image's name; None for an image without one.
+        geometry: the image's size and crop.
+        outputs: the model's outputs for the batch.
+        row: the image's position in the batch.
+        metadata: the model's metadata.
+        top: number of classes to list.
+        min_margin: margin below which the status is `abstained`; None: never.
         digests: of the image's file and the model's; None: the record has neither key.
         slot_name: names the slots of the evidence.
         truth: the image's label; None: the record has no such key.
@@ -182,7 +190,7 @@ def build_record(
 
 
 def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int, metadata: Metadata) -> list[Slot]:
-    """What image `row` shows for any class, predicted or not: its slots in their order.
+    """Return the evidence of image `row` for any class, predicted or not: its slots in their order.
 
     Raises:
         ValueError: the model's evidence is not `exact`.
@@ -193,7 +201,7 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int
     m = metadata.prototypes_per_class
     first = class_id * m
     z = embedding(scores[None], metadata.epsilon)[0]
-    parts = contributions(z[first : first + m], metadata.distance)
+    slot_contributions = contributions(z[first : first + m], metadata.distance)
     slots: list[Slot] = []
     for slot in range(m):
         channel = first + slot
@@ -204,7 +212,7 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int
                 "channel": channel,
                 "cell": [cell_row, cell_col],
                 "score": float(scores[channel]),
-                "contribution": None if parts is None else float(parts[slot]),
+                "contribution": None if slot_contributions is None else float(slot_contributions[slot]),
                 "box": list(geometry.cell_box(cell_row, cell_col, metadata.grid)),
             }
         )
