@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from opal_deploy.inference.sources.annotations import FolderLabels
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 
-# what no model computes; `image` is found by the file that it names instead
-GIVEN = {"truth"}
+Verify = Callable[..., RecordsReport]
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +38,22 @@ def records(exact_model: Path, folder: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def exact_session(exact_model: Path) -> OnnxSession:
-    return OnnxSession(exact_model, device="cpu", threads=1)
+def answered(records: list[Any]) -> Any:
+    return next(record for record in records if record["status"] == "ok")
 
 
-@pytest.fixture
-def check(exact_model: Path) -> CheckOptions:
-    return CheckOptions(compute_sha256(exact_model), inference=InferenceOptions(batch=8))
+@pytest.fixture(scope="module")
+def verify(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Verify:
+    """Verify records, with these fields of the check changed."""
+    session = OnnxSession(exact_model, device="cpu", threads=1)
+    check = CheckOptions(compute_sha256(exact_model), inference=InferenceOptions(batch=8))
+    path = tmp_path_factory.mktemp("verify") / "results.jsonl"
 
+    def run(records: list[Any], more: str = "", lines: frozenset[int] | None = None, **changes: Any) -> RecordsReport:
+        path.write_text("".join(json.dumps(record) + "\n" for record in records) + more)
+        return verify_records(path, session, replace(check, **changes), lines)
 
-def written(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return run
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -61,7 +65,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-def tampered(record: Any, path: tuple[Any, ...]) -> Any:
+def tamper(record: Any, path: tuple[Any, ...]) -> Any:
     """The record with one value changed to another of its kind, by as little as somebody would bother to."""
     changed = copy.deepcopy(record)
     holder = changed
@@ -77,56 +81,43 @@ def tampered(record: Any, path: tuple[Any, ...]) -> Any:
     return changed
 
 
-def test_untouched_records_are_what_the_model_computes(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
-) -> None:
-    report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, check)
+def test_untouched_records_are_what_the_model_computes(verify: Verify, records: list[Any]) -> None:
+    report = verify(records)
     assert (report.records, report.checked, report.different, report.findings) == (6, 6, 0, [])
     assert report.identical == 6
 
 
-def test_a_change_of_any_field_is_found_and_named(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
-) -> None:
-    answered = next(record for record in records if record["status"] == "ok")
+def test_a_change_of_any_field_is_found_and_named(verify: Verify, records: list[Any], answered: Any) -> None:
     failed = next(record for record in records if record["status"] == "error")
     cases = [(record, path) for record in (answered, failed) for path in leaves(record)]
     assert len(cases) > 50
-    report = verify_records(
-        written(tmp_path / "results.jsonl", [tampered(record, path) for record, path in cases]), exact_session, check
-    )
-    found = {finding.line: finding for finding in report.findings}
+    report = verify([tamper(record, path) for record, path in cases])
+    findings = {finding.line: finding for finding in report.findings}
     for line, (_, path) in enumerate(cases, 1):
-        assert line in found, path
-        named = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
-        told = [difference.field for difference in found[line].differences]
+        assert line in findings, path
+        name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")
+        fields = [difference.field for difference in findings[line].differences]
         if path[0] in ("schema", "status"):
             # such a line is no record at all, or one of another kind
-            assert found[line].why == "it is not a whole record" or told == ["status"], path
+            assert findings[line].why == "it is not a whole record" or fields == ["status"], path
         elif path[0] == "image":
-            assert found[line].why == "the image is not there"
+            assert findings[line].why == "the image is not there"
         elif path[0] == "top":
             # another number may mean another class, whose label and cosine are then wrong
-            assert any(field.startswith(f"top[{path[1]}]") for field in told), (path, told)
+            assert any(field.startswith(f"top[{path[1]}]") for field in fields), (path, fields)
         else:
             # a cell and a box are each one thing
-            assert any(named == field or named.startswith(f"{field}[") for field in told), (path, told)
+            assert any(name == field or name.startswith(f"{field}[") for field in fields), (path, fields)
 
 
-def test_a_field_that_is_taken_away_or_put_in_is_found(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
-) -> None:
-    answered = next(record for record in records if record["status"] == "ok")
+def test_a_missing_or_additional_field_is_found(verify: Verify, answered: Any) -> None:
     cases = [{k: v for k, v in answered.items() if k != key} for key in answered]
     cases += [{**answered, "note": 1}, {**answered, "overlay": "../../etc/passwd"}]
     cases += [{**answered, "evidence": answered["evidence"][::-1]}, {**answered, "evidence": answered["evidence"][:-1]}]
-    report = verify_records(written(tmp_path / "results.jsonl", cases), exact_session, check)
-    assert {finding.line for finding in report.findings} == set(range(1, len(cases) + 1))
+    assert {finding.line for finding in verify(cases).findings} == set(range(1, len(cases) + 1))
 
 
-def test_one_pixel_of_an_image_is_enough(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, folder: Path, tmp_path: Path
-) -> None:
+def test_one_pixel_of_an_image_is_enough(verify: Verify, records: list[Any]) -> None:
     path = Path(next(record["image"] for record in records if record["image"].endswith("002.png")))
     before = path.read_bytes()
     with Image.open(path) as image:
@@ -134,78 +125,57 @@ def test_one_pixel_of_an_image_is_enough(
     image.putpixel((0, 0), (1, 2, 3))
     try:
         image.save(path)
-        report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, check)
+        (finding,) = verify(records).findings
     finally:
         path.write_bytes(before)
-    (finding,) = report.findings
     assert finding.image == str(path)
     assert "the image is another one than was explained" in str(finding)
 
 
-def test_another_model_is_found_by_its_digest(records: list[Any], exact_session: OnnxSession, tmp_path: Path) -> None:
-    report = verify_records(written(tmp_path / "results.jsonl", records), exact_session, CheckOptions("0" * 64))
+def test_another_model_is_found_by_its_digest(verify: Verify, records: list[Any]) -> None:
+    report = verify(records, model_sha256="0" * 64)
     assert report.different == len(records)
     assert "another model" in str(report.findings[0])
 
 
-def test_images_are_found_below_a_root(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, folder: Path, tmp_path: Path
-) -> None:
-    moved = [{**record, "image": record["image"].removeprefix(f"{folder}/")} for record in records]
-    path = written(tmp_path / "results.jsonl", moved)
-    assert verify_records(path, exact_session, CheckOptions(check.model_sha256, root=folder)).different == 0
-    assert verify_records(path, exact_session, check).different == len(records)
+def test_images_are_found_below_a_root(verify: Verify, records: list[Any], folder: Path) -> None:
+    relative = [{**record, "image": record["image"].removeprefix(f"{folder}/")} for record in records]
+    assert verify(relative, root=folder).different == 0
+    assert verify(relative).different == len(records)
 
 
-def test_a_truth_is_checked_where_somebody_knows_it(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, folder: Path, tmp_path: Path
-) -> None:
-    path = written(tmp_path / "results.jsonl", [{**record, "truth": folder.name} for record in records])
-    assert verify_records(path, exact_session, check).truths_unchecked == len(records)
-    with_labels = CheckOptions(check.model_sha256, labels=FolderLabels())
-    assert verify_records(path, exact_session, with_labels).different == 0
-    path = written(tmp_path / "results.jsonl", [{**records[0], "truth": "birch"}])
-    (finding,) = verify_records(path, exact_session, with_labels).findings
+def test_a_truth_is_checked_where_labels_are_given(verify: Verify, records: list[Any], folder: Path) -> None:
+    labelled = [{**record, "truth": folder.name} for record in records]
+    assert verify(labelled).truths_unchecked == len(records)
+    assert verify(labelled, labels=FolderLabels()).different == 0
+    (finding,) = verify([{**records[0], "truth": "birch"}], labels=FolderLabels()).findings
     assert finding.differences[0].field == "truth"
 
 
-def test_fewer_classes_than_the_run_listed_are_found(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
-) -> None:
-    answered = next(record for record in records if record["status"] == "ok")
-    path = written(tmp_path / "results.jsonl", [{**answered, "top": answered["top"][:2]}, answered])
-    report = verify_records(path, exact_session, CheckOptions(check.model_sha256, top=3))
+def test_fewer_classes_than_the_run_listed_are_found(verify: Verify, answered: Any) -> None:
+    report = verify([{**answered, "top": answered["top"][:2]}, answered], top=3)
     assert [finding.line for finding in report.findings] == [1]
 
 
-def test_an_error_of_a_busy_machine_need_not_happen_again(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
-) -> None:
-    answered = next(record for record in records if record["status"] == "ok")
+def test_an_error_of_a_busy_machine_need_not_happen_again(verify: Verify, answered: Any) -> None:
     late = {key: answered[key] for key in ("schema", "image", "model_sha256")}
     late |= {"status": "error", "file_sha256": None, "error": {"code": "decode_timeout", "message": "30 s"}}
-    report = verify_records(written(tmp_path / "results.jsonl", [late]), exact_session, check)
+    report = verify([late])
     assert (report.different, report.not_repeatable) == (0, 1)
 
 
-def test_a_sample_is_as_large_as_wanted_and_the_same_for_a_seed(records: list[Any], tmp_path: Path) -> None:
-    path = written(tmp_path / "results.jsonl", records)
-    assert sample_lines(path, None, 0) == (6, None)
-    assert sample_lines(path, 6, 0) == (6, None)
+def test_a_sample_has_its_size_and_is_the_same_for_a_seed(tmp_path: Path, records: list[Any]) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert sample_lines(path, None, 0) == sample_lines(path, 6, 0) == (6, None)
     total, lines = sample_lines(path, 3, 7)
     assert lines is not None
-    assert total == 6
-    assert len(lines) == 3
+    assert (total, len(lines)) == (6, 3)
     assert lines <= set(range(1, 7))
     assert sample_lines(path, 3, 7) == (6, lines)
     assert len({sample_lines(path, 3, seed)[1] for seed in range(30)}) > 5
 
 
-def test_a_damaged_line_is_found_in_any_sample(
-    records: list[Any], exact_session: OnnxSession, check: CheckOptions, tmp_path: Path
-) -> None:
-    path = written(tmp_path / "results.jsonl", records)
-    path.write_text(path.read_text() + '{"schema": 1, "ima')
-    report: RecordsReport = verify_records(path, exact_session, check, frozenset([1]))
-    assert (report.checked, report.different) == (1, 1)
-    assert report.findings[0].line == 7
+def test_a_damaged_line_is_found_in_any_sample(verify: Verify, records: list[Any]) -> None:
+    report = verify(records, more='{"schema": 1, "ima', lines=frozenset([1]))
+    assert (report.checked, report.different, report.findings[0].line) == (1, 1, 7)
