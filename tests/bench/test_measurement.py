@@ -1,4 +1,4 @@
-"""The one schema: measurements come back as they were written; what is not one is named by file, line and field."""
+"""The schema: measurements come back as they were written; faults are named by file, line and field."""
 
 from __future__ import annotations
 
@@ -53,38 +53,34 @@ def figure(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("example", [FULL, MINIMAL], ids=["full", "minimal"])
 def test_every_kind_comes_back_equal(tmp_path: Path, kind: Kind, example: Measurement) -> None:
-    written = replace(example, kind=kind)
-    append_measurement(tmp_path / "new folder" / "lines.jsonl", written)
-    append_measurement(tmp_path / "new folder" / "lines.jsonl", written)
-    assert list(read_measurements([tmp_path / "new folder" / "lines.jsonl"])) == [written, written]
-
-
-def test_a_line_is_ascii_and_one_line() -> None:
-    assert FULL.to_line().isascii()
-    assert "\n" not in FULL.to_line()
+    path, written = tmp_path / "new folder" / "lines.jsonl", replace(example, kind=kind)
+    append_measurement(path, written)
+    append_measurement(path, written)
+    assert list(read_measurements([path])) == [written, written]
+    assert path.read_bytes().isascii()
+    assert path.read_bytes().count(b"\n") == 2
 
 
 def test_line_separators_that_are_no_line_ends_may_stand_in_texts(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    path.write_text(
-        json.dumps(raw(timed="a\u2028b\x85c", subject=None), ensure_ascii=False) + "\r\n\n", encoding="utf-8"
-    )
+    text = json.dumps(raw(timed="a\u2028b\x85c", subject=None), ensure_ascii=False)
+    path.write_text(f"{text}\r\n\n", encoding="utf-8")
     assert [m.timed for m in read_measurements([path])] == ["a\u2028b\x85c"]
 
 
-def test_unknown_keys_of_a_newer_writer_are_passed_over() -> None:
+def test_unknown_keys_of_a_newer_writer_are_ignored() -> None:
     document = raw(weather="fine", subject=subject(colour="red"), figures={"x": figure(mood="good")})
     assert Measurement.from_line(json.dumps(document)).figures == {"x": Figure(1.0, "ms")}
 
 
-def test_a_folder_stands_for_its_lines_files_in_order(tmp_path: Path) -> None:
+def test_a_folder_stands_for_its_jsonl_files_in_order(tmp_path: Path) -> None:
     for name, timed in (("b.jsonl", "second"), ("a.jsonl", "first"), ("c.json", "other")):
         (tmp_path / name).write_text(json.dumps(raw(timed=timed)) + "\n")
     assert [m.timed for m in read_measurements([tmp_path])] == ["first", "second"]
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "message"),
     [
         ([], "list found, an object expected"),
         (raw(schema=2), "schema 2 found, 1 expected"),
@@ -122,17 +118,12 @@ def test_a_folder_stands_for_its_lines_files_in_order(tmp_path: Path) -> None:
         (raw(machine="mine"), "machine is not an object"),
     ],
 )
-def test_what_is_malformed_is_named_by_file_line_and_field(tmp_path: Path, document: Any, told: str) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text(FULL.to_line() + "\n" + json.dumps(document) + "\n")
-    with pytest.raises(UsageError, match=told) as error:
-        list(read_measurements([path]))
-    assert str(error.value).startswith(f"{path}:2: ")
-    assert "\n" not in str(error.value)
+def test_a_malformed_measurement_is_named_by_file_line_and_field(tmp_path: Path, document: Any, message: str) -> None:
+    check_second_line(tmp_path / "lines.jsonl", json.dumps(document), message)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("{", "not a line of JSON"),
         ("[" * 100_000, "not a line of JSON"),
@@ -142,10 +133,14 @@ def test_what_is_malformed_is_named_by_file_line_and_field(tmp_path: Path, docum
     ],
     ids=["cut", "deep", "NaN", "infinity", "overflow"],
 )
-def test_what_is_no_json_is_named_by_file_and_line(tmp_path: Path, text: str, told: str) -> None:
-    path = tmp_path / "lines.jsonl"
-    path.write_text(f"\n{text}\n")
-    with pytest.raises(UsageError, match=told) as error:
+def test_other_texts_than_json_are_named_by_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    check_second_line(tmp_path / "lines.jsonl", text, message)
+
+
+def check_second_line(path: Path, text: str, message: str) -> None:
+    """Check that a line after a good one is refused in one line that names file and line."""
+    path.write_text(f"{FULL.to_line()}\n{text}\n")
+    with pytest.raises(UsageError, match=message) as error:
         list(read_measurements([path]))
     assert str(error.value).startswith(f"{path}:2: ")
     assert "\n" not in str(error.value)
@@ -153,7 +148,7 @@ def test_what_is_no_json_is_named_by_file_and_line(tmp_path: Path, text: str, to
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["value", "repeats", "case", "details"])
-def test_what_is_not_finite_is_never_written(tmp_path: Path, where: str, value: float) -> None:
+def test_nan_and_infinity_are_never_written(tmp_path: Path, where: str, value: float) -> None:
     figures = {"x": Figure(value if where == "value" else 1.0, "ms", None, (value,) if where == "repeats" else ())}
     case = {"limit": value} if where == "case" else {}
     details = {"slope": value} if where == "details" else {}
@@ -164,7 +159,7 @@ def test_what_is_not_finite_is_never_written(tmp_path: Path, where: str, value: 
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda path: None, "cannot be read"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "not UTF-8 text"),
@@ -172,21 +167,21 @@ def test_what_is_not_finite_is_never_written(tmp_path: Path, where: str, value: 
     ],
     ids=["missing", "binary", "empty folder"],
 )
-def test_what_cannot_be_read_is_one_line(tmp_path: Path, make: Any, told: str) -> None:
+def test_an_unreadable_file_is_one_line(tmp_path: Path, make: Any, message: str) -> None:
     path = tmp_path / "there"
     make(path)
-    with pytest.raises(UsageError, match=told) as error:
+    with pytest.raises(UsageError, match=message) as error:
         list(read_measurements([path]))
     assert str(error.value).startswith(f"{path}: ")
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="choose another --out"):
         append_measurement(tmp_path / "file" / "lines.jsonl", MINIMAL)
 
 
-def test_the_key_is_that_of_the_thing_not_of_the_time(tmp_path: Path) -> None:
+def test_the_key_ignores_time_and_versions() -> None:
     assert FULL.target is not None
     later = replace(
         FULL, when="2027", command="another", machine={}, marks=(), figures={},
@@ -202,7 +197,7 @@ def test_the_key_is_that_of_the_thing_not_of_the_time(tmp_path: Path) -> None:
         assert other.key != FULL.key
 
 
-def test_spread_is_of_the_repeats_and_over_ten_per_cent_is_noisy() -> None:
+def test_a_spread_over_ten_per_cent_is_noisy() -> None:
     assert Figure(1.0, "ms").spread is None
     assert Figure.of_repeats([95, 100, 105], "ms").spread == pytest.approx(0.10)
     assert not Figure.of_repeats([95, 100, 105], "ms").is_noisy
