@@ -1,4 +1,4 @@
-"""What is kept of an earlier run's records: whole ones, of the same images, and no others."""
+"""Resuming a run: whole records of the same images are kept, and the end is that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.results import ResumePoint, load_resume_point, read_records
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
+from opal_deploy.inference.run_files import sheet_name
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Item, Skipped
 from opal_deploy.inference.types import InferenceOptions, Request, build_requests
@@ -74,7 +75,9 @@ def test_reading_ends_at_the_first_line_that_is_not_a_whole_record(tmp_path: Pat
 
 
 def test_no_file_is_no_record(tmp_path: Path) -> None:
-    assert load_resume_point(tmp_path, asked("a"), lambda _: None) == ResumePoint()
+    requests = asked("a")
+    assert load_resume_point(tmp_path, requests, lambda _: None) == ResumePoint()
+    assert next(requests).name == "a"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,38 @@ def test_records_whose_overlay_never_reached_the_disk_are_made_again(tmp_path: P
     found, _, left = kept(tmp_path, b"".join(written), "0", "1", "2")
     assert found.count == 1
     assert left == ["1", "2"]
+
+
+NAMES = ["a", "b", "c", "d"]
+
+
+def write_with_sheets(out: Path, sheets: str) -> list[bytes]:
+    """Write the records of a, b, c, d with a sheet each, and the files of those in `sheets`."""
+    (out / "sheets").mkdir()
+    lines = [line(name, sheet=sheet_name(index, name)) for index, name in enumerate(NAMES)]
+    for index, name in enumerate(NAMES):
+        if name in sheets:
+            (out / sheet_name(index, name)).write_bytes(b"png")
+    return lines
+
+
+@pytest.mark.parametrize("sheets", ["abcd", "abc", "abd", "acd", "bcd", "ad", ""])
+def test_records_end_before_the_first_whose_sheet_is_missing(tmp_path: Path, sheets: str) -> None:
+    lines = write_with_sheets(tmp_path, sheets)
+    count = next((n for n, name in enumerate(NAMES) if name not in sheets), len(NAMES))
+    found, counted, left = kept(tmp_path, b"".join(lines), *NAMES, "e")
+    assert found == ResumePoint(count, len(b"".join(lines[:count])), len(b"".join(lines[count:])))
+    assert counted == NAMES[:count]
+    assert left == [*NAMES[count:], "e"]
+
+
+def test_a_damaged_record_or_another_image_before_the_missing_sheet_counts(tmp_path: Path) -> None:
+    lines = write_with_sheets(tmp_path, "abc")
+    found, _, left = kept(tmp_path, lines[0] + b"\0\n" + b"".join(lines[1:]), *NAMES)
+    assert (found.count, left) == (1, NAMES[1:])
+    with pytest.raises(UsageError, match="number 2 was b, now it is x"):
+        kept(tmp_path, b"".join(lines), "a", "x", "c", "d")
+    assert (tmp_path / "results.jsonl").read_bytes() == b"".join(lines)
 
 
 def test_memory_does_not_grow_with_the_records(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run from images to a folder: what is in it at the end, and after what can go wrong in the middle."""
+"""A run from requests to a run directory: its content at the end, and after what can go wrong in the middle."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.inference.run import drawing
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.run.summary import Summary
-from opal_deploy.inference.sources.annotations import Boxes, read_boxes
+from opal_deploy.inference.sources.annotations import Boxes, FolderLabels, read_boxes
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, Request, build_requests
 from opal_deploy.records.names import unescape_name
+from opal_deploy.visualization.report import ReportWriter
+
+FULL = OSError(28, "No space left on device")
 
 
 def save(path: Path, size: tuple[int, int] = (60, 40)) -> Path:
@@ -29,164 +33,132 @@ def save(path: Path, size: tuple[int, int] = (60, 40)) -> Path:
     return path
 
 
-def results(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def images(*paths: Path, boxes: Boxes | None = None) -> Iterator[Request]:
     return build_requests(discover(map(str, paths), Skipped()), boxes)
 
 
-def job(out: Path, **settings: Any) -> RunOptions:
+def results(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def options(out: Path, *, explain: bool = False) -> RunOptions:
     out.mkdir(exist_ok=True)
-    report = ReportOptions() if settings.pop("explain", False) else None
-    return RunOptions(out, InferenceOptions(batch=4), report, **settings)
+    return RunOptions(out, InferenceOptions(batch=4), ReportOptions() if explain else None)
 
 
 def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Callable) -> None:
     for number in range(9):
         save(tmp_path / f"in/{number}.png")
     (tmp_path / "in/5.png").write_bytes(b"")
-    seen: list[int] = []
+    totals: list[int] = []
 
-    def note(summary: Summary) -> None:
-        seen.append(summary.total)
-        # the record is in the file before anybody is told of it
+    def report_progress(summary: Summary) -> None:
+        totals.append(summary.total)
+        # the record is in the file before its progress is reported
         assert len(results(tmp_path / "out")) == summary.total
 
-    summary = run(images(tmp_path / "in"), [bright_session()], job(tmp_path / "out"), report_progress=note)
+    session, out = bright_session(), tmp_path / "out"
+    summary = run(images(tmp_path / "in"), [session], options(out), report_progress=report_progress)
     assert summary.statuses == Counter(ok=8, error=1)
     assert summary.errors == Counter(empty_file=1)
-    assert seen == list(range(1, 10))
+    assert totals == list(range(1, 10))
     assert summary.seconds_to_first_record is not None
     assert 0 < summary.seconds_to_first_record <= summary.seconds
+    assert [path.name for path in out.iterdir()] == ["results.jsonl"]
 
 
-def test_without_explain_there_are_records_only(tmp_path: Path, bright_session: Callable) -> None:
-    save(tmp_path / "a.png")
-    run(images(tmp_path / "a.png"), [bright_session()], job(tmp_path / "out"))
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["results.jsonl"]
-
-
-def test_explaining_adds_an_overlay_an_answer_and_one_report(tmp_path: Path, bright_session: Callable) -> None:
+def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(
+    tmp_path: Path, bright_session: Callable
+) -> None:
     for name in ("a.png", "b.png"):
         save(tmp_path / "in" / name, (300, 200))
     (tmp_path / "in/bad.png").write_bytes(b"no")
+    # beyond what is kept in memory until it is drawn
+    save(tmp_path / "in/large.png", (1500, 1400))
     out = tmp_path / "out"
-    run(images(tmp_path / "in"), [bright_session()], job(out, explain=True))
-    found = results(out)
-    assert [record.get("overlay") for record in found] == [
-        "overlays/000000-a.png.jpg",
-        "overlays/000001-b.png.jpg",
-        None,
-    ]
-    assert sorted(p.name for p in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
-    assert len(list((out / "overlays").iterdir())) == 2
-    with Image.open(out / found[0]["overlay"]) as overlay:
-        # the photograph at its own resolution, and a legend
-        assert overlay.width >= 300
-        assert overlay.height >= 200
+    run(images(tmp_path / "in"), [bright_session()], options(out, explain=True))
+    run(images(tmp_path / "in"), [bright_session()], options(tmp_path / "plain"))
+    records = results(out)
+    overlays = [record.pop("overlay", None) for record in records]
+    assert overlays == [
+        "overlays/000000-a.png.jpg", "overlays/000001-b.png.jpg", None, "overlays/000003-large.png.jpg",
+    ]  # fmt: skip
+    assert records == results(tmp_path / "plain")
+    assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
+    assert len(list((out / "overlays").iterdir())) == 3
+    for name, (width, height) in (("000000-a", (300, 200)), ("000003-large", (1500, 1400))):
+        with Image.open(out / f"overlays/{name}.png.jpg") as overlay:
+            # the photograph at its own resolution, and a legend
+            assert (overlay.width >= width, overlay.height >= height) == (True, True)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "bad.png" in page
     assert "not_an_image" in page
 
 
-def test_explaining_changes_nothing_else_in_the_records(tmp_path: Path, bright_session: Callable) -> None:
-    for number in range(6):
-        save(tmp_path / f"in/{number}.png")
-    for explain in (False, True):
-        requests = images(tmp_path / "in")
-        run(requests, [bright_session()], job(tmp_path / str(explain), explain=explain))
-    with_overlays = results(tmp_path / "True")
-    assert all(record.pop("overlay") for record in with_overlays)
-    assert with_overlays == results(tmp_path / "False")
-
-
-def test_large_pictures_have_overlays_too(tmp_path: Path, bright_session: Callable) -> None:
-    # beyond what is kept in memory until it is drawn
-    save(tmp_path / "a.png", (1500, 1400))
-    run(images(tmp_path / "a.png"), [bright_session()], job(tmp_path / "out", explain=True))
-    with Image.open(tmp_path / "out" / results(tmp_path / "out")[0]["overlay"]) as overlay:
-        assert overlay.width >= 1500
-
-
-def test_a_large_picture_that_vanishes_before_it_is_drawn_keeps_its_answer(
+def test_a_large_image_that_vanishes_before_it_is_drawn_keeps_its_record(
     tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opal_deploy.inference.run import drawing
-
-    def gone(*_: object, **__: object) -> Image.Image:
+    def vanished(*_: object, **__: object) -> Image.Image:
         raise ImageError("not_found", "no such file")
 
-    monkeypatch.setattr(drawing, "decode", gone)
+    monkeypatch.setattr(drawing, "decode", vanished)
     save(tmp_path / "in/a.png", (1500, 1400))
     save(tmp_path / "in/b.png")
-    out = tmp_path / "out"
-    run(images(tmp_path / "in"), [bright_session()], job(out, explain=True))
-    assert [(r["status"], "overlay" in r) for r in results(out)] == [("ok", False), ("ok", True)]
+    run(images(tmp_path / "in"), [bright_session()], options(tmp_path / "out", explain=True))
+    assert [(r["status"], "overlay" in r) for r in results(tmp_path / "out")] == [("ok", False), ("ok", True)]
 
 
 ODD_NAMES = [
-    b"a b.png",
-    b"a\nb.png",
-    b"a\"b'.png",
-    b"<script>alert(1)<_script>.png",
-    b"a\xff\xfeb.png",
-    b"a\\b.png",
-    b"a\\xff.png",
-    b"-a.png",
-    "für\u202e.png".encode(),
-]
+    b"a b.png", b"a\nb.png", b"a\"b'.png", b"<script>alert(1)<_script>.png", b"a\xff\xfeb.png", b"a\\b.png",
+    b"a\\xff.png", b"-a.png", "für\u202e.png".encode(),
+]  # fmt: skip
 
 
 def test_odd_names_come_back_from_their_records(tmp_path: Path, bright_session: Callable) -> None:
-    folder = tmp_path / "in"
+    folder, out = tmp_path / "in", tmp_path / "out"
     folder.mkdir()
-    good = save(tmp_path / "good.png").read_bytes()
     for name in ODD_NAMES:
-        (folder / os.fsdecode(name)).write_bytes(good)
-    out = tmp_path / "out"
-    run(images(folder), [bright_session()], job(out, explain=True))
-    found = results(out)
-    assert [os.fsencode(Path(unescape_name(record["image"])).name) for record in found] == sorted(ODD_NAMES)
-    assert all((out / record["overlay"]).is_file() for record in found)
-    assert all(Path(unescape_name(record["image"])).is_file() for record in found)
+        save(folder / os.fsdecode(name))
+    run(images(folder), [bright_session()], options(out, explain=True))
+    records = results(out)
+    assert [os.fsencode(Path(unescape_name(record["image"])).name) for record in records] == sorted(ODD_NAMES)
+    assert all((out / record["overlay"]).is_file() for record in records)
+    assert all(Path(unescape_name(record["image"])).is_file() for record in records)
     assert b"<script>alert" not in (out / "report.html").read_bytes()
 
 
-def test_an_image_without_a_box_has_an_error_record(tmp_path: Path, bright_session: Callable) -> None:
-    save(tmp_path / "in/a.png")
-    save(tmp_path / "in/b.png")
+def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path, bright_session: Callable) -> None:
+    for name in ("oak\xfc/a.png", "oak\xfc/b.png"):
+        save(tmp_path / "in" / name)
+    (tmp_path / "in/none").mkdir()
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\nb.png,20,10,60,40\n")
-    out = tmp_path / "out"
-    run(images(tmp_path / "in", boxes=read_boxes(tmp_path / "boxes.csv")), [bright_session()], job(out))
-    first, second = results(out)
-    assert first["error"]["code"] == "no_box"
+    items = discover([str(tmp_path / "in/oak\xfc"), str(tmp_path / "in/none")], Skipped())
+    requests = list(build_requests(items, read_boxes(tmp_path / "boxes.csv"), FolderLabels()))
+    assert [request.truth for request in requests] == ["oak\xfc", "oak\xfc", "in"]
+    assert [request.error and request.error.code for request in requests] == ["no_box", None, "no_images"]
+    run(iter(requests), [bright_session()], options(tmp_path / "out"))
+    first, second, third = results(tmp_path / "out")
+    assert [list(record)[-1] for record in (first, second, third)] == ["truth"] * 3
+    assert (first["error"]["code"], third["error"]["code"]) == ("no_box", "no_images")
     # the first of equal cells: the crop's upper left corner, 40/4 x 30/4 pixels
     assert second["evidence"][0]["box"] == [20, 10, 30, 17.5]
 
 
-def test_a_folder_without_images_has_an_error_record_beside_the_others(
-    tmp_path: Path, bright_session: Callable
-) -> None:
+def test_a_folder_without_images_costs_the_others_nothing(tmp_path: Path, bright_session: Callable) -> None:
     save(tmp_path / "one/a.png")
     (tmp_path / "two").mkdir()
     save(tmp_path / "three/b.png")
-    out = tmp_path / "out"
-    requests = images(*(tmp_path / name for name in ("one", "two", "three")))
-    run(requests, [bright_session()], job(out))
-    assert [record["status"] for record in results(out)] == ["ok", "error", "ok"]
-    assert results(out)[1]["error"]["code"] == "no_images"
+    run(images(*(tmp_path / name for name in ("one", "two", "three"))), [bright_session()], options(tmp_path / "out"))
+    assert [record["status"] for record in results(tmp_path / "out")] == ["ok", "error", "ok"]
 
 
 @pytest.mark.parametrize("explain", [False, True])
 def test_a_lost_device_leaves_the_records_before_it(tmp_path: Path, bright_session: Callable, explain: bool) -> None:
-    for number in range(30):
+    for number in range(20):
         save(tmp_path / f"in/{number:02}.png")
     out = tmp_path / "out"
-    requests = images(tmp_path / "in")
     with pytest.raises(StoppedEarly):
-        run(requests, [bright_session(fails_at=3)], job(out, explain=explain))
+        run(images(tmp_path / "in"), [bright_session(fails_at=3)], options(out, explain=explain))
     assert [Path(record["image"]).name for record in results(out)] == [f"{number:02}.png" for number in range(12)]
     assert not list(out.glob("*.tmp"))
 
@@ -195,34 +167,29 @@ def test_overlays_that_cannot_be_written_stop_the_run_with_the_reason(
     tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise FULL
 
     save(tmp_path / "a.png")
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(StoppedEarly, match="No space left on device"):
-        run(images(tmp_path / "a.png"), [bright_session()], job(tmp_path / "out", explain=True))
+        run(images(tmp_path / "a.png"), [bright_session()], options(tmp_path / "out", explain=True))
 
 
 def test_a_report_that_cannot_be_finished_stops_the_run_with_the_reason(
     tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opal_deploy.visualization.report import ReportWriter
-
     def full(report: ReportWriter) -> None:
         report.discard()
-        raise OSError(28, "No space left on device")
+        raise FULL
 
-    save(tmp_path / "a.png")
     monkeypatch.setattr(ReportWriter, "close", full)
-    out = tmp_path / "out"
     with pytest.raises(StoppedEarly, match=r"report cannot be written \(No space left on device\)"):
-        run(images(tmp_path / "a.png"), [bright_session()], job(out, explain=True))
-    assert len(results(out)) == 1
+        run(images(save(tmp_path / "a.png")), [bright_session()], options(tmp_path / "out", explain=True))
+    assert len(results(tmp_path / "out")) == 1
 
 
 def test_a_place_where_overlays_cannot_go_is_a_wrong_call(tmp_path: Path, bright_session: Callable) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "overlays").write_text("a file")
+    made = options(tmp_path / "out", explain=True)
+    (tmp_path / "out/overlays").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run(images(save(tmp_path / "a.png")), [bright_session()], job(out, explain=True))
+        run(images(save(tmp_path / "a.png")), [bright_session()], made)

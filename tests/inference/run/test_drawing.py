@@ -1,4 +1,4 @@
-"""Sheets that a run draws from the outputs of its own forward passes."""
+"""Drawings of a run: sheets from the outputs of its own forward passes, and the report of a run on the disk."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def job(out: Path, sheets: SheetBuilder, **settings: Any) -> RunOptions:
+def options(out: Path, sheets: SheetBuilder, **settings: Any) -> RunOptions:
     out.mkdir(exist_ok=True)
     return RunOptions(out, InferenceOptions(batch=4), sheets=sheets, **settings)
 
@@ -42,11 +42,10 @@ def requests(folder: Path) -> list[Request]:
     return [Request(path.name, path) for path in sorted(folder.iterdir())]
 
 
-def test_results_have_outputs_only_where_they_were_asked_for(bright_session: Callable, pictures: Path) -> None:
-    asked = requests(pictures)
-    for result in predict_stream(asked, [bright_session()], InferenceOptions(batch=4)):
+def test_results_have_outputs_only_with_keep_outputs(bright_session: Callable, pictures: Path) -> None:
+    for result in predict_stream(requests(pictures), [bright_session()], InferenceOptions(batch=4)):
         assert result.outputs is None
-    for result in predict_stream(asked, [bright_session()], InferenceOptions(batch=4, keep_outputs=True)):
+    for result in predict_stream(requests(pictures), [bright_session()], InferenceOptions(batch=4, keep_outputs=True)):
         if result.record["status"] == "error":
             assert result.outputs is None
             continue
@@ -59,7 +58,7 @@ def test_results_have_outputs_only_where_they_were_asked_for(bright_session: Cal
 
 def test_sheets_cost_no_forward_pass(bright_session: Callable, pictures: Path, tmp_path: Path) -> None:
     session = bright_session()
-    run(iter(requests(pictures)), [session], job(tmp_path / "out", SheetBuilder(session.metadata)))
+    run(iter(requests(pictures)), [session], options(tmp_path / "out", SheetBuilder(session.metadata)))
     assert session.batches == [4, 2]
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
 
@@ -67,7 +66,11 @@ def test_sheets_cost_no_forward_pass(bright_session: Callable, pictures: Path, t
 def test_a_large_picture_is_read_again_for_its_sheet(bright_session: Callable, tmp_path: Path) -> None:
     Image.new("RGB", (1500, 1400), "grey").save(tmp_path / "a.png")
     session = bright_session()
-    run(iter([Request("a.png", tmp_path / "a.png")]), [session], job(tmp_path / "out", SheetBuilder(session.metadata)))
+    run(
+        iter([Request("a.png", tmp_path / "a.png")]),
+        [session],
+        options(tmp_path / "out", SheetBuilder(session.metadata)),
+    )
     assert json.loads((tmp_path / "out/results.jsonl").read_text())["sheet"] == "sheets/000000-a.png.png"
 
 
@@ -91,10 +94,10 @@ def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(
     for patch in patches:
         patch.write_bytes(b"no jpeg")
     with pytest.raises(StoppedEarly, match="build the atlas again"):
-        run(iter(requests(pictures)), [session], job(tmp_path / "out", sheets))
+        run(iter(requests(pictures)), [session], options(tmp_path / "out", sheets))
     for patch, content in zip(patches, whole, strict=True):
         patch.write_bytes(content)
-    summary = run(iter(requests(pictures)), [session], job(tmp_path / "out", sheets, resume=True))
+    summary = run(iter(requests(pictures)), [session], options(tmp_path / "out", sheets, resume=True))
     assert summary.total == 6
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
 
@@ -103,10 +106,10 @@ def test_a_place_where_sheets_cannot_go_is_a_wrong_call(
     bright_session: Callable, pictures: Path, tmp_path: Path
 ) -> None:
     session = bright_session()
-    asked = job(tmp_path / "out", SheetBuilder(session.metadata))
+    made = options(tmp_path / "out", SheetBuilder(session.metadata))
     (tmp_path / "out/sheets").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run(iter(requests(pictures)), [session], asked)
+        run(iter(requests(pictures)), [session], made)
 
 
 def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model: Path) -> None:
