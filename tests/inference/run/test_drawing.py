@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.run.drawing import ReportOptions, write_report
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, with_attention
 from opal_deploy.inference.types import InferenceOptions, Request
@@ -125,3 +127,57 @@ def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model: Pat
     assert (found.scores == plain.scores).all()
     assert (found.attention.reshape(*found.attention.shape[:2], -1).argmax(2) == found.argmax).all()
     assert (asked.metadata, asked.description) == (session.metadata, session.description)
+
+
+# ---- the report
+
+PREDICTION = {"class_id": 0, "label": "Auklet", "logit": -0.5, "cosine": 0.9}
+
+
+def make_run(out: Path, count: int, *, overlays: bool = True) -> Path:
+    """Write records without evidence, the later the more certain, and their overlays."""
+    (out / "overlays").mkdir(parents=True)
+    with (out / "results.jsonl").open("w") as stream:
+        for i in range(count):
+            name = f"overlays/{i:06}-{i}.jpg"
+            record = {
+                "schema": 1, "image": f"{i}.jpg", "status": "ok", "width": 60, "height": 40,
+                "prediction": PREDICTION, "margin": i / 1000, "top": [PREDICTION], "overlay": name,
+            }  # fmt: skip
+            stream.write(json.dumps(record) + "\n")
+            if overlays:
+                Image.new("RGB", (300, 120), (20, 40, 60)).save(out / name)
+    return out
+
+
+def sources(out: Path) -> list[str]:
+    return re.findall(r' src="([^",]*)', (out / "report.html").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "images", "embedded"),
+    [
+        pytest.param(3, 100, None, True, id="few are embedded"),
+        pytest.param(201, 1000, None, False, id="many lie beside the page"),
+        pytest.param(201, 200, None, True, id="few of many are embedded"),
+        pytest.param(3, 100, "files", False, id="few beside the page, by option"),
+        pytest.param(201, 1000, "embed", True, id="many embedded, by option"),
+    ],
+)
+def test_where_the_reports_images_are(
+    tmp_path: Path, count: int, limit: int, images: Literal["embed", "files"] | None, embedded: bool
+) -> None:
+    out = make_run(tmp_path / "out", count)
+    write_report(out, ReportOptions(limit=limit, images=images), {})
+    first = ["data:image/jpeg;base64" if embedded else f"overlays/{i:06}-{i}.jpg" for i in range(min(count, 48))]
+    assert sources(out) == first
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count('<script type="text/plain" id="p') == (max(0, min(count, limit) - 48) if embedded else 0)
+    assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
+
+
+def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path: Path) -> None:
+    out = make_run(tmp_path / "out", 2, overlays=False)
+    write_report(out, ReportOptions(limit=100), {})
+    assert sources(out) == []
+    assert re.search("no (picture|image) kept", (out / "report.html").read_text(encoding="utf-8"))
