@@ -109,7 +109,7 @@ class CheckpointManager:
     def _save(self, path: Path, metrics: dict[str, Any], extra: dict[str, Any] | None = None) -> None:
         names, crop = self._data.class_names, self._data.crop
         checkpoint = Checkpoint(self._network, names, crop=crop, metrics=metrics, training=self.run_config)
-        save(path, checkpoint, beside=extra)
+        save(path, checkpoint, extra=extra)
 
 
 def has_finite_weights(network: OpalNetwork) -> bool:

@@ -1,11 +1,10 @@
 """CNN backbones: any torchvision classifier, cut at the tensor that enters its global pooling.
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
-the last convolutional stage, before pooling, with no norm behind it. The cut is found in the traced graph, not in a
-list of names: the network is traced, the last global pooling is looked up, and what feeds it is the output. Parameter
-names stay torchvision's (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`).
-
-Multiply-accumulates of convolutions and matrix products, counted on real modules and tensors without memory."""
+the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. The cut is found in the traced
+graph and not in a list of names: the node that feeds the last global pooling is the output. Parameter names stay
+torchvision's (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`).
+"""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones
+from opal_deploy.errors import CheckpointError, UsageError, first_line
 
 # the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
 _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
@@ -29,10 +27,11 @@ _PROBE_SIZE = 224
 
 
 class Backbone(nn.Module):
-    """[N, 3, H0, W0] float, normalised, to `features` [N, D, H, W].
+    """Normalised images, float [N, 3, H0, W0], to features F [N, D, H, W].
 
     Attributes:
         name: torchvision's name.
+        body: the cut torchvision network.
         num_features: D.
         stride: input pixels per cell, the same in both directions.
     """
@@ -49,36 +48,36 @@ class Backbone(nn.Module):
         return features
 
     def grid(self, input_size: tuple[int, int]) -> tuple[int, int]:
-        """(H, W) for an input of (H0, W0).
+        """Return (H, W) for an input of (H0, W0).
 
         Raises:
-            UsageError: not multiples of the stride; cells would not tile the picture.
+            UsageError: the size is not a multiple of the stride; cells would not tile the image.
         """
         height, width = input_size
         if height < self.stride or width < self.stride or height % self.stride or width % self.stride:
             raise UsageError(
                 f"input size {height}x{width}: {self.name} needs multiples of its stride {self.stride}, "
-                "or cells would not tile the picture"
+                "or cells would not tile the image"
             )
         return height // self.stride, width // self.stride
 
 
 def list_backbones() -> list[str]:
-    """torchvision's names of image classifiers that may serve as a backbone (CNNs among them are found by trying)."""
+    """Return torchvision's names of image classifiers; `build` finds out which of them have a grid of cells."""
     import torchvision
 
     return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
 def build(name: str, *, device: str | torch.device = "cpu") -> Backbone:
-    """A backbone with random weights.
+    """Build a backbone with random weights.
 
     Args:
         name: torchvision's, such as `resnet18` or `convnext_tiny`.
         device: where the parameters live; `meta` allocates none.
 
     Raises:
-        UsageError: not a classifier of torchvision's, or not one with a grid of cells before a global pooling.
+        UsageError: torchvision has no such classifier, or it has no grid of cells before a global pooling.
     """
     full = build_torchvision_model(name, device)
     cut, num_features, stride = _plan(name)
@@ -89,7 +88,7 @@ def build(name: str, *, device: str | torch.device = "cpu") -> Backbone:
 
 
 def load_weights(backbone: Backbone, weights: str | Path) -> str:
-    """ImageNet weights into a backbone; returns where they came from.
+    """Load ImageNet weights into a backbone and return where they came from.
 
     Args:
         backbone: from `build`.
@@ -124,10 +123,11 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """A flat name-to-tensor dictionary from a `.safetensors` file or a weights-only torch file.
+    """Read a state dict (names to tensors) from a `.safetensors` file or a weights-only torch file.
 
     Raises:
-        UsageError: no such file. CheckpointError: not such a dictionary, or one that needs unsafe loading.
+        UsageError: no such file.
+        CheckpointError: not a state dict, or one that needs unsafe loading.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such weights file")
@@ -146,7 +146,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_torch_file(path: Path) -> Any:
-    """`torch.load` with weights_only=True, always; there is no fallback to unsafe loading.
+    """Read a file with `torch.load(weights_only=True)`; there is no fallback to unsafe loading.
 
     Raises:
         CheckpointError: corrupt, or holding objects that only unsafe loading would accept.
@@ -156,18 +156,18 @@ def load_torch_file(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0] if str(error) else "unpickling failed"
         raise CheckpointError(
-            f"{path}: refused, since it holds more than tensors and plain values or is damaged ({reason[:160]}); "
-            "save its state_dict alone, or copy the file again"
+            f"{path}: refused, since it holds more than tensors and plain values or is damaged "
+            f"({first_line(error)}); save its state_dict alone, or copy the file again"
         ) from None
     except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: not a readable PyTorch file ({reason[:160]}); copy or save it again") from None
+        raise CheckpointError(
+            f"{path}: not a readable PyTorch file ({first_line(error)}); copy or save it again"
+        ) from None
 
 
 def format_key_errors(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
-    """Every key that is wrong, in one line."""
+    """Return one line that names every missing, unexpected and mismatched key of a state dict."""
     parts = [
         f"{len(keys)} {kind}: {', '.join(keys)}"
         for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
@@ -177,7 +177,7 @@ def format_key_errors(missing: list[str], unexpected: list[str], mismatched: lis
 
 
 def build_torchvision_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
-    """torchvision's whole network with random weights; on `meta` it costs no memory.
+    """Build torchvision's whole network with random weights; on the device `meta` it takes no memory.
 
     Raises:
         UsageError: torchvision has no such classifier.
@@ -203,7 +203,7 @@ def build_torchvision_model(name: str, device: str | torch.device = "cpu") -> nn
 
 
 class _ParametersOn(TorchFunctionMode):
-    """Makes what layers allocate their parameters and buffers with on a device, and every other tensor as usual."""
+    """Allocate parameters and buffers of layers on a device, and every other tensor where it would be anyway."""
 
     def __init__(self, device: str | torch.device) -> None:
         super().__init__()
@@ -218,12 +218,13 @@ class _ParametersOn(TorchFunctionMode):
 
 @cache
 def _plan(name: str) -> tuple[str, int, int]:
-    """Where a network is cut, D and the stride: found by tracing, which takes longer than building it."""
+    """Return the node at which a network is cut, D and the stride; cached, since tracing is slow."""
     cut = _node_before_pooling(name, build_torchvision_model(name, "meta"))
     return cut, *_probe(name, cut)
 
 
 def _node_before_pooling(name: str, full: nn.Module) -> str:
+    """Return the traced node that feeds the last global pooling."""
     from torchvision.models.feature_extraction import get_graph_node_names
 
     try:
@@ -241,7 +242,7 @@ def _node_before_pooling(name: str, full: nn.Module) -> str:
 
 
 def _probe(name: str, cut: str) -> tuple[int, int]:
-    """D and the stride, by running the cut network on a meta tensor: no memory, no arithmetic."""
+    """Return D and the stride by running the cut network on a `meta` tensor: no memory, no arithmetic."""
     from torchvision.models.feature_extraction import create_feature_extractor
 
     shadow = create_feature_extractor(build_torchvision_model(name, "meta"), {cut: _OUTPUT}, suppress_diff_warning=True)
@@ -250,7 +251,7 @@ def _probe(name: str, cut: str) -> tuple[int, int]:
     if features.ndim != 4 or features.shape[2] < 2 or _PROBE_SIZE % features.shape[2]:
         raise UsageError(
             f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {list(features.shape)}, whose cells do not "
-            "tile the picture; use a network with padded convolutions, such as resnet18"
+            "tile the image; use a network with padded convolutions, such as resnet18"
         )
     return int(features.shape[1]), _PROBE_SIZE // int(features.shape[2])
 
@@ -276,19 +277,19 @@ def _torchvision_weights(name: str, weights: str) -> dict[str, Tensor]:
 
 
 def _counters(state: dict[str, Any]) -> set[str]:
-    """BatchNorm's step counters, which exporters of weights often drop and inference never reads."""
+    """Return the keys of BatchNorm's step counters, which exporters often drop and inference never reads."""
     return {key for key in state if key.endswith("num_batches_tracked")}
 
 
 def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Of one input through a module whose parameters live on `meta`.
+    """Count the multiply-accumulates of convolutions and matrix products for one input, without memory.
 
-    Bias, normalisation, activation and pooling are not multiply-accumulates and count nothing. PyTorch's own counter
-    counts floating-point operations, two for each.
+    Bias, normalisation, activation and pooling count nothing. PyTorch's counter, which is used here, counts two
+    floating-point operations for each multiply-accumulate.
 
     Args:
-        module: in evaluation mode.
-        input_shape: without the batch.
+        module: in evaluation mode, its parameters on the device `meta`.
+        input_shape: without the batch dimension.
     """
     counter = FlopCounterMode(display=False)
     with torch.no_grad(), counter:
@@ -298,9 +299,9 @@ def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
 
 @cache
 def backbone_macs(name: str, input_size: tuple[int, int]) -> int:
-    """Of one picture through a backbone, cut before its pooling.
+    """Count the multiply-accumulates of one image of `input_size` = (H0, W0) through a backbone.
 
     Raises:
         UsageError: no such backbone.
     """
-    return count_macs(backbones.build(name, device="meta").eval(), (3, *input_size))
+    return count_macs(build(name, device="meta").eval(), (3, *input_size))

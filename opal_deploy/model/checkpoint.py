@@ -1,8 +1,17 @@
-"""Checkpoints: ours, and the authors' own.
+"""Checkpoints: our own format, and the format of the paper's authors.
 
-Ours is one `.pt` that `torch.load(weights_only=True)` reads: a dictionary of plain values and one state dict. The
-authors' is a bare state dict whose backbone, C and m are inferred from names and shapes; distance, pooling and CWS
-leave no trace in it, so they are options, recorded as `assumed`.
+Ours is one `.pt` file that `torch.load(weights_only=True)` reads: a dictionary of plain values with one state dict.
+
+The authors' format is a contract that must keep loading: a bare state dict, possibly with DistributedDataParallel's
+prefix `module.`, of exactly these keys:
+
+    backbone.*                       torchvision's names: `backbone.features.*` (ConvNeXt, EfficientNet) or
+                                     `backbone.conv1.*` ... `backbone.layer4.*` (ResNet); no norm after the last stage
+    final_conv_layer.weight, .bias   [K, D, 1, 1], [K]: the projection
+    classifier.prototypes            [C, K]: the anchors of Eq. 1
+
+Backbone, C and m are inferred from names and shapes. Distance, pooling, CWS, input size and crop leave no trace in such
+a file: they are options with the paper's values as defaults, and the metadata records them as `assumed`.
 """
 
 from __future__ import annotations
@@ -27,14 +36,14 @@ from opal_deploy.model.network import OpalNetwork
 FORMAT = "opal-deploy checkpoint"
 SCHEMA = 1
 
-# the paper's nine; an authors' checkpoint is one of them, others are tried after these
+# the paper's nine backbones; other torchvision networks are tried after these
 PAPER_BACKBONES = (
     "resnet50", "resnet101", "resnet152",
     "efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l",
     "convnext_tiny", "convnext_small", "convnext_base",
 )  # fmt: skip
 
-# the authors' names to ours
+# the authors' key prefixes and ours
 _AUTHORS_PREFIXES = (("backbone.", "backbone.body."), ("final_conv_layer.", "head.projection."))
 _AUTHORS_HEAD = ("final_conv_layer.weight", "final_conv_layer.bias")
 _AUTHORS_ANCHORS = "classifier.prototypes"
@@ -44,15 +53,15 @@ _CLASSIFIERS = ("fc.", "classifier.")
 
 @dataclass
 class Checkpoint:
-    """A network with what is known about it.
+    """A network together with what is known about it.
 
     Attributes:
-        network: in eval mode, on the CPU.
+        network: in evaluation mode, on the CPU.
         class_names: C names in the order of the logits.
-        crop: `boxes` where training pictures were cropped to annotated boxes, else None.
-        metrics: figures of the run that made it, such as `test_accuracy`.
-        training: the run's settings.
-        source: file name, sha256, format (`opal-deploy` or `authors`) and the settings `assumed` for it.
+        crop: `boxes` where training images were cropped to annotated boxes, else None.
+        metrics: results of the training run, such as `test_accuracy`.
+        training: settings of the training run.
+        source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
     """
 
     network: OpalNetwork
@@ -65,18 +74,20 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What an authors' checkpoint does not record; the paper's values unless told otherwise."""
+    """Settings that an authors' checkpoint does not record; the defaults are the paper's."""
 
     head: HeadConfig = field(default_factory=HeadConfig)
     input_size: tuple[int, int] = (224, 224)
     crop: str | None = None
 
 
-def save(path: Path, checkpoint: Checkpoint, *, beside: dict[str, Any] | None = None) -> None:
-    """Write atomically: the file has its name only once it is whole.
+def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
+    """Write a checkpoint in our format, atomically: the file has its name only once it is whole.
 
     Args:
-        beside: more of plain values and tensors, under keys that `load` does not know.
+        path: of the file to write.
+        checkpoint: to write.
+        extra: more plain values and tensors, under keys that `load` ignores.
 
     Raises:
         UsageError: the folder cannot be written to.
@@ -91,28 +102,28 @@ def save(path: Path, checkpoint: Checkpoint, *, beside: dict[str, Any] | None = 
         "metrics": checkpoint.metrics,
         "training": checkpoint.training,
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
-        **(beside or {}),
+        **(extra or {}),
     }
     with atomic_write(path) as temporary, temporary.open("wb") as stream:
         try:
             torch.save(document, stream)
         except RuntimeError as error:
-            # how torch's writer says that the stream took no more
+            # what torch's writer raises when the stream takes no more bytes
             if "inline_container" not in str(error):
                 raise
             raise OSError("disk full?") from None
 
 
 def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None) -> Checkpoint:
-    """Read a checkpoint of ours or of the authors.
+    """Read a checkpoint of our format or of the authors'.
 
     Args:
         path: a `.pt` or `.pth` file.
-        class_names: replace those in the file, or name an authors' checkpoint's classes.
-        assumptions: for an authors' checkpoint; None takes the paper's values.
+        class_names: C names that replace those in the file; an authors' checkpoint has none of its own.
+        assumptions: for an authors' checkpoint; None means the paper's values.
 
     Raises:
-        CheckpointError: not such a file, or its keys, shapes or class names do not fit together.
+        CheckpointError: neither format, or its keys, shapes or class names do not fit together.
         UsageError: no such file.
     """
     if not path.is_file():
@@ -135,7 +146,7 @@ def load(path: Path, *, class_names: list[str] | None = None, assumptions: Assum
 
 
 def read_class_names(path: Path) -> list[str]:
-    """One name a line, UTF-8 (with or without a byte order mark); blank lines at the end do not count.
+    """Read class names from a UTF-8 file, one a line; a byte order mark and blank lines at the end are ignored.
 
     Raises:
         UsageError: unreadable, empty, or a name is blank or doubled.
@@ -172,7 +183,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     _load_state(path, network, state)
     return Checkpoint(
         network,
-        _checked_names(path, stored_names if class_names is None else class_names, config.num_classes),
+        _check_class_names(path, stored_names if class_names is None else class_names, config.num_classes),
         crop=raw.get("crop"),
         metrics=dict(raw.get("metrics") or {}),
         training=dict(raw.get("training") or {}),
@@ -185,16 +196,16 @@ def _load_authors(
 ) -> Checkpoint:
     # DistributedDataParallel's prefix says nothing about the network
     state = {str(key).removeprefix("module."): value for key, value in raw.items()}
-    wanted = (*_AUTHORS_HEAD, _AUTHORS_ANCHORS)
+    head_keys = (*_AUTHORS_HEAD, _AUTHORS_ANCHORS)
     body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
-    if not body or not any(key in state for key in wanted):
+    if not body or not any(key in state for key in head_keys):
         raise CheckpointError(
-            f"{path}: a state dict that is no OPAL network's (found {_sample(state)}); the authors' OPAL checkpoints "
-            f"have backbone.*, {', '.join(wanted)}"
+            f"{path}: a state dict that is no OPAL network's (found {_sample_keys(state)}); the authors' OPAL "
+            f"checkpoints have backbone.*, {', '.join(head_keys)}"
         )
     backbone, missing, unexpected, mismatched = _infer_backbone(path, body)
-    missing += [key for key in wanted if key not in state]
-    unexpected += [key for key in state if key not in wanted and not key.startswith("backbone.")]
+    missing += [key for key in head_keys if key not in state]
+    unexpected += [key for key in state if key not in head_keys and not key.startswith("backbone.")]
     if missing or unexpected or mismatched:
         raise CheckpointError(
             f"{path} does not fit {backbone}, the nearest of torchvision's networks: "
@@ -207,7 +218,7 @@ def _load_authors(
         raise UsageError(f"{path}: it has anchors; only a head with anchors can be assumed for it")
     config = NetworkConfig(backbone, num_classes, assumptions.input_size, head)
     network = OpalNetwork(config)
-    _load_state(path, network, _renamed(state))
+    _load_state(path, network, _rename_keys(state))
     names = [f"class {index}" for index in range(num_classes)] if class_names is None else class_names
     assumed: dict[str, Any] = {"distance": head.distance, "pooling": head.pooling, "cws": head.cws}
     assumed["input_size"] = list(assumptions.input_size)
@@ -215,14 +226,14 @@ def _load_authors(
         assumed["class_names"] = "numbered"
     return Checkpoint(
         network,
-        _checked_names(path, names, num_classes),
+        _check_class_names(path, names, num_classes),
         crop=assumptions.crop,
         source={"format": "authors", "assumed": assumed},
     )
 
 
 def _classes_and_prototypes(path: Path, stored: Tensor, projection: Tensor) -> tuple[int, int]:
-    """C and m from the stored anchors [C, K] and the projection [K, D, 1, 1]."""
+    """Return C and m, inferred from the stored anchors [C, K] and the projection [K, D, 1, 1]."""
     if stored.ndim != 2 or projection.ndim != 4 or stored.shape[1] != projection.shape[0]:
         raise CheckpointError(
             f"{path}: anchors {list(stored.shape)} and projection {list(projection.shape)} do not fit together; "
@@ -241,10 +252,10 @@ def _classes_and_prototypes(path: Path, stored: Tensor, projection: Tensor) -> t
 
 
 def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str], list[str], list[str]]:
-    """The torchvision network with these parameters before its pooling, or the nearest to it.
+    """Find the torchvision network that has these parameters before its pooling, or the nearest to it.
 
     Returns:
-        its name, then the keys that are missing, unexpected, and of another shape; all empty where it fits.
+        Its name, then the keys that are missing, unexpected, and of another shape: three empty lists where it fits.
     """
     shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
     others = [name for name in backbones.list_backbones() if name not in PAPER_BACKBONES]
@@ -258,7 +269,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
             break
     if not nearest:
         raise CheckpointError(
-            f"{path}: no torchvision network is like its {len(shapes)} backbone parameters ({_sample(shapes)}); "
+            f"{path}: no torchvision network is like its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
             f"the authors use {', '.join(PAPER_BACKBONES)}"
         )
     return (
@@ -275,7 +286,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
 
 @functools.cache
 def _body_shapes(name: str) -> dict[str, torch.Size]:
-    """Of torchvision's network, without what follows its pooling."""
+    """Return the shapes of a torchvision network's parameters, without those behind its pooling."""
     state = backbones.build_torchvision_model(name, "meta").state_dict()
     return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
 
@@ -284,13 +295,14 @@ def _is_counter(key: str) -> bool:
     return key.endswith("num_batches_tracked")
 
 
-def _sample(state: dict[str, Any]) -> str:
+def _sample_keys(state: dict[str, Any]) -> str:
     keys = sorted(map(str, state))
     return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
 
 
-def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    renamed = {}
+def _rename_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the authors' key prefixes with ours."""
+    renamed: dict[str, Tensor] = {}
     for key, value in state.items():
         new = key
         for theirs, ours in _AUTHORS_PREFIXES:
@@ -301,7 +313,7 @@ def _renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
-    """Strict, but with every wrong key in one error."""
+    """Load a state dict strictly, with every wrong key in one error."""
     own = network.state_dict()
     missing = sorted(k for k in own.keys() - state.keys() if not _is_counter(k))
     unexpected = sorted(state.keys() - own.keys())
@@ -318,7 +330,7 @@ def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> N
     network.load_state_dict(state, strict=False)
 
 
-def _checked_names(path: Path, names: list[str], num_classes: int) -> list[str]:
+def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[str]:
     if len(names) != num_classes:
         raise CheckpointError(
             f"{path}: {len(names)} class names for {num_classes} classes; "
@@ -328,7 +340,7 @@ def _checked_names(path: Path, names: list[str], num_classes: int) -> list[str]:
 
 
 def build_metadata(checkpoint: Checkpoint) -> Metadata:
-    """What the checkpoint is, in the words of the metadata: before export, so without report and vectors."""
+    """Build the metadata of a checkpoint before its export: without verification report and test vectors."""
     network = checkpoint.network
     head = network.config.head
     # curves have a field of their own, or are left to the checkpoint

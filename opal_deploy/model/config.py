@@ -1,4 +1,4 @@
-"""What makes an OPAL network the network it is. Plain data: importing this module imports no torch."""
+"""The configuration of an OPAL network, as plain data: importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The head's four switchable parts (paper, Table 3), m, and the distance (paper, Supp. E.1).
+    """The head's four parts that the paper's ablation switches (Table 4), m, and the distance (Supp. E.1).
+
+    Only the paper's eleven combinations are accepted; all others raise UsageError.
 
     Attributes:
-        projection: 1x1 convolution from D to K channels.
-        cws: channel-wise softmax at each cell.
-        pooling: `max` (GMP) or `avg` over cells.
-        anchors: orthonormal class anchors; without them a dense layer follows.
-        prototypes_per_class: m.
-        distance: used with anchors only.
-        epsilon: added to the norm, z = s / (|s| + epsilon), as the authors do.
+        projection: 1x1 convolution from D to K = C * m channels.
+        cws: channel-wise softmax over K at each cell (Eq. 2).
+        pooling: `max` (Eq. 3) or `avg` over cells.
+        anchors: orthonormal class anchors (Eq. 1); without them a dense layer follows.
+        prototypes_per_class: m, at least 1.
+        distance: one of `DISTANCES`; used with anchors only.
+        epsilon: added to the norm, z = s / (|s| + epsilon), as in the authors' code.
     """
 
     projection: bool = True
@@ -63,13 +65,13 @@ class HeadConfig:
 
     @property
     def evidence(self) -> Evidence:
-        """`exact`: each slot's score comes from one cell; `map`: from an average; `none`: a dense layer follows."""
+        """The evidence that the head gives: `exact` (one cell a slot), `map` (an average over cells) or `none`."""
         if not self.anchors:
             return "none"
         return "exact" if self.pooling == "max" else "map"
 
     def to_dict(self) -> dict[str, Any]:
-        """For metadata and checkpoints."""
+        """Return the fields as plain values, for metadata and checkpoints."""
         return asdict(self)
 
 
@@ -78,13 +80,13 @@ LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """A whole network.
+    """The configuration of a whole network.
 
     Attributes:
-        backbone: torchvision's name.
-        num_classes: C.
+        backbone: torchvision's name, such as `convnext_tiny`.
+        num_classes: C, at least 2.
         input_size: (H0, W0) in pixels, multiples of the backbone's stride.
-        head: see HeadConfig.
+        head: the configuration of the head.
     """
 
     backbone: str
@@ -97,12 +99,16 @@ class NetworkConfig:
             raise UsageError(f"{self.num_classes} class(es): a classifier needs at least 2")
 
     def to_dict(self) -> dict[str, Any]:
-        """For checkpoints; `from_dict` reads it back."""
+        """Return the fields as plain values, for checkpoints; `from_dict` reads them."""
         return asdict(self)
 
     @staticmethod
     def from_dict(raw: dict[str, Any]) -> NetworkConfig:
-        """The inverse of `to_dict`. Raises KeyError or TypeError for a dictionary of another shape."""
+        """Build the configuration that `to_dict` wrote.
+
+        Raises:
+            KeyError, TypeError: not a dictionary of `to_dict`.
+        """
         size = raw["input_size"]
         return NetworkConfig(
             backbone=str(raw["backbone"]),

@@ -1,9 +1,7 @@
-"""Distances from an embedding to every class anchor, in closed form.
+"""Distances from an embedding z [N, K] to every class anchor a_c, in closed form (paper, Eq. 4 and Supp. E.1).
 
-An anchor is 1/sqrt(m) on its own block and zero elsewhere, so no distance needs the [N, C, K] differences: block sums
-(l1, l2, l3, kl) or the extremes inside and outside the block (linf, tropical) suffice. Memory stays O(N*K).
-
-z: [N, K] float, the embedding. Returns [N, C] float, the distance; a logit is its negative.
+An anchor is 1/sqrt(m) on its own block and zero elsewhere, so no distance needs the differences [N, C, K]: sums over
+the blocks (l1, l2, l3, kl) or the extremes inside and outside a block (linf, tropical) suffice; memory stays O(N * K).
 """
 
 from __future__ import annotations
@@ -21,14 +19,20 @@ KL_EPSILON = 1e-8
 
 
 def compute_distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:
-    """[N, C] distances of z [N, K] to the anchors; `distance` is a key of DISTANCE_FUNCTIONS."""
+    """Return the distances [N, C] of an embedding to the anchors; a logit is a negative distance.
+
+    Args:
+        z: float [N, K], L2-normalised.
+        prototypes_per_class: m; K is a multiple of it.
+        distance: a key of `DISTANCE_FUNCTIONS`.
+    """
     n, k = z.shape[0], z.shape[1]
     blocks = z.reshape(n, k // prototypes_per_class, prototypes_per_class)  # [N, C, m]
     return DISTANCE_FUNCTIONS[distance](blocks, 1.0 / math.sqrt(prototypes_per_class))
 
 
 def epsilon_tensor(tensor: Tensor, value: float) -> Tensor:
-    """An addend that survives export: [1], since ONNX optimisers take a scalar of 1e-8 for zero and drop the sum."""
+    """Return `value` as a tensor [1] beside `tensor`: ONNX optimisers take a scalar of 1e-8 for 0 and drop the sum."""
     return tensor.new_full((1,), value)
 
 
@@ -70,12 +74,12 @@ def _tropical(blocks: Tensor, anchor: float) -> Tensor:
 
 
 def _sum_outside(per_class: Tensor) -> Tensor:
-    """Of [N, C], for each class the sum over all others; never negative for non-negative entries."""
+    """Return for each class the sum of [N, C] over all others; never negative for non-negative entries."""
     return (per_class.sum(1, keepdim=True) - per_class).clamp_min(0.0)
 
 
 def _largest_outside(per_class: Tensor) -> Tensor:
-    """Of [N, C], for each class the largest value of any other."""
+    """Return for each class the largest value of [N, C] among the others."""
     best = per_class.topk(2, dim=1).values  # [N, 2]
     # of equal maxima either may be "the" best: both columns then hold the same value
     return torch.where(per_class == best[:, :1], best[:, 1:], best[:, :1])

@@ -1,7 +1,15 @@
-"""The OPAL head (paper, Sec. 3) and its ablated variants.
+"""The OPAL head (paper, Sec. 3) and its ablated variants (paper, Table 4).
 
-features [N, D, H, W] -> projection [N, K, H, W] -> attention (softmax over K at each cell) -> scores [N, K] (max over
-cells) -> embedding z = s / (|s| + epsilon) -> logits [N, C] = -distance(z, anchors).
+    features    F  [N, D, H, W]   the backbone's last feature map
+    projection  G  [N, K, H, W]   1x1 convolution with bias, K = C * m channels: m slots for each of C classes
+    attention   A  [N, K, H, W]   softmax over the K channels at each cell (Eq. 2)
+    scores      s  [N, K]         maximum of each channel over the cells, at the cell `argmax` (Eq. 3)
+    embedding   z  [N, K]         s / (|s| + epsilon) (Sec. 3.3)
+    logits      l  [N, C]         -|z - a_c|, a_c = 1/sqrt(m) on the block of class c and 0 elsewhere (Eqs. 1 and 4)
+
+Only the projection is learned: the anchors a_c are fixed, and the network never builds them as a matrix. Each slot's
+score comes from one cell, and for the Euclidean distance the cosine <z, a_c> is the sum of the m slots of class c
+divided by sqrt(m): the slots of the predicted class and their cells are the explanation.
 """
 
 from __future__ import annotations
@@ -17,13 +25,13 @@ from opal_deploy.model.distances import compute_distances, epsilon_tensor
 
 @dataclass
 class HeadOutputs:
-    """One forward pass.
+    """The outputs of one forward pass; without anchors there are logits only.
 
     Attributes:
-        logits: [N, C].
-        scores: [N, K], pooled attention; None without anchors.
-        argmax: int32 [N, K], flat row-major cell of each channel's maximum, of equal maxima the lowest.
-        attention: [N, K, H, W].
+        logits: float32 [N, C], minus the distance to each class's anchor; in [-sqrt(2), 0] for `l2` with CWS.
+        scores: float32 [N, K], pooled attention; in [0, 1] with CWS.
+        argmax: int32 [N, K], the cell of each channel's maximum as `row * W + col`; of equal maxima the lowest index.
+        attention: float32 [N, K, H, W]; sums to 1 over K at each cell with CWS.
     """
 
     logits: Tensor
@@ -33,11 +41,14 @@ class HeadOutputs:
 
 
 class OpalHead(nn.Module):
-    """See the module's docstring; `config` says which parts are on.
+    """Features of a backbone to logits and evidence; `config` says which of the four parts are on.
 
     Attributes:
-        projection: 1x1 convolution D -> K with bias, or identity.
-        classifier: dense layer, only without anchors.
+        config: the parts that are on, m, the distance and epsilon.
+        num_classes: C.
+        num_prototypes: K = C * m.
+        projection: 1x1 convolution from D to K channels with bias, or the identity.
+        classifier: a dense layer instead of the distance; None with anchors.
     """
 
     def __init__(self, num_features: int, num_classes: int, config: HeadConfig) -> None:
@@ -50,11 +61,11 @@ class OpalHead(nn.Module):
         self.classifier: nn.Linear | None = None if config.anchors else nn.Linear(width, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[N, D, H, W] to logits [N, C]; what training needs, without the evidence."""
+        """Return the logits [N, C] for features [N, D, H, W], without the evidence: all that training needs."""
         return self.classify(self.pool(self.attend(self.project(features))))
 
     def explain(self, projected: Tensor) -> HeadOutputs:
-        """From `project`'s [N, K, H, W] to everything that the exported graph answers with."""
+        """Return logits, scores, argmax and attention for the projection G [N, K, H, W] that `project` returns."""
         attention = self.attend(projected)
         scores = self.pool(attention)
         logits = self.classify(scores)
@@ -65,12 +76,15 @@ class OpalHead(nn.Module):
         return HeadOutputs(logits, scores, argmax, attention)
 
     def project(self, features: Tensor) -> Tensor:
-        """[N, D, H, W] to [N, K, H, W], float32: from here on whatever the body's precision (DESIGN, contract)."""
+        """Return G, float32 [N, K, H, W], for features [N, D, H, W].
+
+        From here on everything is float32, whatever the precision of the backbone (docs/contract.md).
+        """
         projected: Tensor = self.projection(features)
         return projected.float()
 
     def attend(self, projected: Tensor) -> Tensor:
-        """Channel-wise softmax over K at each cell, where it is on (paper, Eq. 2)."""
+        """Return A [N, K, H, W]: the softmax of G over the K channels at each cell (Eq. 2), or G itself without CWS."""
         if not self.config.cws:
             return projected
         # over the last axis ONNX Runtime is ten times faster than over the second
@@ -78,13 +92,13 @@ class OpalHead(nn.Module):
         return cells.transpose(1, 2).reshape(projected.shape)
 
     def pool(self, attention: Tensor) -> Tensor:
-        """[N, K, H, W] to scores [N, K] (paper, Eq. 3)."""
+        """Return s [N, K]: the maximum of each channel of A over the cells (Eq. 3), or their mean."""
         cells = attention.flatten(2)
         scores: Tensor = cells.amax(2) if self.config.pooling == "max" else cells.mean(2)
         return scores
 
     def classify(self, scores: Tensor) -> Tensor:
-        """Scores [N, K] to logits [N, C] (paper, Eq. 4)."""
+        """Return the logits [N, C] for scores [N, K]: minus the distance of z to each anchor (Eq. 4)."""
         norm = torch.linalg.vector_norm(scores, dim=1, keepdim=True)
         z = scores / (norm + epsilon_tensor(norm, self.config.epsilon))
         if self.classifier is not None:
@@ -94,7 +108,10 @@ class OpalHead(nn.Module):
 
 
 def build_anchors(num_classes: int, prototypes_per_class: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """a_c as a matrix [C, K]: 1/sqrt(m) on each class's block (paper, Eq. 1). The network itself never builds it."""
+    """Return the anchors as a matrix [C, K]: row c is a_c, 1/sqrt(m) on the block of class c and 0 elsewhere (Eq. 1).
+
+    The network never builds this matrix; it serves to check the anchors stored in the authors' checkpoints.
+    """
     matrix = torch.zeros(num_classes, num_classes, prototypes_per_class, dtype=dtype)
     matrix[torch.arange(num_classes), torch.arange(num_classes)] = prototypes_per_class**-0.5
     return matrix.reshape(num_classes, -1)

@@ -1,4 +1,4 @@
-"""Backbone and head in one module."""
+"""The OPAL network: a backbone and a head in one module."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from opal_deploy.model.head import HeadOutputs, OpalHead
 
 
 class OpalNetwork(nn.Module):
-    """images float [N, 3, H0, W0], normalised, to logits [N, C]; `explain` gives the evidence of the same pass.
+    """Normalised images, float [N, 3, H0, W0], to logits [N, C]; `explain` adds the evidence of the same pass.
 
     Attributes:
-        config: what it was built from.
+        config: what the network was built from.
+        backbone: [N, 3, H0, W0] to features [N, D, H, W].
+        head: features to logits.
         grid: (H, W) of the feature map.
+        weights_origin: where the backbone's weights came from; None for random ones.
     """
 
     def __init__(self, config: NetworkConfig, *, weights: str | Path | None = None) -> None:
-        """Args: config; weights: of the backbone, see `backbones.load_weights`; None leaves them random.
+        """Build the network.
+
+        Args:
+            config: of the network.
+            weights: of the backbone, see `backbones.load_weights`; None leaves them random.
 
         Raises:
             UsageError: no such backbone, or an input size that its stride does not divide.
@@ -39,9 +46,9 @@ class OpalNetwork(nn.Module):
         return logits
 
     def explain(self, images: Tensor) -> HeadOutputs:
-        """Logits with scores, argmax cells and attention, all of one forward pass."""
+        """Return logits, scores, argmax and attention of one forward pass."""
         return self.head.explain(self.head.project(self.backbone(images)))
 
     def channels_last(self) -> OpalNetwork:
-        """The same network with its convolutions' weights laid out for NHWC, which is faster on CPU and GPU."""
+        """Lay the convolutions' weights out for NHWC, which is faster on CPU and GPU, and return the network."""
         return self.to(memory_format=torch.channels_last)
