@@ -19,7 +19,8 @@ from PIL import Image, ImageOps
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode_for_input
-from opal_deploy.preprocess.gpu import GpuDecoder, read_header
+from opal_deploy.preprocess.gpu import GpuDecoder
+from opal_deploy.preprocess.jpeg_header import read_header
 from opal_deploy.preprocess.resize import to_input
 
 Pixels = NDArray[np.uint8]

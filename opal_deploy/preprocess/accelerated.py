@@ -1,8 +1,8 @@
 """Two libraries that do Pillow's work faster: simplejpeg (libjpeg-turbo) decodes, cykooz.resizer (Rust) resizes.
 
 Both come with the package; where one cannot be imported (no wheel for the platform), Pillow does its work, and
-`missing` says so. Pixels: simplejpeg's are Pillow's, bit for bit, for the files it is given here; cykooz.resizer's are
-Pillow's within 1 count, see `resize`.
+`missing_libraries` reports it. For the files that it is given here, simplejpeg has Pillow's pixels bit for bit;
+cykooz.resizer is within 1 count of Pillow, see `resize`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-_NAMES = {"simplejpeg": "JPEG files are decoded", "cykooz_resizer": "pictures are resized"}
-_mine = threading.local()
+_TASKS = {"simplejpeg": "JPEG files are decoded", "cykooz_resizer": "images are resized"}
+_thread_local = threading.local()
 
 
 def decode_jpeg(data: bytes, at_least: tuple[int, int] | None = None) -> Image.Image | None:
-    """A whole, undamaged JPEG of three components or one as an RGB picture; None: Pillow has to look at it.
+    """Decode a whole, undamaged JPEG of three components or one.
 
     Args:
         data: the file.
-        at_least: (height, width): a half, a quarter or an eighth of the size is enough as long as it is not smaller.
+        at_least: (height, width): a half, a quarter or an eighth of the size will do as long as it is not smaller.
+
+    Returns:
+        An RGB image; None where Pillow has to decode the file.
     """
     simplejpeg = _library("simplejpeg")
     if simplejpeg is None:
@@ -41,30 +44,33 @@ def decode_jpeg(data: bytes, at_least: tuple[int, int] | None = None) -> Image.I
 
 
 def resize(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | None:
-    """An RGB picture squashed to (width, height), uint8 [height, width, 3]; None: Pillow has to do it.
+    """Resize an RGB image to `size` = (width, height), within 1 count of Pillow.
 
-    Pillow squashes rows, rounds, then squashes columns. Here the rows, which are most of the work, are the library's:
-    they differ by 1 where a value lies halfway. The columns stay Pillow's, which cannot make more of that; with both
-    done by the library, one photograph in 500 had a value that was 2 off.
+    Pillow resizes rows, rounds, then resizes columns. The library resizes the rows, which are most of the work: they
+    differ by 1 where a value lies halfway. Pillow resizes the columns, which adds nothing to that; with both done by
+    the library, one image in 500 had a value that was 2 off.
+
+    Returns:
+        uint8 [height, width, 3]; None where Pillow has to resize.
     """
     library = _library("cykooz_resizer")
     if library is None or size[0] >= image.width:
         return None
-    if not hasattr(_mine, "resizer"):
-        # one a thread: it keeps buffers
+    if not hasattr(_thread_local, "resizer"):
+        # one a thread, since it keeps buffers
         bilinear = library.ResizeAlg.convolution(library.FilterType.bilinear)
-        _mine.resizer = library.Resizer(), library.ResizeOptions(resize_alg=bilinear, use_alpha=False)
-    resizer, options = _mine.resizer
+        _thread_local.resizer = library.Resizer(), library.ResizeOptions(resize_alg=bilinear, use_alpha=False)
+    resizer, options = _thread_local.resizer
     narrow = Image.new("RGB", (size[0], image.height))
     resizer.resize_pil(image, narrow, options)
     return np.asarray(narrow.resize(size, Image.Resampling.BILINEAR))
 
 
 def missing_libraries() -> list[str]:
-    """One line for each library that cannot be imported here."""
+    """Return one line for each library that cannot be imported here."""
     return [
         f"{name} cannot be imported, so {work} by Pillow alone: the same results, more slowly"
-        for name, work in _NAMES.items()
+        for name, work in _TASKS.items()
         if _library(name) is None
     ]
 

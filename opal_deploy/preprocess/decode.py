@@ -1,6 +1,6 @@
-"""From a file to the picture that a viewer shows: RGB, 8 bits, EXIF orientation applied, first frame.
+"""From a file to the image that a viewer shows: RGB, 8 bits, EXIF orientation applied, first frame.
 
-Every way in which a file can be wrong ends in an ImageError with one of these codes:
+Whatever is wrong with a file ends in an ImageError with one of these codes:
 
     not_found          no such file
     unreadable         the file exists, but reading it was refused or failed
@@ -12,9 +12,9 @@ Every way in which a file can be wrong ends in an ImageError with one of these c
     too_many_pixels    it claims more pixels than the limit
     unsupported_image  values without a defined meaning as 8-bit RGB (32-bit floats), no pixels at all, or a format
                        whose decoder runs another program on the file (EPS)
-    bad_box            the box given for it has no pixel of the picture (see `resize`)
+    bad_box            the box given for it has no pixel of the image (see `geometry`)
 
-Colour: CMYK, YCCK, Lab, grey and palette pictures are converted by Pillow; 16-bit grey is scaled to 8 bits (v / 257,
+Colour: CMYK, YCCK, Lab, grey and palette images are converted by Pillow; 16-bit grey is scaled to 8 bits (v / 257,
 rounded), of 16-bit RGB Pillow keeps the upper 8; transparency is laid over white, as viewers do; ICC profiles are not
 applied, here or in training.
 """
@@ -38,29 +38,51 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.geometry import Geometry
 
+# a truncated file is an error record, whatever another library has switched on in this process
+ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+# larger images are refused before their pixels are decoded: 100 megapixels are 300 MB of RGB
+MAX_PIXELS = 100_000_000
+_16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
+# round(v / 257) for every 16-bit v; 257 is odd, so there are no halves
+_16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
+# Pillow hands these to Ghostscript: no file from outside may start a program
+_RUNS_A_PROGRAM = ("EPS",)
+# larger ones are left to Pillow, which reads piece by piece and needs no second copy of the pixels
+_MAX_PLAIN_PIXELS, _MAX_PLAIN_BYTES = 25_000_000, 32_000_000
+
 
 @runtime_checkable
 class FileSource(Protocol):
-    """Bytes that know where they lie, such as a member of an archive; can be pickled, so that a worker opens them.
+    """An encoded image that is not a file of its own, such as a member of an archive.
 
-    Attributes:
-        size: in bytes, as far as its container says.
+    It can be pickled, so that a decode worker opens it.
     """
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The size in bytes, as the container records it."""
+        ...
 
     def open(self) -> BinaryIO:
-        """A seekable stream of the bytes. Raises OSError, or ImageError for what is the container's fault."""
+        """Open a seekable stream of the bytes.
+
+        Raises:
+            OSError: the container cannot be read.
+            ImageError: the container is damaged.
+        """
         ...
 
 
 class Decoding(StrEnum):
-    """Which decode path: how its pixels differ from plain Pillow's is measured by `bench decoding`.
+    """The decode path; `bench decoding` measures how its pixels differ from plain Pillow's.
 
-    default: the fastest on the CPU that gives Pillow's pixels within 1 count. exact: Pillow's, bit for bit. fast: JPEG
-    decoded at a fraction of its size where that is enough. gpu: plain JPEG decoded and resized on the GPU, in batches
-    (see `gpu`); one picture alone, and whatever else a file is, as by default.
+    Attributes:
+        default: the fastest on the CPU that gives Pillow's pixels within 1 count.
+        exact: Pillow's pixels, bit for bit.
+        fast: JPEG decoded at a fraction of its size where that is large enough for the model.
+        gpu: plain JPEG decoded and resized on the GPU in batches (see `gpu`); single images and other formats as by
+            `default`.
     """
 
     default = "default"
@@ -70,43 +92,35 @@ class Decoding(StrEnum):
 
 
 def parse_decoding(text: str) -> Decoding:
-    """The value of `--decode`. Raises UsageError: there is no such path."""
+    """Parse the value of `--decode`.
+
+    Raises:
+        UsageError: there is no such decode path.
+    """
     if text not in list(Decoding):
         raise UsageError(f"--decode {text!r}: expected {', '.join(Decoding)}")
     return Decoding(text)
 
 
+# whatever can be decoded, and what of it has to be opened first
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
-# what has to be opened
 PathOrSource: TypeAlias = Path | FileSource
 
-# above this a picture is refused before its pixels are decoded: 100 megapixels are 300 MB of RGB
-MAX_PIXELS = 100_000_000
 
-# Pillow has a limit of its own, which is no argument of its functions: it refuses from 178 956 970 pixels on
-_16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
-# round(v / 257) for every 16-bit v; 257 is odd, so there are no halves
-_16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
-# Pillow hands these to Ghostscript: no file from outside may start a program
-_RUNS_A_PROGRAM = ("EPS",)
-# larger ones are left to Pillow, which reads piece by piece and needs no second copy of the pixels
-_QUICK_PIXELS, _QUICK_BYTES = 25_000_000, 32_000_000
-
-
-def open_file(place: PathOrSource) -> BinaryIO:
-    """A regular file, or what a container holds, opened. Not read as a whole: any length may be called .jpg.
+def open_file(source: PathOrSource) -> BinaryIO:
+    """Open a regular file or a FileSource, without reading it as a whole: a .jpg may have any length.
 
     Raises:
-        ImageError: not_found, not_a_file or unreadable, or what an Openable raised.
+        ImageError: `not_found`, `not_a_file`, `unreadable`, or what the FileSource raises.
     """
     try:
-        if not isinstance(place, Path):
-            return place.open()
-        mode = place.stat().st_mode
+        if not isinstance(source, Path):
+            return source.open()
+        mode = source.stat().st_mode
         if not stat.S_ISREG(mode):
             # a named pipe would block for ever
             raise ImageError("not_a_file", "it is a folder, a pipe or a device, not a file")
-        return place.open("rb")
+        return source.open("rb")
     except FileNotFoundError:
         raise ImageError("not_found", "no such file") from None
     except (OSError, ValueError) as error:
@@ -121,21 +135,21 @@ def decode(
     open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
 ) -> Image.Image:
-    """Read one picture, whole.
+    """Decode one image at its full size.
 
     Args:
-        source: a path, a file's bytes, an `Openable`, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
-        max_pixels: width times height above which it is refused.
-        open_file: how a path or an Openable is opened; for those who watch what is read.
-        decoding: `exact` uses Pillow alone; the others give the same pixels.
+        source: a path, a file's bytes, a FileSource, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
+        max_pixels: width times height above which the image is refused.
+        open_file: opens a path or a FileSource; replaced to measure or count what is read.
+        decoding: `exact` uses Pillow alone; the other paths give the same pixels here.
 
     Returns:
         A loaded PIL image of mode RGB.
 
     Raises:
-        ImageError: see the module's docstring; it is the image's fault, whatever Pillow raised.
+        ImageError: the image cannot be used, whatever Pillow raised; the module's docstring lists the codes.
     """
-    return _decode(source, _Wanted(max_pixels, open_file, decoding))[0]
+    return _decode(source, _DecodeOptions(max_pixels, open_file, decoding))[0]
 
 
 def decode_for_input(
@@ -146,61 +160,66 @@ def decode_for_input(
     open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
 ) -> tuple[Image.Image, Geometry]:
-    """Read one picture that will be squashed as a whole to `input_size` = (H0, W0).
+    """Decode one image that will be resized as a whole to `input_size` = (H0, W0).
 
-    As `decode`, but with `fast` the picture may come at a half, a quarter or an eighth of its size, as long as that is
-    not smaller than the input. The geometry is always that of the picture as a viewer shows it.
+    With `fast`, the image may come at a half, a quarter or an eighth of its size, as long as that is not smaller than
+    the input. Arguments and errors are those of `decode`.
+
+    Returns:
+        A loaded PIL image of mode RGB, and the geometry of the image at its full size.
     """
-    image, (width, height) = _decode(source, _Wanted(max_pixels, open_file, decoding, input_size))
+    image, (width, height) = _decode(source, _DecodeOptions(max_pixels, open_file, decoding, input_size))
     return image, Geometry.whole(width, height)
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What a caller asks for: the arguments of `decode`, and the (height, width) that is large enough."""
+class _DecodeOptions:
+    """The arguments of `decode`, and the (height, width) that is large enough for the caller."""
 
     max_pixels: int
     open_file: Callable[[PathOrSource], BinaryIO]
     decoding: Decoding
-    enough: tuple[int, int] | None = None
+    min_size: tuple[int, int] | None = None
 
 
-def _decode(source: Source, wanted: _Wanted) -> tuple[Image.Image, tuple[int, int]]:
-    """The picture, and the (width, height) that it has in full."""
+def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:
+    """Return the image, and the (width, height) that it has at full size."""
     if isinstance(source, np.ndarray):
         image = _from_array(source)
         return image, image.size
     if isinstance(source, Image.Image):
-        return _guarded(source, wanted)
+        return _load(source, options)
     if isinstance(source, bytes):
-        return _from_stream(io.BytesIO(source), len(source), wanted)
+        return _from_stream(io.BytesIO(source), len(source), options)
     if isinstance(source, str | os.PathLike):
-        with wanted.open_file(Path(source)) as stream:
-            return _from_stream(stream, os.fstat(stream.fileno()).st_size, wanted)
-    with wanted.open_file(source) as stream:
-        return _from_stream(stream, source.size, wanted)
+        with options.open_file(Path(source)) as stream:
+            return _from_stream(stream, os.fstat(stream.fileno()).st_size, options)
+    with options.open_file(source) as stream:
+        return _from_stream(stream, source.size, options)
 
 
-def _from_stream(stream: BinaryIO, size: int, wanted: _Wanted) -> tuple[Image.Image, tuple[int, int]]:
+def _from_stream(stream: BinaryIO, size: int, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:
     if not size:
         raise ImageError("empty_file", "the file has zero bytes")
-    return _guarded(stream, wanted, size)
+    return _load(stream, options, size)
 
 
-def _guarded(source: BinaryIO | Image.Image, wanted: _Wanted, size: int = 0) -> tuple[Image.Image, tuple[int, int]]:
-    """Open, check, load and orient; whatever Pillow raises becomes an ImageError. `size`: bytes of a stream."""
+def _load(
+    source: BinaryIO | Image.Image, options: _DecodeOptions, size: int = 0
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Open, check, load and orient; whatever Pillow raises becomes an ImageError."""
     try:
         image = source if isinstance(source, Image.Image) else Image.open(source)
-        _check_pixels(image.size, wanted.max_pixels)
+        _check_pixels(image.size, options.max_pixels)
         if image.format in _RUNS_A_PROGRAM:
             raise ImageError("unsupported_image", f"{image.format} is a program to be run, not pixels; save it as PNG")
-        loaded = None if isinstance(source, Image.Image) else _quickly(source, size, image, wanted)
+        loaded = None if isinstance(source, Image.Image) else _decode_plain_jpeg(source, size, image, options)
         if loaded is None:
             image.load()
             loaded = image
         scaled = loaded.size != image.size
-        full = image.size[::-1] if scaled and _lies_on_its_side(image) else image.size
-        oriented = _oriented(loaded, ours=loaded is not source)
+        full = image.size[::-1] if scaled and _is_transposed(image) else image.size
+        oriented = _apply_orientation(loaded, ours=loaded is not source)
         rgb = _to_rgb(oriented)
         return rgb, full if scaled else rgb.size
     except ImageError:
@@ -216,46 +235,47 @@ def _guarded(source: BinaryIO | Image.Image, wanted: _Wanted, size: int = 0) -> 
         raise ImageError(code, f"{type(error).__name__}: {error}") from None
 
 
-def _quickly(stream: BinaryIO, size: int, header: Image.Image, wanted: _Wanted) -> Image.Image | None:
-    """An ordinary JPEG, decoded by simplejpeg; None for every other file, and for one that has anything wrong with it.
+def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options: _DecodeOptions) -> Image.Image | None:
+    """Decode an ordinary JPEG with simplejpeg; return None for every other file and for one with anything wrong.
 
-    Those are Pillow's, so that its verdict is everybody's.
+    Those are left to Pillow, so that every decode path reports the same errors.
     """
-    if wanted.decoding is Decoding.exact or not is_plain_jpeg(header, size):
+    if options.decoding is Decoding.exact or not is_plain_jpeg(header, size):
         return None
-    enough = wanted.enough if wanted.decoding is Decoding.fast else None
-    if enough is not None and _lies_on_its_side(header):
-        enough = enough[::-1]
+    min_size = options.min_size if options.decoding is Decoding.fast else None
+    if min_size is not None and _is_transposed(header):
+        min_size = min_size[::-1]
     stream.seek(0)
-    picture = accelerated.decode_jpeg(stream.read(_QUICK_BYTES), enough)
-    if picture is None or (enough is None and picture.size != header.size):
+    image = accelerated.decode_jpeg(stream.read(_MAX_PLAIN_BYTES), min_size)
+    if image is None or (min_size is None and image.size != header.size):
         return None
-    # the orientation is in there, in EXIF or XMP
-    picture.info = dict(header.info)
-    return picture
+    # holds the orientation, in EXIF or XMP
+    image.info = dict(header.info)
+    return image
 
 
 def is_plain_jpeg(header: Image.Image, size: int) -> bool:
-    """Whether an opened file is an ordinary JPEG of ordinary size, which other decoders see as Pillow does.
+    """Return whether a file is an ordinary JPEG of ordinary size, for which other decoders agree with Pillow.
 
     Args:
-        header: as `Image.open` gives it. size: of the file in bytes.
+        header: what `Image.open` returns for the file.
+        size: of the file in bytes.
     """
     return (
         header.format == "JPEG"
         and header.mode in ("RGB", "L")
-        # Adobe's marker tells the colours apart: 1 is what files without it have
+        # the colour space in Adobe's marker; 1 is YCbCr, as in files without the marker
         and header.info.get("adobe_transform", 1) == 1
-        and header.width * header.height <= _QUICK_PIXELS
-        and size <= _QUICK_BYTES
+        and header.width * header.height <= _MAX_PLAIN_PIXELS
+        and size <= _MAX_PLAIN_BYTES
     )
 
 
-def _lies_on_its_side(image: Image.Image) -> bool:
-    """Whether orienting it will change its width for its height."""
+def _is_transposed(image: Image.Image) -> bool:
+    """Return whether applying the EXIF orientation swaps width and height."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-    except Exception:  # as in `_oriented`
+    except Exception:  # as in `_apply_orientation`
         return False
 
 
@@ -274,11 +294,11 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
-def _oriented(image: Image.Image, *, ours: bool) -> Image.Image:
-    """EXIF orientation applied; a picture whose EXIF cannot be parsed has none, as in a viewer.
+def _apply_orientation(image: Image.Image, *, ours: bool) -> Image.Image:
+    """Apply the EXIF orientation; an image whose EXIF cannot be parsed has none, as in a viewer.
 
-    A picture that we opened is turned in place: Pillow copies even where there is nothing to turn, and a copy of a
-    large picture is hundreds of megabytes. A caller's own picture stays as it is.
+    An image that this module opened is turned in place: Pillow copies even where there is nothing to turn, and a copy
+    of a large image is hundreds of megabytes. A caller's own image stays as it is.
     """
     try:
         if not ours:
@@ -294,7 +314,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return _convert(image)
     except ImageError:
         raise
-    except Exception as error:  # as above: a conversion that Pillow cannot do is the image's fault
+    except Exception as error:  # a conversion that Pillow cannot do is the image's fault
         raise ImageError("corrupt_image", f"{type(error).__name__}: {error}") from None
 
 
@@ -328,7 +348,3 @@ def _from_array(array: NDArray[np.uint8]) -> Image.Image:
             f"an array of {array.dtype} {list(array.shape)}; expected uint8 [H, W, 3] RGB or [H, W]",
         )
     return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")
-
-
-# a truncated file is an error record, whatever another library has switched on in this process
-ImageFile.LOAD_TRUNCATED_IMAGES = False

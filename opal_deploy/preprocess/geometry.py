@@ -1,8 +1,8 @@
-"""Where a cell of the feature map lies on the picture that a viewer shows: the exact inverse of the preprocessing.
+"""The box of an image that the model sees, and the box of each cell of the feature map on that image.
 
-A picture is oriented (EXIF), cropped to a box if one is given, and squashed to H0 x W0. All three steps are
-axis-aligned and linear, so a cell (row, col) of the H x W grid is a rectangle of the oriented picture:
-`x = x0 + col / W * (x1 - x0)`, `y = y0 + row / H * (y1 - y0)` (paper, Sec. 3.4: linear rescaling).
+An image is oriented (EXIF), cropped to a box (x0, y0, x1, y1) if one is given, and resized to H0 x W0 without keeping
+its aspect ratio. All three steps are axis-aligned and linear, so a cell (row, col) of the H x W grid is a rectangle of
+the oriented image, `x = x0 + col / W * (x1 - x0)`, `y = y0 + row / H * (y1 - y0)` (paper, Sec. 3.4: linear rescaling).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Geometry:
-    """How one picture was laid out before it was resized.
+    """The size of an image and the part of it that is resized to the model's input.
 
     Attributes:
-        width, height: of the whole picture in pixels, EXIF orientation applied.
-        crop: (x0, y0, x1, y1), integer pixels of that picture, x1 and y1 exclusive; the whole picture without a box.
+        width, height: of the whole image in pixels, EXIF orientation applied.
+        crop: (x0, y0, x1, y1) in integer pixels of that image, x1 and y1 exclusive; the whole image without a box.
     """
 
     width: int
@@ -32,11 +32,16 @@ class Geometry:
 
     @staticmethod
     def whole(width: int, height: int) -> Geometry:
-        """No crop."""
+        """Return the geometry of an image that is not cropped."""
         return Geometry(width, height, (0, 0, width, height))
 
     def cell_box(self, row: int, col: int, grid: tuple[int, int]) -> tuple[float, float, float, float]:
-        """The rectangle (x0, y0, x1, y1) of a cell, in pixels of the whole oriented picture."""
+        """Return the rectangle (x0, y0, x1, y1) of a cell, in float pixels of the whole oriented image.
+
+        Args:
+            row, col: of the cell, counted from the top left, from 0.
+            grid: (H, W), the cells of the feature map.
+        """
         rows, cols = grid
         x0, y0, x1, y1 = self.crop
         cell_width, cell_height = (x1 - x0) / cols, (y1 - y0) / rows
@@ -63,7 +68,7 @@ def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
 
 
 def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
-    """Return the same as `compute_geometry` for an oriented image of which only the (width, height) is known."""
+    """Return what `compute_geometry` returns for an oriented image of `size` = (width, height)."""
     width, height = size
     if box is None:
         return Geometry.whole(width, height)

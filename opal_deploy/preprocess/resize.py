@@ -1,7 +1,7 @@
-"""From a picture to a model's input: crop to a box if there is one, squash to H0 x W0, normalise.
+"""From an image to a model's input: crop to a box if there is one, resize to H0 x W0, normalise.
 
 As the paper's authors evaluate: straight to the input size, aspect ratio not kept, antialiased bilinear (Pillow's, or
-the same arithmetic of a faster library, see `native`). The crop comes first, so that pixels outside the box do not
+the same arithmetic of a faster library, see `accelerated`). The crop comes first, so that pixels outside the box do not
 bleed in at its edge.
 """
 
@@ -21,24 +21,30 @@ from opal_deploy.preprocess.geometry import Geometry
 def to_input(
     image: Image.Image, geometry: Geometry, input_size: tuple[int, int], decoding: Decoding = Decoding.default
 ) -> NDArray[np.uint8]:
-    """uint8 [H0, W0, 3], RGB: the crop of `image` squashed to `input_size` = (H0, W0).
+    """Crop and resize an image to a model's input.
 
-    An `image` that `decode_for` made smaller stands for the whole picture, and has no crop. With `exact`, Pillow
-    resizes.
+    Args:
+        image: RGB, oriented, whole; what `decode_for_input` made smaller is resized as it is, and has no crop.
+        geometry: the crop, in pixels of the whole image.
+        input_size: (H0, W0).
+        decoding: with `exact`, Pillow resizes; otherwise a faster library may.
+
+    Returns:
+        uint8 [H0, W0, 3], RGB.
     """
     height, width = input_size
     region = image
     if geometry.crop != (0, 0, geometry.width, geometry.height):
         region = image.crop(geometry.crop)
     if decoding is not Decoding.exact:
-        squashed = accelerated.resize(region, (width, height))
-        if squashed is not None:
-            return squashed
+        resized = accelerated.resize(region, (width, height))
+        if resized is not None:
+            return resized
     return np.asarray(region.resize((width, height), Image.Resampling.BILINEAR))
 
 
 def normalise(images: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float32]:
-    """uint8 [N, H0, W0, 3] to float32 [N, 3, H0, W0]: (v / 255 - mean) / std, channel by channel."""
+    """Return float32 [N, 3, H0, W0], `(v / 255 - mean) / std` by channel, for images uint8 [N, H0, W0, 3]."""
     scaled = images.astype(np.float32) / np.float32(255.0)
     normalised = (scaled - np.asarray(mean, np.float32)) / np.asarray(std, np.float32)
     return np.ascontiguousarray(normalised.transpose(0, 3, 1, 2))

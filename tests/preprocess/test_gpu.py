@@ -17,15 +17,8 @@ from PIL import ExifTags, Image, ImageOps
 from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode_for_input
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.gpu import (
-    GpuDecoder,
-    Jpeg,
-    apply_orientation,
-    is_well_formed,
-    open_gpu_decoders,
-    read_header,
-    resize,
-)
+from opal_deploy.preprocess.gpu import GpuDecoder, apply_orientation, open_gpu_decoders, resize
+from opal_deploy.preprocess.jpeg_header import Jpeg, is_well_formed, read_header
 from opal_deploy.preprocess.resize import to_input
 
 pytest.importorskip("nvidia.nvimgcodec")
@@ -250,7 +243,7 @@ def test_a_picture_hundreds_of_inputs_long_is_the_cpus() -> None:
 def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (90, 70, 3), np.uint8))
     whole = resize(noise, (32, 48))
-    monkeypatch.setattr("opal_deploy.preprocess.gpu._MOST_FLOATS", 70 * 3 * 7)
+    monkeypatch.setattr("opal_deploy.preprocess.gpu._MAX_FLOATS", 70 * 3 * 7)
     assert torch.equal(resize(noise, (32, 48)), whole)
 
 

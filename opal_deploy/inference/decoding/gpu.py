@@ -23,7 +23,8 @@ from opal_deploy.inference.decoding.pool import CpuDecoderPool, DecoderPool
 from opal_deploy.inference.decoding.prepare import MAX_KEPT_PIXELS, read_small_file, timed_open
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
-from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg, is_out_of_memory, read_header
+from opal_deploy.preprocess.gpu import GpuDecoder, is_out_of_memory
+from opal_deploy.preprocess.jpeg_header import Jpeg, read_header
 
 if TYPE_CHECKING:
     import torch
