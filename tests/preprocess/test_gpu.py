@@ -293,7 +293,7 @@ def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong: str, monkeypa
     if wrong == "not cropped":
         whole = [Geometry.whole(48, 64)]
         monkeypatch.setattr(GpuDecoder, "resize_to_inputs", lambda self, p, g, s: resize_to_inputs(self, p, whole, s))
-    with pytest.raises(UsageError, match=r"no decoding on cpu: a test picture is \d+ counts from Pillow's"):
+    with pytest.raises(UsageError, match=r"no decoding on cpu: a test image is \d+ counts from Pillow's"):
         GpuDecoder("cpu")
 
 

@@ -1,6 +1,4 @@
-"""TensorRT and TensorRT for RTX: one API under three import names, found and loaded here and nowhere else.
-
-What TensorRT says while it builds and runs: errors kept for our one line, the rest for `--verbose`."""
+"""The Python bindings of TensorRT and TensorRT for RTX, one API under two import names, and a logger for either."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from opal_deploy.runtime import diagnostics
 
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
-# what each is called as an import, in file names, and as an extra of ours
+# the name of each as an import, in file names, as an extra of opal-deploy, and for people
 MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
 SHORT_NAMES = {TENSORRT: "trt", TENSORRT_RTX: "rtx"}
 EXTRAS = {TENSORRT: "trt", TENSORRT_RTX: "trt-rtx"}
@@ -27,9 +25,9 @@ class Bindings:
 
     Attributes:
         name: `tensorrt` or `tensorrt-rtx`.
-        module: the bindings.
+        module: the imported bindings.
         version: in full, such as 11.4.0.106; plans are bound to it.
-        cuda: the CUDA major version that it is made for.
+        cuda: the CUDA major version that the library is made for.
     """
 
     name: str
@@ -39,12 +37,14 @@ class Bindings:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """The library's name and version, for messages."""
         return f"{TITLES[self.name]} {self.version}"
 
 
 def installed_version(name: str) -> str | None:
-    """The full version of an installed library, without importing it; None if it, or a part of it, is missing."""
+    """Return the full version of an installed library, without importing it; None if any part of it is missing."""
+    if name not in MODULES:
+        return None
     return diagnostics.tensorrt_version(name, MODULES[name])
 
 
@@ -53,10 +53,11 @@ def load(name: str, purpose: str) -> Bindings:
 
     Args:
         name: `tensorrt` or `tensorrt-rtx`.
-        purpose: what it is needed for, completing "X needs ...".
+        purpose: what the library is needed for, completing "X needs ...".
 
     Raises:
-        MissingExtra: it is not installed. UsageError: it is, but does not load.
+        MissingExtra: the library is not installed.
+        UsageError: it is installed, but does not load.
     """
     if installed_version(name) is None:
         raise MissingExtra(f"{name}-cu13", EXTRAS[name], purpose)
@@ -70,11 +71,11 @@ def load(name: str, purpose: str) -> Bindings:
 
 
 def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:
-    """A logger for a bindings module, with `errors`, the messages of severity error or worse in order.
+    """Create a logger for a bindings module; its `errors` collect the messages of severity error or worse.
 
     Args:
         module: `tensorrt` or `tensorrt_rtx`.
-        listen: called with (severity, message) for everything except verbose chatter.
+        listen: called with (severity, message) for every message that is not verbose.
     """
 
     class Log(module.ILogger):  # type: ignore[misc]
@@ -97,5 +98,5 @@ def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -
 
 
 def first_error(logger: Any) -> str:
-    """The first error of a failure, which tells the cause; those after it follow from it."""
+    """Return the first error of a logger, which names the cause; later errors follow from it."""
     return logger.errors[0][:300] if logger.errors else "it gave no reason"

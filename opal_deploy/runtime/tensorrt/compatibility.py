@@ -1,6 +1,7 @@
-"""Can this machine run that engine? Answered from its sidecar, before any native code sees the plan.
+"""Whether a machine can run an engine, from its sidecar alone, and GPUs by their compute capability.
 
-GPUs by the compute capability that an engine is built for."""
+TensorRT crashes or misbehaves on plans of other versions and GPUs, so this is checked before native code sees the plan.
+"""
 
 from __future__ import annotations
 
@@ -13,84 +14,10 @@ from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
 from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
-# what `--hardware-compatible` may say; see TensorRT's HardwareCompatibilityLevel
+# the values of `--hardware-compatible`; see TensorRT's HardwareCompatibilityLevel
 AMPERE_PLUS, SAME_CAPABILITY = "ampere+", "same"
 
-
-def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
-    """Why an engine cannot run here, in the order builder and version, compute capability, driver; empty if it can.
-
-    Args:
-        sidecar: of the engine.
-        gpu: that it is to run on; None: there is none.
-        driver: the machine's.
-        version: of the engine's builder as installed here; None: it is not.
-    """
-    name = str(sidecar.builder["name"])
-    if gpu is None:
-        return f"an engine runs on an NVIDIA GPU only: {driver.problem or 'none is here'}"
-    if name not in TITLES:
-        return f"it was built by {name!r}, which this version does not know"
-    title = TITLES[name]
-    if version is None:
-        needed = f"{title} {sidecar.builder['version']}"
-        return f"it needs {needed}, which is not installed: pip install 'opal-deploy[{EXTRAS[name]}]'"
-    if not _same_version(sidecar, version):
-        return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
-    made_on = sidecar.builder.get("platform")
-    if name == TENSORRT and made_on not in (None, platform_name()):
-        return f"it was built on {made_on}, and this is {platform_name()}"
-    capability = _capability(sidecar, gpu)
-    if capability:
-        return capability
-    cuda = int(sidecar.builder.get("cuda", 0))
-    if driver.cuda is not None and driver.cuda[0] < cuda:
-        newest = ".".join(map(str, driver.cuda))
-        return f"it needs CUDA {cuda}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
-    return ""
-
-
-def platform_name() -> str:
-    """This machine's system and processor, which plans of TensorRT are bound to: `Linux x86_64`."""
-    return f"{platform.system()} {platform.machine()}"
-
-
-def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
-    """`misfit` for one of the GPUs that CUDA shows this process."""
-    driver = visible_driver()
-    name = str(sidecar.builder["name"])
-    version = installed_version(name) if name in TITLES else None
-    return find_incompatibility(sidecar, driver.gpus[index] if index < len(driver.gpus) else None, driver, version)
-
-
-def _same_version(sidecar: Sidecar, version: str) -> bool:
-    built = str(sidecar.builder["version"])
-    if sidecar.options.get("version_compatible"):
-        # such a plan carries its own runtime and is read by newer libraries of the same major version
-        before, platform_name = _numbers(built), _numbers(version)
-        return before[:1] == platform_name[:1] and platform_name >= before
-    return built == version
-
-
-def _capability(sidecar: Sidecar, gpu: Gpu) -> str:
-    target, platform_name = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
-    if target == platform_name:
-        return ""
-    if (
-        sidecar.builder["name"] == TENSORRT
-        and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
-        and gpu.compute_capability >= (8, 0)
-    ):
-        return ""
-    like = f" ({example_gpus(target)})" if example_gpus(target) else ""
-    return f"it was built for {target}{like}, and {gpu.name} is {platform_name}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
-# NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus), by the names that people say
+# NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus), by the names in use
 _GPUS = {
     "sm75": ("t4", "rtx2060", "rtx2070", "rtx2080", "rtx2080ti", "rtx5000", "rtx6000", "rtx8000", "titanrtx"),
     "sm80": ("a100", "a30", "a800"),
@@ -110,15 +37,89 @@ AHEAD_OF_TIME = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 DEFAULT_TARGET = "sm80"
 
 
+def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
+    """Return why an engine cannot run on a machine, in one line; empty if it can.
+
+    Checked in this order: builder and version, compute capability, driver.
+
+    Args:
+        sidecar: of the engine.
+        gpu: the GPU to run it on; None if there is none.
+        driver: the machine's.
+        version: the installed version of the engine's builder; None if it is not installed.
+    """
+    name = str(sidecar.builder["name"])
+    if gpu is None:
+        return f"an engine runs on an NVIDIA GPU only: {driver.problem or 'none is here'}"
+    if name not in TITLES:
+        return f"it was built by {name!r}, which this version does not know"
+    title = TITLES[name]
+    if version is None:
+        needed = f"{title} {sidecar.builder['version']}"
+        return f"it needs {needed}, which is not installed: pip install 'opal-deploy[{EXTRAS[name]}]'"
+    if not _same_version(sidecar, version):
+        return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
+    platform_built_on = sidecar.builder.get("platform")
+    if name == TENSORRT and platform_built_on not in (None, platform_name()):
+        return f"it was built on {platform_built_on}, and this is {platform_name()}"
+    mismatch = _capability_mismatch(sidecar, gpu)
+    if mismatch:
+        return mismatch
+    cuda = int(sidecar.builder.get("cuda", 0))
+    if driver.cuda is not None and driver.cuda[0] < cuda:
+        newest = ".".join(map(str, driver.cuda))
+        return f"it needs CUDA {cuda}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
+    return ""
+
+
+def platform_name() -> str:
+    """Return this machine's system and processor, to which plans of TensorRT are bound, such as `Linux x86_64`."""
+    return f"{platform.system()} {platform.machine()}"
+
+
+def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
+    """Return why an engine cannot run on one of the GPUs that CUDA shows this process; empty if it can."""
+    driver = visible_driver()
+    gpu = driver.gpus[index] if index < len(driver.gpus) else None
+    return find_incompatibility(sidecar, gpu, driver, installed_version(str(sidecar.builder["name"])))
+
+
+def _same_version(sidecar: Sidecar, version: str) -> bool:
+    built = str(sidecar.builder["version"])
+    if sidecar.options.get("version_compatible"):
+        # such a plan carries its own runtime and is read by newer libraries of the same major version
+        before, platform_name = _numbers(built), _numbers(version)
+        return before[:1] == platform_name[:1] and platform_name >= before
+    return built == version
+
+
+def _capability_mismatch(sidecar: Sidecar, gpu: Gpu) -> str:
+    target, platform_name = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
+    if target == platform_name:
+        return ""
+    if (
+        sidecar.builder["name"] == TENSORRT
+        and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
+        and gpu.compute_capability >= (8, 0)
+    ):
+        return ""
+    like = f" ({example_gpus(target)})" if example_gpus(target) else ""
+    return f"it was built for {target}{like}, and {gpu.name} is {platform_name}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
 def parse_target(text: str) -> str:
-    """`sm80`, `8.0` or a GPU's name, such as `a100`, `RTX 4090` or `L4`, to `sm80` and so on.
+    """Parse `--target`: `sm80`, `8.0`, or a GPU's name such as `a100`, `RTX 4090` or `L4`; return `sm80` and the like.
 
     Raises:
-        UsageError: neither.
+        UsageError: neither a compute capability nor a known GPU.
     """
     name = re.sub(r"[\s_-]", "", text.lower())
-    for maker in ("nvidia", "geforce", "tesla"):
-        name = name.removeprefix(maker)
+    for brand in ("nvidia", "geforce", "tesla"):
+        name = name.removeprefix(brand)
     if re.fullmatch(r"sm\d{2,3}", name):
         return name
     if match := re.fullmatch(r"(\d{1,2})\.(\d)", name):
@@ -132,10 +133,10 @@ def parse_target(text: str) -> str:
 
 
 def sm_name(compute_capability: tuple[int, int]) -> str:
-    """`sm80` for (8, 0)."""
+    """Return `sm80` for (8, 0)."""
     return f"sm{compute_capability[0]}{compute_capability[1]}"
 
 
 def example_gpus(sm: str) -> str:
-    """GPUs of a compute capability, for messages: `A100, A30`; empty for one that is not in the table."""
+    """Return two GPUs of a compute capability, such as `A100, A30`; empty for one that is not in the table."""
     return ", ".join(name.upper() for name in _GPUS.get(sm, ())[:2])

@@ -1,4 +1,4 @@
-"""The few CUDA calls that a session needs, through NVIDIA's own bindings: memory, copies, streams, events, graphs."""
+"""The CUDA calls that an engine needs, through NVIDIA's cuda-bindings: memory, copies, streams, events, graphs."""
 
 from __future__ import annotations
 
@@ -17,127 +17,129 @@ Stream = Any
 Event = Any
 Graph = Any
 
-
 # cudaErrorMemoryAllocation
 _OUT_OF_MEMORY = 2
 
 
 class Cuda:
-    """One GPU. Every failing call raises StoppedEarly with CUDA's own words.
+    """One GPU. A call that fails raises StoppedEarly with CUDA's error text, or OutOfMemory where memory is full.
 
     Attributes:
-        index: of the device, as CUDA counts (CUDA_VISIBLE_DEVICES applied).
+        index: the device's number as CUDA counts, CUDA_VISIBLE_DEVICES applied.
         gpu: name, memory and compute capability.
-        uuid: of the GPU, in hex.
-        count: of devices that CUDA shows this process.
+        uuid: of the GPU, in hex; it tells two GPUs of one kind apart.
+        device_count: the number of devices that CUDA shows this process.
     """
 
-    def __init__(self, index: int, runtime: Any = None) -> None:
-        """Take a device.
-
-        Args:
-            index: of the device.
-            runtime: `cuda.bindings.runtime`, or what stands in for it.
+    def __init__(self, index: int) -> None:
+        """Open a device and make it the calling thread's.
 
         Raises:
-            MissingExtra: no cuda-bindings. UsageError: no such device.
+            MissingExtra: cuda-bindings is not installed.
+            UsageError: there is no such device.
         """
-        if runtime is None:
-            require("cuda.bindings", "trt-rtx", "running an engine", pip_name="cuda-bindings")
-            from cuda.bindings import runtime as found
+        require("cuda.bindings", "trt-rtx", "running an engine", pip_name="cuda-bindings")
+        from cuda.bindings import runtime
 
-            runtime = found
         self._cuda = runtime
         self.index = index
         error, count = runtime.cudaGetDeviceCount()
         if int(error) != 0:
-            raise UsageError(f"CUDA finds no usable GPU ({self._words(error)}); see `opal-deploy doctor`")
+            raise UsageError(f"CUDA finds no usable GPU ({self._error_text(error)}); see `opal-deploy doctor`")
         if index >= count:
             raise UsageError(f"device cuda:{index}: CUDA sees {count} GPUs, counted from 0")
-        self.count = int(count)
-        self.use()
+        self.device_count = int(count)
+        self.make_current()
         properties = self._call("cudaGetDeviceProperties", index)
         name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
-        # tells two GPUs of one kind apart
         self.uuid = bytes(properties.uuid.bytes).hex()
         self.gpu = Gpu(index, name, int(properties.totalGlobalMem), (int(properties.major), int(properties.minor)))
 
-    def use(self) -> None:
-        """Make this the calling thread's device: CUDA keeps that apart for every thread."""
+    def make_current(self) -> None:
+        """Make this the calling thread's device; CUDA keeps one for each thread."""
         self._call("cudaSetDevice", self.index)
 
     def allocate(self, size: int) -> int:
-        """Address of `size` bytes on the device."""
+        """Allocate `size` bytes on the device and return their address."""
         return int(self._call("cudaMalloc", size))
 
     def free(self, address: int) -> None:
+        """Free memory of `allocate`."""
         self._cuda.cudaFree(address)
 
-    def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """A host array that the device copies from and to without another copy between; release with `unpin`."""
+    def allocate_pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Allocate a host array that the device copies from and to directly; free it with `free_pinned`."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         address = int(self._call("cudaHostAlloc", size, self._cuda.cudaHostAllocDefault))
         memory = (ctypes.c_ubyte * size).from_address(address)
         return np.frombuffer(memory, dtype).reshape(shape)
 
-    def unpin(self, array: NDArray[Any]) -> None:
+    def free_pinned(self, array: NDArray[Any]) -> None:
+        """Free an array of `allocate_pinned`."""
         self._cuda.cudaFreeHost(array.ctypes.data)
 
-    def stream(self) -> Stream:
+    def create_stream(self) -> Stream:
+        """Create a stream that does not synchronise with the default stream."""
         return self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
 
-    def event(self) -> Event:
+    def create_event(self) -> Event:
+        """Create an event without timing."""
         return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventDisableTiming)
 
-    def timed_event(self) -> Event:
-        """An event that `seconds_between` can read; others cost less."""
+    def create_timed_event(self) -> Event:
+        """Create an event that `elapsed_seconds` can read; others cost less."""
         return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventDefault)
 
-    def seconds_between(self, first: Event, second: Event) -> float:
-        """Of two timed events that have both come to pass."""
+    def elapsed_seconds(self, first: Event, second: Event) -> float:
+        """Return the time between two timed events that have both happened."""
         return float(self._call("cudaEventElapsedTime", first, second)) / 1e3
 
     def record(self, event: Event, stream: Stream) -> None:
+        """Record an event behind what is queued on a stream."""
         self._call("cudaEventRecord", event, stream)
 
-    def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on `stream` from now on begins after `event`."""
+    def wait_for_event(self, stream: Stream, event: Event) -> None:
+        """Let what is queued on `stream` from now on begin after `event`."""
         self._call("cudaStreamWaitEvent", stream, event, 0)
 
-    def join_event(self, event: Event) -> None:
-        """Wait for it on the host."""
+    def synchronize_event(self, event: Event) -> None:
+        """Wait on the host for an event."""
         self._call("cudaEventSynchronize", event)
 
-    def join(self, stream: Stream) -> None:
-        """Wait on the host for all that is queued on a stream."""
+    def synchronize_stream(self, stream: Stream) -> None:
+        """Wait on the host for everything that is queued on a stream."""
         self._call("cudaStreamSynchronize", stream)
 
-    def copy_in(self, device: int, host: NDArray[Any], stream: Stream) -> None:
+    def copy_to_device(self, device: int, host: NDArray[Any], stream: Stream) -> None:
         """Queue a copy of a pinned, contiguous array to the device."""
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._call("cudaMemcpyAsync", device, host.ctypes.data, host.nbytes, kind, stream)
 
-    def copy_out(self, host: NDArray[Any], device: int, stream: Stream) -> None:
+    def copy_to_host(self, host: NDArray[Any], device: int, stream: Stream) -> None:
         """Queue a copy from the device into a pinned, contiguous array."""
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._call("cudaMemcpyAsync", host.ctypes.data, device, host.nbytes, kind, stream)
 
     def begin_capture(self, stream: Stream) -> None:
+        """Record what is queued on a stream from now on instead of running it."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", stream, mode)
 
     def end_capture(self, stream: Stream) -> Graph:
-        """What was queued since `begin_capture`, ready to be launched."""
+        """Return what was queued since `begin_capture` as a graph that `launch_graph` runs."""
         graph = self._call("cudaStreamEndCapture", stream)
-        ready = self._call("cudaGraphInstantiate", graph, 0)
+        executable = self._call("cudaGraphInstantiate", graph, 0)
         self._cuda.cudaGraphDestroy(graph)
-        return ready
+        return executable
 
-    def launch(self, graph: Graph, stream: Stream) -> None:
+    def launch_graph(self, graph: Graph, stream: Stream) -> None:
+        """Queue a recorded graph on a stream."""
         self._call("cudaGraphLaunch", graph, stream)
 
-    def destroy(self, *, streams: tuple[Stream, ...], events: tuple[Event, ...], graphs: tuple[Graph, ...]) -> None:
-        """Give back; a device that is lost has nothing to give back, so errors are not raised."""
+    def destroy(
+        self, *, streams: tuple[Stream, ...] = (), events: tuple[Event, ...] = (), graphs: tuple[Graph, ...] = ()
+    ) -> None:
+        """Destroy streams, events and graphs; errors are ignored, since a lost device has nothing to free."""
         for graph in graphs:
             self._cuda.cudaGraphExecDestroy(graph)
         for event in events:
@@ -148,30 +150,29 @@ class Cuda:
     def _call(self, function: str, *arguments: Any) -> Any:
         error, *values = getattr(self._cuda, function)(*arguments)
         if int(error) != 0:
-            words = self._words(error)
+            text = self._error_text(error)
             if int(error) == _OUT_OF_MEMORY:
-                raise OutOfMemory(f"CUDA device {self.index}: {function} failed: {words}; free memory on that GPU")
+                raise OutOfMemory(f"CUDA device {self.index}: {function} failed: {text}; free memory on that GPU")
             hint = "see `opal-deploy doctor`"
-            raise StoppedEarly(f"CUDA device {self.index}: {function} failed: {words} ({int(error)}); {hint}")
+            raise StoppedEarly(f"CUDA device {self.index}: {function} failed: {text} ({int(error)}); {hint}")
         return values[0] if values else None
 
-    def _words(self, error: Any) -> str:
+    def _error_text(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
         return text.decode() if isinstance(text, bytes) else str(text)
 
 
 def visible_driver() -> Driver:
-    """This machine's driver with the GPUs that CUDA shows this process, in CUDA's order.
+    """Return this machine's driver with the GPUs that CUDA shows this process, in CUDA's order.
 
-    NVML lists all GPUs in another order and knows nothing of CUDA_VISIBLE_DEVICES. Without CUDA's bindings its list has
-    to do.
+    NVML, which lists all GPUs in an order of its own, is the substitute where cuda-bindings is not installed.
     """
     driver = read_driver()
     if not driver.gpus or not is_importable("cuda.bindings"):
         return driver
     try:
         first = Cuda(0)
-        gpus = (first.gpu, *(Cuda(index).gpu for index in range(1, first.count)))
+        gpus = (first.gpu, *(Cuda(index).gpu for index in range(1, first.device_count)))
     except (UsageError, StoppedEarly) as error:
         return replace(driver, gpus=(), problem=str(error))
     return replace(driver, gpus=gpus)
