@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 
 from opal_deploy.artifact.engine_file import checks_path, read_checks, sidecar_path
-from opal_deploy.errors import ArtifactError, MissingExtra, VerificationError
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt import bindings
-from opal_deploy.runtime.tensorrt.bindings import Bindings
 from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
 
 A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0))
 T4 = Gpu(0, "Tesla T4", 15 << 30, (7, 5))
+L4 = Gpu(0, "NVIDIA L4", 24 << 30, (8, 9))
+OLD_DRIVER = {"driver": Driver("550.54", (12, 4), (L4,))}
+NO_GPU = {"driver": Driver(problem="no NVIDIA driver found")}
+BUILDER = {"name": "tensorrt", "version": "11.4.0.106", "cuda": 13}
 
 
 def refused(stand: Any, **options: Any) -> str:
@@ -28,137 +31,122 @@ def refused(stand: Any, **options: Any) -> str:
     with pytest.raises(ArtifactError) as refusal:
         stand.open(**options)
     assert refusal.value.exit_code == 2
-    assert stand.trt.deserialised == 0
+    assert stand.trt.deserialized == 0
     line = str(refusal.value)
     assert "\n" not in line
     return line
 
 
-class TestFiles:
-    @pytest.mark.parametrize("place", [0, 1, 1000, 0.3, 0.5, 0.9, -1])
-    def test_a_flipped_bit_in_the_plan(self, stand: Any, place: float) -> None:
-        content = bytearray(stand.path.read_bytes())
-        content[int(place * len(content)) if 0 < place < 1 else int(place)] ^= 4
-        stand.path.write_bytes(content)
-        line = refused(stand)
-        assert "damaged" in line
-        assert "c.fp16.onnx --trt --rebuild" in line
+@pytest.mark.parametrize("position", [0, 1, 1000, 0.3, 0.5, 0.9, -1])
+def test_a_flipped_bit_in_the_plan_is_found(stand: Any, position: float) -> None:
+    content = bytearray(stand.path.read_bytes())
+    content[int(position * len(content)) if 0 < position < 1 else int(position)] ^= 4
+    stand.path.write_bytes(content)
 
-    @pytest.mark.parametrize("kept", [0, 1, 0.5, 0.999])
-    def test_a_truncated_plan(self, stand: Any, kept: float) -> None:
-        content = stand.path.read_bytes()
-        stand.path.write_bytes(content[: int(kept * len(content)) if kept < 1 else 1])
-        assert "damaged" in refused(stand)
+    line = refused(stand)
 
-    def test_every_flipped_byte_of_the_sidecar(self, stand: Any) -> None:
-        sidecar = sidecar_path(stand.path)
-        content = sidecar.read_bytes()
-        for place in range(0, len(content), max(1, len(content) // 150)):
-            changed = bytearray(content)
-            changed[place] ^= 1
-            sidecar.write_bytes(changed)
-            # white space between values may change without changing what is said
-            if chr(content[place]) not in " \n":
-                assert "damaged" in refused(stand), place
-
-    @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"digest": 1}', b"\xff\xfe", b"[" * 100_000])
-    def test_no_sidecar_of_ours(self, stand: Any, content: bytes) -> None:
-        sidecar_path(stand.path).write_bytes(content)
-        assert "not a sidecar of ours" in refused(stand)
-
-    def test_no_sidecar_at_all(self, stand: Any) -> None:
-        sidecar_path(stand.path).unlink()
-        assert "its sidecar c.fp16.sm89.trt.engine.json is missing" in refused(stand)
-
-    def test_no_engine_at_all(self, stand: Any) -> None:
-        stand.path.unlink()
-        assert "no such engine" in refused(stand)
-
-    def test_another_schema(self, stand: Any) -> None:
-        stand.describe(schema=2)
-        line = refused(stand)
-        assert "sidecar schema 2 found, 1 expected" in line
-        assert "--trt" in line
-
-    def test_the_plan_is_looked_at_before_the_schema(self, stand: Any) -> None:
-        stand.describe(schema=2)
-        stand.path.write_bytes(b"other")
-        assert "damaged" in refused(stand)
+    assert "damaged" in line
+    assert "c.fp16.onnx --trt --rebuild" in line
 
 
-class TestMachine:
-    """In the order builder and version, compute capability, driver."""
+@pytest.mark.parametrize("share", [0, 1e-5, 0.5, 0.999])
+def test_a_truncated_plan_is_found(stand: Any, share: float) -> None:
+    content = stand.path.read_bytes()
+    stand.path.write_bytes(content[: int(share * len(content))])
 
-    def test_no_gpu(self, stand: Any) -> None:
-        stand.driver = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
-        assert "runs on an NVIDIA GPU only: no NVIDIA driver found" in refused(stand)
+    assert "damaged" in refused(stand)
 
-    def test_its_library_is_not_installed(self, stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        stand.library = None
-        monkeypatch.setattr(bindings, "installed_version", lambda name: None)
-        assert "needs TensorRT 11.4.0.106, which is not installed: pip install 'opal-deploy[trt]'" in refused(stand)
 
-    def test_another_version(self, stand: Any) -> None:
-        stand.library = replace(stand.library, version="11.5.0.1")
-        line = refused(stand)
-        assert "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here" in line
-        assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
+def test_every_flipped_byte_of_the_sidecar_is_found(stand: Any) -> None:
+    sidecar = sidecar_path(stand.path)
+    content = sidecar.read_bytes()
+    for position in range(0, len(content), max(1, len(content) // 150)):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        sidecar.write_bytes(changed)
+        if chr(content[position]) not in " \n":  # white space between values may change
+            assert "damaged" in refused(stand), position
 
-    @pytest.mark.parametrize(
-        ("here", "runs"), [("11.4.0.106", True), ("11.5.0.1", True), ("11.3.0.9", False), ("12.0", False)]
-    )
-    def test_a_version_compatible_engine_runs_with_newer_libraries_of_its_major_version(
-        self, stand: Any, here: str, runs: bool
-    ) -> None:
-        sidecar = stand.describe(options={"batch": [1, 2, 4], "version_compatible": True})
-        found = find_incompatibility(sidecar, stand.driver.gpus[0], stand.driver, here)
-        assert (found == "") is runs
 
-    def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(self, stand: Any) -> None:
-        stand.open()
-        assert stand.trt.host_code_allowed is False
-        stand.describe(options={"batch": [1, 2, 4], "version_compatible": True})
-        stand.open()
-        assert stand.trt.host_code_allowed is True
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"digest": 1}', b"\xff\xfe", b"[" * 100_000])
+def test_a_sidecar_of_something_else_is_refused(stand: Any, content: bytes) -> None:
+    sidecar_path(stand.path).write_bytes(content)
 
-    def test_another_system(self, stand: Any) -> None:
-        stand.describe(builder={"name": "tensorrt", "version": "11.4.0.106", "cuda": 13, "platform": "Windows AMD64"})
-        assert "it was built on Windows AMD64, and this is " in refused(stand)
+    assert "not a sidecar of ours" in refused(stand)
 
-    def test_another_compute_capability(self, stand: Any) -> None:
-        stand.cudart.name, stand.cudart.capability = A100.name, (8, 0)
-        line = refused(stand)
-        assert "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80" in line
-        assert "--trt --rebuild" in line
 
-    @pytest.mark.parametrize(("gpu", "runs"), [(A100, True), (H100, True), (T4, False)])
-    def test_a_hardware_compatible_engine_runs_on_ampere_and_newer(self, stand: Any, gpu: Gpu, runs: bool) -> None:
-        sidecar = stand.describe(options={"batch": [1, 2, 4], "hardware_compatible": "ampere+"})
-        assert (find_incompatibility(sidecar, gpu, stand.driver, "11.4.0.106") == "") is runs
+def test_missing_files_and_another_schema_are_named(stand: Any) -> None:
+    stand.describe(schema=2)
+    line = refused(stand)
+    assert "sidecar schema 2 found, 1 expected" in line
+    assert "--trt" in line
 
-    def test_a_driver_that_is_too_old(self, stand: Any) -> None:
-        stand.driver = replace(stand.driver, version="550.54", cuda=(12, 4))
-        assert "needs CUDA 13, and driver 550.54 runs CUDA 12.4 at most; update the driver" in refused(stand)
+    plan = stand.path.read_bytes()
+    stand.path.write_bytes(b"other")
+    assert "damaged" in refused(stand), "the plan is looked at before the schema"
 
-    def test_the_order(self, stand: Any) -> None:
-        stand.library = replace(stand.library, version="12.0")
-        stand.cudart.capability = (8, 0)
-        stand.driver = replace(stand.driver, cuda=(12, 4))
-        assert "12.0 is installed" in refused(stand)
-        stand.library = replace(stand.library, version="11.4.0.106")
-        assert "is sm80" in refused(stand)
-        stand.cudart.capability = (8, 9)
-        assert "runs CUDA 12.4" in refused(stand)
+    stand.path.write_bytes(plan)
+    sidecar_path(stand.path).unlink()
+    assert "its sidecar c.fp16.sm89.trt.engine.json is missing" in refused(stand)
 
-    def test_a_builder_of_a_later_version_of_ours(self, stand: Any) -> None:
-        stand.describe(builder={"name": "tensorrt-next", "version": "1"})
-        assert "built by 'tensorrt-next', which this version does not know" in refused(stand)
+    stand.path.unlink()
+    assert "no such engine" in refused(stand)
 
-    def test_the_memory_library_is_not_installed(self, stand: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        stand.cudart = None
-        with pytest.raises(MissingExtra, match=r"cuda-bindings.*opal-deploy\[trt-rtx\]"):
-            stand.open()
+
+@pytest.mark.parametrize(
+    ("machine", "sidecar", "says"),
+    [
+        (NO_GPU, {}, "GPU only: no NVIDIA driver"),
+        ({"version": None}, {}, "needs TensorRT 11.4.0.106, which is not installed: pip install 'opal-deploy[trt]'"),
+        ({"version": "11.5.0.1"}, {}, "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here"),
+        ({}, {"builder": BUILDER | {"platform": "Windows AMD64"}}, "built on Windows AMD64, and this is "),
+        ({"gpu": A100}, {}, "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80"),
+        (OLD_DRIVER, {}, "needs CUDA 13, and driver 550.54 runs CUDA 12.4 at most; update the driver"),
+        ({}, {"builder": {"name": "tensorrt-next", "version": "1"}}, "'tensorrt-next', which this version does not"),
+        ({"version": "12.0", "gpu": A100, **OLD_DRIVER}, {}, "12.0 is installed"),
+        ({"gpu": A100, **OLD_DRIVER}, {}, "is sm80"),
+    ],
+    ids=["no GPU", "no library", "version", "system", "capability", "driver", "builder", "version first", "then GPU"],
+)
+def test_another_machine_is_refused(stand: Any, machine: dict[str, Any], sidecar: dict[str, Any], says: str) -> None:
+    stand.describe(**sidecar)
+    stand.cuda.gpu = machine.get("gpu", L4)
+    for name in machine.keys() - {"gpu"}:
+        setattr(stand, name, machine[name])
+
+    line = refused(stand)
+
+    assert says in line
+    assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "gpu", "version", "runs"),
+    [
+        ({"version_compatible": True}, L4, "11.4.0.106", True),
+        ({"version_compatible": True}, L4, "11.5.0.1", True),
+        ({"version_compatible": True}, L4, "11.3.0.9", False),
+        ({"version_compatible": True}, L4, "12.0", False),
+        ({"hardware_compatible": "ampere+"}, A100, "11.4.0.106", True),
+        ({"hardware_compatible": "ampere+"}, H100, "11.4.0.106", True),
+        ({"hardware_compatible": "ampere+"}, T4, "11.4.0.106", False),
+    ],
+)
+def test_compatible_engines_run_on_newer_versions_and_gpus(
+    stand: Any, option: dict[str, Any], gpu: Gpu, version: str, runs: bool
+) -> None:
+    sidecar = stand.describe(options={"batch": [1, 2, 4], **option})
+
+    assert (find_incompatibility(sidecar, gpu, stand.driver, version) == "") is runs
+
+
+def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(stand: Any) -> None:
+    stand.open()
+    assert not hasattr(stand.trt.runtime, "engine_host_code_allowed")
+
+    stand.describe(options={"batch": [1, 2, 4], "version_compatible": True})
+    stand.open()
+    assert stand.trt.runtime.engine_host_code_allowed is True
 
 
 class TestFirstLoad:
@@ -188,9 +176,9 @@ class TestFirstLoad:
         if change == "driver":
             stand.driver = replace(stand.driver, version="581.00")
         elif change == "gpu":
-            stand.cudart.name = "NVIDIA L40S"
+            stand.cuda.gpu = replace(L4, name="NVIDIA L40S")
         elif change == "its twin":
-            stand.cudart.uuid = bytes(16)
+            stand.cuda.uuid = bytes(16).hex()
         else:
             stand = make_stand(tiny.path)
         stand.trt.executed.clear()
@@ -258,10 +246,10 @@ class TestStrippedWeights:
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt-rtx"])
 def test_a_library_that_does_not_load_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: str) -> Bindings:
+    def broken(_: str) -> None:
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
     monkeypatch.setattr(bindings, "installed_version", lambda _: "11.4")
     monkeypatch.setattr("importlib.import_module", broken)
-    with pytest.raises(Exception, match=r"installed but does not load \(libnvinfer\.so\.11"):
+    with pytest.raises(UsageError, match=r"installed but does not load \(libnvinfer\.so\.11"):
         bindings.load(name, "a test")

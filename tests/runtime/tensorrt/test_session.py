@@ -1,7 +1,8 @@
-"""What a session does with an engine: the same answers as the ONNX file it was built from, in any batch."""
+"""Sessions on engines give the outputs of the ONNX file that the engine was built from, in batches of any size."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,18 +12,21 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
+from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
 from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.session import StagedSession
+from opal_deploy.runtime.tensorrt.cuda import Cuda
 from opal_deploy.synthetic import example_images
+from tests.runtime.tensorrt.fakes import FakeContext, FakeCuda, FakeEngine
 
 SIZE = (64, 96)
 
 
 @pytest.fixture(scope="module")
-def pictures() -> Any:
+def images() -> Any:
     return example_images(11, *SIZE)
 
 
@@ -44,142 +48,150 @@ def assert_same(found: Outputs, expected: Outputs) -> None:
         np.testing.assert_allclose(found.attention, expected.attention, atol=2e-3)
 
 
-class TestAnswers:
-    @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 11])
+class TestOutputs:
     @pytest.mark.parametrize("batch", [(1, 2, 4), (3, 4, 4), (4, 4, 4), (1, 1, 1)], ids=str)
-    def test_any_number_of_pictures_is_answered_as_by_onnx_runtime(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, pictures: Any, count: int, batch: Any
+    def test_any_number_of_images_has_the_outputs_of_onnx_runtime(
+        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any, batch: Any
     ) -> None:
         session = open_engine_for(tiny_fp16, batch)
-        expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(pictures[:count])
-        assert_same(session.run(pictures[:count]), expected)
+        for count in (1, 2, 3, 4, 5, 8, 11):
+            expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:count])
+            assert_same(session.run(images[:count]), expected)
+            staged, times = session.run_staged(images[:count])
+            assert_same(staged, expected)
+            assert min(times.host_to_device, times.compute, times.device_to_host) > 0
+        assert isinstance(session, StagedSession)
         session.close()
 
     def test_a_normalised_input_and_the_attention_maps(
-        self, open_engine_for: Callable[..., Any], float_input: Path, pictures: Any
+        self, open_engine_for: Callable[..., Any], float_input: Path, images: Any
     ) -> None:
         session = open_engine_for(float_input, (1, 2, 4))
-        assert_same(session.run(pictures[:7]), OnnxSession(float_input, device="cpu", threads=1).run(pictures[:7]))
+        assert_same(session.run(images[:7]), OnnxSession(float_input, device="cpu", threads=1).run(images[:7]))
 
     def test_answers_stay_what_they_were_when_the_next_are_computed(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, pictures: Any
+        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any
     ) -> None:
         session = open_engine_for(tiny_fp16, (1, 2, 4))
-        first = session.run(pictures[:3])
+        first = session.run(images[:3])
         before = first.logits.copy()
-        session.run(pictures[3:9])
+        session.run(images[3:9])
         np.testing.assert_array_equal(first.logits, before)
 
-    def test_another_thread_may_run_it(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, pictures: Any
-    ) -> None:
+    def test_another_thread_may_run_it(self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any) -> None:
         session = open_engine_for(tiny_fp16, (1, 2, 4))
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(session.run, pictures[:5]).result()
-        assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(pictures[:5]))
+            found = pool.submit(session.run, images[:5]).result()
+        assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:5]))
 
     def test_cuda_graphs_change_no_answer(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, pictures: Any
+        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any
     ) -> None:
         session = open_engine_for(tiny_fp16, (1, 2, 4), cuda_graphs=True)
         plain = OnnxSession(tiny_fp16, device="cpu", threads=1)
         # the second and third time from recorded graphs, in both sets of buffers
         for count in (8, 8, 8, 3, 11):
-            assert_same(session.run(pictures[:count]), plain.run(pictures[:count]))
+            assert_same(session.run(images[:count]), plain.run(images[:count]))
 
-    def test_the_callers_bugs_are_the_callers(self, stand: Any, pictures: Any) -> None:
+    def test_the_callers_bugs_are_the_callers(self, stand: Any, images: Any) -> None:
         session = stand.open()
         with pytest.raises(ValueError, match="expected uint8"):
-            session.run(pictures.astype(np.float32))
+            session.run(images.astype(np.float32))
 
 
 class TestBuffers:
-    def test_a_fixed_batch_is_filled_up(self, make_stand: Callable[..., Any], pictures: Any) -> None:
+    def test_a_fixed_batch_is_filled_up(self, make_stand: Callable[..., Any], images: Any) -> None:
         stand = make_stand(batch=(4, 4, 4))
         session = stand.open()
         stand.trt.executed.clear()
-        session.run(pictures[:6])
+        session.run(images[:6])
         assert stand.trt.executed == [4, 4]
 
-    def test_more_than_fits_goes_in_parts(self, stand: Any, pictures: Any) -> None:
+    def test_more_than_fits_goes_in_parts(self, stand: Any, images: Any) -> None:
         session = stand.open()
         stand.trt.executed.clear()
-        session.run(pictures[:11])
+        session.run(images[:11])
         assert stand.trt.executed == [4, 4, 3]
 
-    def test_the_next_part_is_queued_before_the_last_is_collected(self, stand: Any, pictures: Any) -> None:
+    def test_the_next_part_is_queued_before_the_last_is_collected(self, stand: Any, images: Any) -> None:
         session = stand.open()
         order: list[str] = []
-        collect, start = session._collect, session._start
-        session._collect = lambda slot: (order.append("collect"), collect(slot))[1]
-        session._start = lambda slot, images: (order.append("start"), start(slot, images))[1]
-        session.run(pictures[:11])
+        executor = session._executor
+        collect, start = executor._collect, executor._start
+        executor._collect = lambda buffers: (order.append("collect"), collect(buffers))[1]
+        executor._start = lambda buffers, part: (order.append("start"), start(buffers, part))[1]
+        session.run(images[:11])
         assert order == ["start", "start", "collect", "start", "collect", "collect"]
 
-    def test_graphs_of_the_first_size_are_recorded_once_a_set_of_buffers(self, stand: Any, pictures: Any) -> None:
+    def test_graphs_of_the_first_size_are_recorded_once_a_set_of_buffers(self, stand: Any, images: Any) -> None:
         session = stand.open(cuda_graphs=True)
-        assert stand.cudart.launched == 0, "the test vectors must not decide which size is recorded"
+        assert stand.cuda.launched == 0, "the test vectors must not decide which size is recorded"
         for _ in range(3):
-            session.run(pictures[:8])
+            session.run(images[:8])
         # two parts of four each time
-        assert stand.cudart.launched == 6
-        session.run(pictures[:3])
-        assert stand.cudart.launched == 6
+        assert stand.cuda.launched == 6
+        session.run(images[:3])
+        assert stand.cuda.launched == 6
 
     def test_without_room_for_a_second_context_nothing_is_recorded(
-        self, stand: Any, tiny_fp16: Path, pictures: Any
+        self, stand: Any, tiny_fp16: Path, images: Any
     ) -> None:
         session = stand.open(cuda_graphs=True)
-        stand.trt.no_room = True
-        found = session.run(pictures[:8])
-        assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(pictures[:8]))
-        assert stand.cudart.launched == 0
+        stand.trt.memory_is_full = True
+        found = session.run(images[:8])
+        assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:8]))
+        assert stand.cuda.launched == 0
 
-    def test_tensorrt_for_rtx_records_by_itself(self, make_stand: Callable[..., Any], pictures: Any) -> None:
+    def test_tensorrt_for_rtx_records_by_itself(self, make_stand: Callable[..., Any], images: Any) -> None:
         stand = make_stand(rtx=True)
-        stand.open(cuda_graphs=True).run(pictures[:8])
+        stand.open(cuda_graphs=True).run(images[:8])
         assert stand.trt.strategies == ["whole"]
-        assert stand.cudart.launched == 0
+        assert stand.cuda.launched == 0
 
-    def test_closing_gives_all_memory_back(self, stand: Any, pictures: Any) -> None:
+    def test_closing_gives_all_memory_back(self, stand: Any, images: Any) -> None:
         session = stand.open()
-        session.run(pictures[:3])
-        assert stand.cudart.memory
+        session.run(images[:3])
+        session.run_staged(images[:3])
+        assert stand.cuda.memory
         session.close()
-        assert not stand.cudart.memory
-        assert not stand.cudart.streams
+        assert not stand.cuda.memory
+        assert not stand.cuda.streams
+        assert not stand.cuda.live_events
 
 
 class TestFailures:
     def test_a_failed_execution_can_be_resumed_and_the_next_batch_is_right(
-        self, stand: Any, tiny_fp16: Path, pictures: Any
+        self, stand: Any, tiny_fp16: Path, images: Any
     ) -> None:
         session = stand.open()
-        stand.trt.fail_execution = 1
+        stand.trt.failures = 1
         with pytest.raises(StoppedEarly, match="failed on a batch of 3 on NVIDIA L4: Cask convolution") as stop:
-            session.run(pictures[:3])
+            session.run(images[:3])
         assert stop.value.exit_code == 5
-        assert_same(session.run(pictures[4:7]), OnnxSession(tiny_fp16, device="cpu", threads=1).run(pictures[4:7]))
+        assert_same(session.run(images[4:7]), OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[4:7]))
 
-    @pytest.mark.parametrize(
-        "function", ["cudaMemcpyAsync", "cudaEventSynchronize", "cudaSetDevice", "cudaEventRecord"]
-    )
-    def test_a_lost_device_is_one_line_with_cudas_words(self, stand: Any, pictures: Any, function: str) -> None:
+    @pytest.mark.parametrize("method", ["copy_to_device", "synchronize_event", "make_current", "record"])
+    @pytest.mark.parametrize("run", ["run", "run_staged"])
+    def test_a_lost_device_stops_the_run_and_leaves_no_events(
+        self, stand: Any, images: Any, method: str, run: str
+    ) -> None:
         session = stand.open()
-        stand.cudart.fail(function)
-        with pytest.raises(StoppedEarly, match=rf"CUDA device 0: {function} failed: launch failure \(719\)"):
-            session.run(pictures[:3])
+        before = stand.cuda.live_events
+        stand.cuda.fail(method, StoppedEarly("launch failure (719)"))
+        with pytest.raises(StoppedEarly, match="launch failure"):
+            getattr(session, run)(images[:3])
+        assert stand.cuda.live_events == before
 
-    @pytest.mark.parametrize("function", ["cudaMalloc", "cudaHostAlloc"])
-    def test_memory_that_is_full_says_what_to_do(self, make_stand: Callable[..., Any], function: str) -> None:
+    @pytest.mark.parametrize("method", ["allocate", "allocate_pinned"])
+    def test_full_memory_says_what_to_do(self, make_stand: Callable[..., Any], method: str) -> None:
         stand = make_stand(batch=(1, 64, 256))
-        stand.cudart.fail(function, 2)
-        wanted = rf"no room for batches of up to 256 .*{function} failed: out of memory.*--rebuild --batch 16:32:64"
-        with pytest.raises(UsageError, match=wanted):
+        stand.cuda.fail(method, OutOfMemory("cudaMalloc failed: out of memory"))
+        expected = r"no room for batches of up to 256 .*cudaMalloc failed: out of memory.*--rebuild --batch 16:32:64"
+        with pytest.raises(UsageError, match=expected):
             stand.open()
 
     def test_an_engine_that_does_not_fit_the_memory_says_so(self, stand: Any) -> None:
-        stand.trt.no_room = True
+        stand.trt.memory_is_full = True
         with pytest.raises(
             UsageError, match=r"no room .* on NVIDIA L4 \(24 GiB\).*could not be allocated.*--batch 1:1:1"
         ):
@@ -199,60 +211,41 @@ class TestFailures:
         with pytest.raises(ArtifactError, match=r"the engine's tensors are .*images float32.*promises .*images uint8"):
             stand.open()
 
-    def test_no_such_device(self, stand: Any) -> None:
-        with pytest.raises(UsageError, match=r"device cuda:3: CUDA sees 1 GPUs"):
-            stand.open(device="cuda:3")
-
-    def test_the_cpu_is_no_place_for_an_engine(self, stand: Any) -> None:
+    def test_the_cpu_is_no_device_for_an_engine(self, stand: Any) -> None:
         with pytest.raises(UsageError, match=r"NVIDIA GPU only.*c\.fp16\.onnx"):
             stand.open(device="cpu")
 
-    def test_a_driver_that_cuda_cannot_use_is_one_line(self, stand: Any) -> None:
-        stand.cudart.fail("cudaGetDeviceCount", 35)
-        with pytest.raises(UsageError, match="CUDA driver version is insufficient"):
-            stand.open()
 
+class TestFakes:
+    """The stand-ins show what goes wrong on a GPU, and have no method that the real classes lack."""
 
-class TestStandIns:
-    """They show what goes wrong on a GPU, and have no name that the real bindings lack."""
-
-    @pytest.mark.parametrize("forgotten", ["wait", "join_event"])
-    def test_a_session_that_does_not_wait_gets_wrong_answers(
-        self, stand: Any, tiny_fp16: Path, pictures: Any, forgotten: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("forgotten", ["wait_for_event", "synchronize_event"])
+    def test_a_session_that_does_not_wait_has_wrong_outputs(
+        self, stand: Any, tiny_fp16: Path, images: Any, forgotten: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # or else the tests above would prove nothing about order
         session = stand.open()
-        monkeypatch.setattr(session._cuda, forgotten, lambda *_: None)
-        expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(pictures[:8])
-        assert np.abs(session.run(pictures[:8]).logits - expected.logits).max() > 1e-2
+        monkeypatch.setattr(stand.cuda, forgotten, lambda *_: None)
+        expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:8])
+        assert np.abs(session.run(images[:8]).logits - expected.logits).max() > 1e-2
 
-    def test_cuda(self, stand: Any) -> None:
-        real = pytest.importorskip("cuda.bindings.runtime")
-        names = [name for name in dir(stand.cudart) if name.startswith("cuda")]
-        assert len(names) > 20
-        assert [name for name in names if not hasattr(real, name)] == []
-        assert hasattr(real.cudaMemcpyKind, "cudaMemcpyHostToDevice")
-        assert hasattr(real.cudaMemcpyKind, "cudaMemcpyDeviceToHost")
-        assert hasattr(real.cudaStreamCaptureMode, "cudaStreamCaptureModeThreadLocal")
+    def test_cuda_has_the_methods_of_the_fake(self) -> None:
+        methods = {name for name in vars(FakeCuda) if not name.startswith("_")} - {"fail"}
+        assert len(methods) > 15
+        for name in methods:
+            fake, real = (inspect.signature(getattr(kind, name)).parameters for kind in (FakeCuda, Cuda))
+            assert list(fake) == list(real), name
 
-    def test_tensorrt(self, make_stand: Callable[..., Any], fakes: Any) -> None:
+    def test_tensorrt_has_the_methods_of_the_fakes(self) -> None:
         real = pytest.importorskip("tensorrt_rtx")
-        trt = make_stand(rtx=True).trt
         for name in ("ILogger", "Runtime", "Refitter", "OnnxParserRefitter", "CudaGraphStrategy", "nptype"):
             assert hasattr(real, name), name
-            assert hasattr(trt, name), name
-        assert hasattr(real.CudaGraphStrategy, "WHOLE_GRAPH_CAPTURE")
-        pairs = [
-            (trt.Runtime, real.Runtime),
-            (trt.Refitter, real.Refitter),
-            (trt.OnnxParserRefitter, real.OnnxParserRefitter),
-            (fakes.FakeEngine, real.ICudaEngine),
-            (fakes.FakeContext, real.IExecutionContext),
-        ]
-        for ours, theirs in pairs:
-            methods = [name for name in vars(ours) if not name.startswith("_")]
-            assert methods
-            assert [name for name in methods if not hasattr(theirs, name)] == []
-        assert hasattr(real.Runtime, "engine_host_code_allowed")
-        assert hasattr(real.ICudaEngine, "num_io_tensors")
-        assert hasattr(real.IRuntimeConfig, "cuda_graph_strategy")
+        used = {
+            real.Runtime: ["deserialize_cuda_engine", "engine_host_code_allowed"],
+            real.Refitter: ["refit_cuda_engine"],
+            real.OnnxParserRefitter: ["refit_from_file"],
+            real.IRuntimeConfig: ["cuda_graph_strategy"],
+            real.CudaGraphStrategy: ["WHOLE_GRAPH_CAPTURE"],
+            real.ICudaEngine: [*(name for name in vars(FakeEngine) if name[0] != "_"), "num_io_tensors"],
+            real.IExecutionContext: [name for name in vars(FakeContext) if name[0] != "_"],
+        }
+        assert [(kind, name) for kind, names in used.items() for name in names if not hasattr(kind, name)] == []

@@ -1,0 +1,75 @@
+"""`Cuda` over cuda-bindings: it calls functions that exist, and a failed call is one line with CUDA's text."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opal_deploy.errors import MissingExtra, OutOfMemory, StoppedEarly, UsageError
+from opal_deploy.runtime.tensorrt import cuda
+from opal_deploy.runtime.tensorrt.cuda import Cuda
+
+bindings = pytest.importorskip("cuda.bindings")
+TEXTS = {2: b"out of memory", 35: b"CUDA driver version is insufficient", 719: b"launch failure"}
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The functions that `Cuda` calls when it is opened, on a machine with one L4."""
+    properties = SimpleNamespace(
+        name=b"NVIDIA L4", totalGlobalMem=24 << 30, major=8, minor=9, uuid=SimpleNamespace(bytes=bytes(range(16)))
+    )
+    fake = SimpleNamespace(
+        cudaGetDeviceCount=lambda: (0, 1),
+        cudaSetDevice=lambda index: (0,),
+        cudaGetDeviceProperties=lambda index: (0, properties),
+        cudaGetErrorString=lambda code: (0, TEXTS[code]),
+    )
+    monkeypatch.setattr(bindings, "runtime", fake, raising=False)
+    return fake
+
+
+def test_every_function_exists_in_the_bindings() -> None:
+    from cuda.bindings import runtime as real
+
+    source = inspect.getsource(cuda)
+    names = set(re.findall(r"\bcuda[A-Z]\w+", source))
+    assert len(names) > 20
+    known = {*dir(real), *dir(real.cudaMemcpyKind), *dir(real.cudaStreamCaptureMode), *dir(real.cudaError_t)}
+    assert names - known == set()
+
+
+def test_a_device_is_described(runtime: Any) -> None:
+    device = Cuda(0)
+
+    assert (device.gpu.name, device.gpu.memory, device.gpu.compute_capability) == ("NVIDIA L4", 24 << 30, (8, 9))
+    assert device.uuid == "000102030405060708090a0b0c0d0e0f"
+
+
+def test_a_device_that_is_not_there_is_refused(runtime: Any) -> None:
+    with pytest.raises(UsageError, match="device cuda:3: CUDA sees 1 GPUs"):
+        Cuda(3)
+
+
+def test_a_driver_that_cuda_cannot_use_is_one_line(runtime: Any) -> None:
+    runtime.cudaGetDeviceCount = lambda: (35, 0)
+    with pytest.raises(UsageError, match="CUDA driver version is insufficient"):
+        Cuda(0)
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, OutOfMemory), (719, StoppedEarly)])
+def test_a_failed_call_has_cudas_text(runtime: Any, code: int, error: type[StoppedEarly]) -> None:
+    runtime.cudaMalloc = lambda size: (code, 0)
+    with pytest.raises(error, match=rf"CUDA device 0: cudaMalloc failed: {TEXTS[code].decode()}") as failure:
+        Cuda(0).allocate(8)
+    assert type(failure.value) is error
+
+
+def test_without_the_bindings_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"cuda-bindings.*opal-deploy\[trt-rtx\]"):
+        Cuda(0)
