@@ -134,7 +134,7 @@ def compute_top2_margin(model: onnx.ModelProto, session: OnnxSession, pixels: Pi
     runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=["CPUExecutionProvider"])
     margins = []
     for start in range(0, len(pixels), BATCHES[-1]):
-        (cells,) = runner.run(None, {"images": session.feed(pixels[start : start + BATCHES[-1]])})
+        (cells,) = runner.run(None, {"images": session.prepare_input(pixels[start : start + BATCHES[-1]])})
         margins.append(_relative_margin(cells.reshape(*cells.shape[:2], -1)))
     return np.concatenate(margins)
 

@@ -1,4 +1,4 @@
-"""Every failure that opal-deploy knows how to name.
+"""All exceptions that opal-deploy raises on purpose.
 
     OpalError                    base class; `exit_code` is what the CLI exits with
     ├── UsageError          2    the call or one of its inputs is wrong
@@ -8,10 +8,10 @@
     ├── ImageError          3    one image cannot be used; it gets an error record
     ├── VerificationError   4    outputs differ from the reference; nothing was left behind
     └── StoppedEarly        5    disk full, device lost, too many errors; can be resumed
-        └── OutOfMemory     5    a device's memory is full; fewer pictures at a time may fit
+        └── OutOfMemory     5    a device's memory is full; a smaller batch may fit
 
 Messages are one line: what was wrong, what was found, what was expected, what to do.
-Anything else that reaches the CLI is our bug and exits with 1.
+Any other exception that reaches the CLI is a bug of ours and exits with 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import importlib.util
 
 
 class OpalError(Exception):
-    """Base of all errors that are not bugs of ours."""
+    """The base class of all errors that are not bugs of ours."""
 
     exit_code = 1
 
@@ -32,12 +32,12 @@ class UsageError(OpalError):
 
 
 class MissingExtra(UsageError):
-    """A package is missing that one of our extras installs.
+    """A package of one of our extras is not installed.
 
     Args:
-        package: what could not be imported, as a person would `pip install` it.
-        extra: the extra of opal-deploy that brings it.
-        purpose: what it is needed for, completing "X needs ...".
+        package: the distribution, as `pip install` names it.
+        extra: the extra of opal-deploy that installs the package.
+        purpose: what needs the package, completing "PURPOSE needs PACKAGE".
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
@@ -50,15 +50,15 @@ class ArtifactError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint does not fit the network that it is meant for."""
+    """A checkpoint is damaged, or does not fit the network that it is loaded into."""
 
 
 class ImageError(OpalError):
-    """One image cannot be used. It is the image's fault, and it costs no other image anything.
+    """One image cannot be used; the other images of a run are not affected.
 
     Args:
         code: a stable machine-readable word; `preprocess.decode` lists them.
-        message: one line for a person.
+        message: one line for users.
     """
 
     exit_code = 3
@@ -95,6 +95,6 @@ def require(package: str, extra: str, purpose: str, *, pip_name: str | None = No
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, for a line of ours: its first line, at most 200 characters, or its type."""
+    """Return the first line of another library's error, at most 200 characters, or its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]

@@ -1,8 +1,8 @@
-"""ONNX Runtime, on the CPU or an NVIDIA GPU.
+"""A session on an ONNX file in ONNX Runtime, on the CPU or an NVIDIA GPU.
 
-Threads on the CPU: as many as the process may use (its affinity, not the machine's count), unless told otherwise. On
-a GPU: the CUDA provider with TF32 off, inputs and outputs bound so that one copy goes each way. TensorRT's provider is
-not used: ONNX Runtime 1.31 links TensorRT 10.
+On the CPU it uses as many threads as the process may (its affinity, not the machine's count). On a GPU it uses the CUDA
+provider with TF32 off, and binds inputs and outputs so that one copy goes each way. TensorRT's provider is not used:
+ONNX Runtime 1.31 links TensorRT 10.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
-# it has no error of its own for a memory that is full: what its arena, CUDA, cuDNN and C++ say
+# ONNX Runtime has no error class for full memory: parts of the messages of its arena, CUDA, cuDNN and C++
 _OUT_OF_MEMORY = (
     "failed to allocate memory",
     "available memory of",
@@ -42,8 +42,8 @@ class OnnxSession:
     """An exported graph in ONNX Runtime.
 
     Attributes:
-        metadata: the file's own.
-        description: engine, provider, threads, precision.
+        metadata: from the file.
+        description: engine, device, threads, precision.
         device: `cpu` or `cuda:N`.
         threads: of the CPU provider.
         batch_invariant: whether an image's outputs are the same to the last bit in a batch of any size. The CPU's
@@ -58,7 +58,7 @@ class OnnxSession:
         threads: int | None = None,
         check_digest: bool = True,
     ) -> None:
-        """Load a file that `opal-deploy export` wrote.
+        """Load a file of `opal-deploy export`.
 
         Args:
             path: of the ONNX file.
@@ -67,8 +67,9 @@ class OnnxSession:
             check_digest: compare the file with its own digest first.
 
         Raises:
-            ArtifactError: not ours, damaged, or refused by ONNX Runtime.
-            MissingExtra: no onnxruntime. UsageError: a GPU was asked for and cannot be used.
+            ArtifactError: not a file of ours, damaged, or refused by ONNX Runtime.
+            MissingExtra: onnxruntime is not installed.
+            UsageError: the requested GPU cannot be used.
         """
         require("onnxruntime", "cpu", "running an ONNX model")
         self.metadata: Metadata = onnx_file.read_metadata(path)
@@ -84,11 +85,11 @@ class OnnxSession:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        # waiting threads must not burn the cores that decode the next pictures
+        # waiting threads must not burn the cores that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if self._device_id is None and self.metadata.precision == "int8":
-            # its fused int8 kernels add up in 16 bits on processors without VNNI, and saturate; plain quantise and
-            # dequantise nodes around float32 operations give every processor the answers of exact int8 arithmetic
+            # the fused int8 kernels add up in 16 bits on processors without VNNI, and saturate; plain quantise and
+            # dequantise nodes around float32 operations give every processor the results of exact int8 arithmetic
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         providers: list[Any] = [CPU]
         if self._device_id is not None:
@@ -96,17 +97,17 @@ class OnnxSession:
             providers = [(CUDA, {"device_id": self._device_id, "use_tf32": 0}), CPU]
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-        except Exception as error:  # ONNX Runtime's exceptions share no base class that it exports
+        except Exception as error:  # ONNX Runtime exports no base class of its exceptions
             if self.metadata.precision == "bf16":
                 raise UsageError(
                     f"{path}: ONNX Runtime has no bfloat16 convolutions here; build an engine from it "
                     f"(opal-deploy export {path.name} --trt), or run the fp32 or fp16 file"
                 ) from None
             raise ArtifactError(f"{path}: ONNX Runtime refuses it ({first_line(error)}); export it again") from None
-        used = self._session.get_providers()
-        if self._device_id is not None and CUDA not in used:
+        providers = self._session.get_providers()
+        if self._device_id is not None and CUDA not in providers:
             raise UsageError(
-                f"ONNX Runtime could not start on CUDA device {self._device_id} and fell back to {used[0]}; "
+                f"ONNX Runtime could not start on CUDA device {self._device_id} and fell back to {providers[0]}; "
                 "see `opal-deploy doctor`, or use --device cpu"
             )
         where = "CPU" if self._device_id is None else f"CUDA device {self._device_id}"
@@ -116,12 +117,12 @@ class OnnxSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        return self._answer(self.feed(images))
+        return self._run(self.prepare_input(images))
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; what numpy normalises is in none of the stages."""
-        feed = self.feed(images)
-        with self._failures(len(feed)):
+        """See `StagedSession.run_staged`; normalisation by numpy is in none of the stages."""
+        feed = self.prepare_input(images)
+        with self._translate_errors(len(feed)):
             if self._device_id is None:
                 start = time.perf_counter()
                 values = self._run_cpu(feed, self.metadata.outputs)
@@ -129,30 +130,31 @@ class OnnxSession:
             return self._run_cuda_staged(feed, self.metadata.outputs)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
-        """`run` for float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
-        return self._answer(images)
+        """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
+        return self._run(images)
 
-    def _answer(self, feed: np.ndarray[Any, Any]) -> Outputs:
+    def _run(self, feed: np.ndarray[Any, Any]) -> Outputs:
         names = self.metadata.outputs
-        with self._failures(len(feed)):
+        with self._translate_errors(len(feed)):
             return self._outputs(self._run_cpu(feed, names) if self._device_id is None else self._run_cuda(feed, names))
 
     def _outputs(self, values: list[Any]) -> Outputs:
-        found = dict(zip(self.metadata.outputs, values, strict=True))
-        return Outputs(found["logits"], found.get("argmax"), found.get("scores"), found.get("attention"))
+        outputs = dict(zip(self.metadata.outputs, values, strict=True))
+        return Outputs(outputs["logits"], outputs.get("argmax"), outputs.get("scores"), outputs.get("attention"))
 
     @contextlib.contextmanager
-    def _failures(self, batch: int) -> Iterator[None]:
+    def _translate_errors(self, batch: int) -> Iterator[None]:
+        """Turn whatever ONNX Runtime raises into OutOfMemory or StoppedEarly."""
         try:
             yield
-        except Exception as error:  # as above
-            told = f"ONNX Runtime failed on a batch of {batch} ({first_line(error)})"
+        except Exception as error:  # ONNX Runtime exports no base class of its exceptions
+            message = f"ONNX Runtime failed on a batch of {batch} ({first_line(error)})"
             if isinstance(error, MemoryError) or any(word in str(error).lower() for word in _OUT_OF_MEMORY):
-                raise OutOfMemory(f"{told}; use a smaller --batch") from None
-            raise StoppedEarly(f"{told}; see `opal-deploy doctor`") from None
+                raise OutOfMemory(f"{message}; use a smaller --batch") from None
+            raise StoppedEarly(f"{message}; see `opal-deploy doctor`") from None
 
-    def feed(self, images: ImageBatch) -> np.ndarray[Any, Any]:
-        """What the graph's input takes for these pictures: themselves, or float32 [N, 3, H0, W0] normalised."""
+    def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
+        """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
         check_batch(images, self.metadata)
         if self.metadata.input_kind == "float32":
             return normalise(images, self.metadata.mean, self.metadata.std)
@@ -170,7 +172,7 @@ class OnnxSession:
         return list(binding.copy_outputs_to_cpu())
 
     def _run_cuda_staged(self, feed: np.ndarray[Any, Any], names: tuple[str, ...]) -> tuple[Outputs, BatchTimes]:
-        """`_run_cuda` with every stage waited for."""
+        """Run like `_run_cuda`, but wait for every stage."""
         import onnxruntime
 
         times = [time.perf_counter()]
@@ -190,7 +192,7 @@ class OnnxSession:
 
 
 def cuda_is_usable() -> bool:
-    """Whether ONNX Runtime is installed with its CUDA provider and there is an NVIDIA GPU."""
+    """Return whether ONNX Runtime is installed with its CUDA provider and there is an NVIDIA GPU."""
     try:
         import onnxruntime
     except ImportError:
@@ -199,7 +201,7 @@ def cuda_is_usable() -> bool:
 
 
 def _cuda_device(onnxruntime: Any, device: str) -> int | None:
-    """The CUDA device's number, or None for the CPU."""
+    """Return the CUDA device's number, or None for the CPU."""
     kind, index = parse_device(device)
     if kind == "cpu" or (kind == "auto" and not cuda_is_usable()):
         return None

@@ -1,4 +1,4 @@
-"""Which model and which engine: by an explicit path, or from what lies in the working directory."""
+"""Which model to run and with which engine: a given file, or the best of those in a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ from opal_deploy.runtime.session import Session
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A model found without being named: which, why, and why not the others."""
+    """The model that was chosen from a folder.
+
+    Attributes:
+        path: of the model.
+        reason: why this one, and why not the others, in one line.
+    """
 
     path: Path
     reason: str
@@ -26,13 +31,18 @@ class ModelChoice:
 def open_sessions(
     path: Path, *, device: str = "auto", threads: int | None = None, cuda_graphs: bool = False
 ) -> list[Session]:
-    """One session a device of `device`: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
+    """Open one session for each device.
 
-    `cuda_graphs`: engines record their kernels once a batch size; other models take no notice.
+    Args:
+        path: of an ONNX file, an engine or a checkpoint; the suffix decides.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
+        threads: of the CPU; None: as many as this process may use.
+        cuda_graphs: let engines record their kernels once a batch size; other models ignore it.
 
     Raises:
-        ArtifactError: no such model, not ours, or damaged. MissingExtra: its engine is not installed.
-        UsageError: a device that is not there.
+        ArtifactError: no such model, not one of ours, or damaged.
+        MissingExtra: the engine is not installed.
+        UsageError: a device is not there.
     """
     return [_open(path, name, threads, cuda_graphs) for name in split_devices(device)]
 
@@ -62,40 +72,40 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Se
 
 
 def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str]) -> ModelChoice:
-    """The best of a folder's exported models that this machine can run, if they all stem from one checkpoint.
+    """Choose the best of a folder's exported models that this machine can run, if all stem from one checkpoint.
 
-    An engine that fits comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest.
+    An engine that runs here comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest.
 
     Args:
-        folder: looked at without its subfolders.
+        folder: searched without its subfolders.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
-        check_engine: why an engine cannot run here, by its sidecar; empty if it can.
+        check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
 
     Raises:
-        UsageError: none, or several of different checkpoints.
+        UsageError: there is none, or there are several of different checkpoints.
     """
-    found, others = _exported(folder, check_engine)
-    if not found:
-        raise UsageError(_nothing_found(folder, others))
-    origins = {model.metadata.source.get("sha256") or model.path.name for model in found}
+    models, others = _list_models(folder, check_engine)
+    if not models:
+        raise UsageError(_explain_no_model(folder, others))
+    origins = {model.metadata.source.get("sha256") or model.path.name for model in models}
     if len(origins) > 1:
-        listed = ", ".join(f"{model.path.name} (of {model.metadata.source.get('file', 'unknown')})" for model in found)
+        listed = ", ".join(f"{model.path.name} (of {model.metadata.source.get('file', 'unknown')})" for model in models)
         raise UsageError(f"several models here, of different checkpoints: {listed}; choose one with --model")
-    usable = sorted((model for model in found if not model.incompatibility), key=lambda model: model.rank(gpu=gpu))
+    usable = sorted((model for model in models if not model.incompatibility), key=lambda model: model.rank(gpu=gpu))
     if not usable:
-        reasons = "; ".join(f"{model.path.name}: {model.incompatibility}" for model in found)
+        reasons = "; ".join(f"{model.path.name}: {model.incompatibility}" for model in models)
         raise UsageError(f"none of the models here can run on this machine: {reasons}")
     best, *rest = usable
     where = "a GPU is usable" if gpu or best.engine else "no usable GPU"
-    passed = [f"not {model.path.name} ({model.metadata.precision})" for model in rest]
-    passed += [f"not {model.path.name} ({model.incompatibility})" for model in found if model.incompatibility]
+    rejected = [f"not {model.path.name} ({model.metadata.precision})" for model in rest]
+    rejected += [f"not {model.path.name} ({model.incompatibility})" for model in models if model.incompatibility]
     what = f"{best.metadata.precision} engine" if best.engine else best.metadata.precision
-    return ModelChoice(best.path, "; ".join([f"{what}, {where}", *passed]))
+    return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
 
 
 @dataclass(frozen=True)
-class _Found:
-    """One model of a folder; `incompatibility` says why it cannot run here."""
+class _Model:
+    """One model of a folder; `incompatibility` is why it cannot run here, empty if it can."""
 
     path: Path
     metadata: Metadata
@@ -103,14 +113,14 @@ class _Found:
     incompatibility: str = ""
 
     def rank(self, *, gpu: bool) -> tuple[bool, int, str]:
-        """Sorts the best first; of equals the first by name."""
-        wanted = ("fp16", "fp32", "bf16", "int8") if gpu or self.engine else ("fp32", "fp16", "int8", "bf16")
-        return not self.engine, wanted.index(self.metadata.precision), self.path.name
+        """Return the sort key that puts the best model first, of equals the first by name."""
+        order = ("fp16", "fp32", "bf16", "int8") if gpu or self.engine else ("fp32", "fp16", "int8", "bf16")
+        return not self.engine, order.index(self.metadata.precision), self.path.name
 
 
-def _exported(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[list[_Found], list[str]]:
-    """Our ONNX files and engines in a folder, and what else looks like a model."""
-    found, others = [], []
+def _list_models(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[list[_Model], list[str]]:
+    """Return our ONNX files and engines of a folder, and one line for every other file that looks like a model."""
+    models, others = [], []
     # files that are being written begin with a dot
     visible = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
     for path in (path for path in visible if path.suffix == ONNX_SUFFIX):
@@ -122,18 +132,18 @@ def _exported(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[lis
         incompatibility = (
             "bf16 is for engines: ONNX Runtime has no such convolutions" if metadata.precision == "bf16" else ""
         )
-        found.append(_Found(path, metadata, incompatibility=incompatibility))
+        models.append(_Model(path, metadata, incompatibility=incompatibility))
     for path in (path for path in visible if path.suffix == ENGINE_SUFFIX):
         try:
             sidecar = read_sidecar(path)
         except ArtifactError:
             others.append(f"{path.name} has no sidecar of ours, or a damaged one")
             continue
-        found.append(_Found(path, sidecar.metadata, engine=True, incompatibility=check_engine(sidecar)))
-    return found, others
+        models.append(_Model(path, sidecar.metadata, engine=True, incompatibility=check_engine(sidecar)))
+    return models, others
 
 
-def _nothing_found(folder: Path, others: list[str]) -> str:
+def _explain_no_model(folder: Path, others: list[str]) -> str:
     where = "the working directory" if folder == Path() else str(folder)
     checkpoints = sorted(p.name for p in folder.iterdir() if p.suffix in CHECKPOINT_SUFFIXES)
     hint = "give one with --model"

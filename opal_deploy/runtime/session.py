@@ -1,4 +1,4 @@
-"""What every engine looks like to the rest: pictures in, outputs out."""
+"""The protocol of all engines: a batch of images in, `Outputs` out."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ class Session(Protocol):
 
     @property
     def metadata(self) -> Metadata:
-        """What the model is."""
+        """The metadata of the model."""
         ...
 
     @property
     def description(self) -> str:
-        """One line for a person: engine, device, threads, precision."""
+        """One line for users: engine, device, threads, precision."""
         ...
 
     def run(self, images: ImageBatch) -> Outputs:
-        """Answers for uint8 [N, H0, W0, 3] RGB pictures of the model's input size, N at least 1.
+        """Return the outputs for a batch.
+
+        Args:
+            images: uint8 [N, H0, W0, 3], RGB, of the model's input size, N at least 1.
 
         Raises:
-            StoppedEarly: the device was lost or its memory is full.
+            StoppedEarly: the device was lost; OutOfMemory: its memory is full.
+            ValueError: another shape or dtype.
         """
         ...
 
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """Seconds that one batch spent in each stage; None where the session cannot tell."""
+    """Seconds that one batch spent in each stage; None where the session does not measure it."""
 
     host_to_device: float | None
     compute: float | None
@@ -47,14 +51,14 @@ class BatchTimes:
 
 @runtime_checkable
 class StagedSession(Session, Protocol):
-    """A session that can tell the stages of a batch apart, for measurements.
+    """A session that measures the stages of a batch.
 
-    Its stages run one after the other and are waited for one by one, so that together they may take longer than `run`,
-    which overlaps what it can.
+    The stages run one after the other and are waited for one by one, so together they may take longer than `run`, which
+    overlaps what it can.
     """
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """What `run` answers, and how long each stage took. On the CPU everything is `compute`."""
+        """Return the outputs of `run` and the time of each stage; on the CPU everything is `compute`."""
         ...
 
 
@@ -68,7 +72,7 @@ class AttentionSession(Session, Protocol):
 
 
 def check_batch(images: ImageBatch, metadata: Metadata) -> None:
-    """Raise ValueError for a batch that no session may be given: a bug of the caller's."""
+    """Raise ValueError unless a batch is uint8 [N, H0, W0, 3] of the model's input size, N at least 1."""
     expected = (*metadata.input_size, 3)
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != expected or not len(images):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""PyTorch, the reference that every other session is compared with."""
+"""A session on a checkpoint in PyTorch: the reference that every other session is compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import HeadOutputs
@@ -30,12 +30,13 @@ class TorchSession:
         """Load a checkpoint.
 
         Args:
-            source: a file, or a checkpoint already loaded.
+            source: a file, or a loaded checkpoint.
             device: `cpu`, `cuda`, `cuda:1`, or `auto`.
-            threads: of PyTorch in this process; None leaves them.
+            threads: of PyTorch in this process; None leaves their number.
 
         Raises:
-            CheckpointError: not a checkpoint. UsageError: a GPU was asked for and there is none.
+            CheckpointError: not a checkpoint.
+            UsageError: the requested GPU is not there.
         """
         checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
         self.metadata: Metadata = checkpoints.build_metadata(checkpoint)
@@ -53,7 +54,7 @@ class TorchSession:
         return self.run_reference(images).outputs
 
     def run_channels_last(self, images: ImageBatch) -> Outputs:
-        """The same answers from convolutions that sum in another order: what float32 leaves open."""
+        """Run with convolutions that sum in another order; the difference from `run` is float32's rounding."""
         self._network.to(memory_format=torch.channels_last)
         try:
             return self.run(images)
@@ -61,13 +62,14 @@ class TorchSession:
             self._network.to(memory_format=torch.contiguous_format)
 
     def run_reference(self, images: ImageBatch) -> Reference:
-        """Outputs together with each channel's lead of its best cell over its second."""
+        """Return the outputs together with the relative lead of each channel's best cell over its second."""
         check_batch(images, self.metadata)
-        found = self._explain(normalise(images, self.metadata.mean, self.metadata.std))
-        return Reference(images, to_outputs(found), None if found.attention is None else _gap(found.attention))
+        tensors = self._explain(normalise(images, self.metadata.mean, self.metadata.std))
+        lead = None if tensors.attention is None else _relative_lead(tensors.attention)
+        return Reference(images, to_outputs(tensors), lead)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
-        """`run` for float32 [N, 3, H0, W0], already normalised, and with the attention maps."""
+        """Run float32 [N, 3, H0, W0], already normalised; the outputs hold the attention maps too."""
         return to_outputs(self._explain(images), attention=True)
 
     def run_with_attention(self, images: ImageBatch) -> Outputs:
@@ -79,12 +81,12 @@ class TorchSession:
             with torch.inference_mode():
                 return self._network.explain(torch.from_numpy(images).to(self._device))
         except RuntimeError as error:
-            raise _named(error, len(images)) from None
+            raise _translate_error(error, len(images)) from None
 
 
-def _named(error: RuntimeError, batch: int) -> Exception:
-    """A full memory or a lost device in our words; what else PyTorch raises is our bug, and stays what it is."""
-    line = " ".join(str(error).split())[:200]
+def _translate_error(error: RuntimeError, batch: int) -> Exception:
+    """Return OutOfMemory or StoppedEarly for a full memory or a lost device; every other error is a bug of ours."""
+    line = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in line:
         return OutOfMemory(f"PyTorch failed on a batch of {batch} ({line}); use a smaller --batch")
     if "CUDA error" in line:
@@ -92,16 +94,17 @@ def _named(error: RuntimeError, batch: int) -> Exception:
     return error
 
 
-def to_outputs(found: HeadOutputs, *, attention: bool = False) -> Outputs:
-    """The network's tensors as arrays on the host, the large attention maps on request."""
-    if found.scores is None or found.argmax is None or found.attention is None:
-        return Outputs(_numpy(found.logits))
-    cells = found.argmax.cpu().numpy().astype(np.int32)
-    maps = _numpy(found.attention) if attention else None
-    return Outputs(_numpy(found.logits), cells, _numpy(found.scores), maps)
+def to_outputs(tensors: HeadOutputs, *, attention: bool = False) -> Outputs:
+    """Copy the network's tensors to arrays on the host, the large attention maps on request."""
+    if tensors.scores is None or tensors.argmax is None or tensors.attention is None:
+        return Outputs(_numpy(tensors.logits))
+    cells = tensors.argmax.cpu().numpy().astype(np.int32)
+    maps = _numpy(tensors.attention) if attention else None
+    return Outputs(_numpy(tensors.logits), cells, _numpy(tensors.scores), maps)
 
 
-def _gap(attention: torch.Tensor) -> FloatArray:
+def _relative_lead(attention: torch.Tensor) -> FloatArray:
+    """Return [N, K]: (best - second) / best over the cells of each channel; infinite for a single cell."""
     cells = attention.flatten(2)
     if cells.shape[2] < 2:
         return np.full(cells.shape[:2], np.inf, np.float32)
@@ -115,7 +118,11 @@ def _numpy(tensor: torch.Tensor) -> FloatArray:
 
 
 def torch_device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N`. Raises UsageError: anything else, or a GPU that is not there."""
+    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        UsageError: anything else, or a GPU that is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -1,15 +1,14 @@
-"""Is this artifact the model that it claims to be? The gates that outputs must pass against a reference.
+"""The gates that a model's outputs must pass when they are compared with a reference.
 
 fp32: every cosine within 1e-6, every cell equal except ties (best and second within 1e-4 of each other). fp16 and
 bf16: at least 99.5 % of the predicted block's cells, int8 at least 97 %; the class equal wherever the margin exceeds
 twice the cosine difference measured. Logits are compared where |logit| > 1e-2: the root magnifies rounding near zero.
 
-Some networks do not even agree with themselves to 1e-6: PyTorch's own answers move by more when its convolutions sum in
-another order. For those, and only those, the exporter measures that movement (`rounding`) and the gate opens to four
+Some networks do not even agree with themselves to 1e-6: PyTorch's own outputs move by more when its convolutions sum in
+another order. For those, and only those, the exporter measures that movement (`Rounding`) and widens the gate to four
 times its size, within `WIDEST`: one other order shows a part of what another runtime's kernels may do. The gate that
-was used is written into the artifact.
-
-An artifact against its own test vectors, on this machine."""
+was used is written into the artifact. `verify_test_vectors` checks an artifact against the vectors that it carries.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +24,17 @@ from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
 from opal_deploy.runtime.session import Session
 
-# how many times a network's own movement its gate opens to
-_MOVEMENTS = 4
+# the gate of a network is widened to this many times its own rounding
+_ROUNDING_FACTOR = 4
+# float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
+_RESOLUTION = 1e-6
+# a differing cell whose lead is under this is called a near tie in reports
+NEAR_TIE = 1e-2
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What a precision is allowed to change.
+    """The largest differences that a precision may cause.
 
     Attributes:
         cosine: largest difference of any class's cosine.
@@ -50,20 +53,20 @@ class Gate:
     all_cells: float = 0.0
 
     def widened_by(self, rounding: Rounding) -> Gate:
-        """The gate that a network with this much rounding of its own can pass; never beyond WIDEST."""
+        """Return the gate that a network with this much rounding of its own can pass; never beyond `WIDEST`."""
         return replace(
             self,
-            cosine=max(self.cosine, min(_MOVEMENTS * rounding.cosine, WIDEST.cosine)),
-            score=max(self.score, min(_MOVEMENTS * rounding.score, WIDEST.score)),
-            tie=max(self.tie, min(_MOVEMENTS * rounding.relative_score, WIDEST.tie)),
+            cosine=max(self.cosine, min(_ROUNDING_FACTOR * rounding.cosine, WIDEST.cosine)),
+            score=max(self.score, min(_ROUNDING_FACTOR * rounding.score, WIDEST.score)),
+            tie=max(self.tie, min(_ROUNDING_FACTOR * rounding.relative_score, WIDEST.tie)),
         )
 
     def relaxed_for_machine(self) -> Gate:
-        """For another machine than the one that exported, whose kernels sum in an order of their own.
+        """Return the gate for another machine than the exporting one, whose kernels sum in an order of their own.
 
-        Ten times as wide where rounding is what the gate allows for; a lower precision's gate is wide enough already.
-        But the few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much: there the
-        share of all cells counts, and near ties do not.
+        It is ten times as wide where the gate allows for rounding only; a lower precision's gate is wide enough. The
+        few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much: there the share
+        of all cells counts, and near ties do not.
         """
 
         def wider(own: float, widest: float) -> float:
@@ -80,10 +83,11 @@ class Gate:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a network's float32 answers move when nothing but the order of summation changes.
+    """How far a network's float32 outputs move when only the order of summation changes.
 
     Attributes:
-        cosine, score: largest absolute movement. relative_score: largest movement of a score relative to itself.
+        cosine, score: largest absolute movement.
+        relative_score: largest movement of a score relative to the score.
     """
 
     cosine: float
@@ -92,7 +96,7 @@ class Rounding:
 
     @staticmethod
     def between(one: Outputs, other: Outputs, metadata: Metadata) -> Rounding:
-        """The movement between two runs of one network on the same pictures; nothing without scores."""
+        """Return the movement between two runs of one network on the same images; zero without scores."""
         if one.scores is None or other.scores is None:
             return Rounding(0.0, 0.0, 0.0)
         difference = np.abs(one.scores - other.scores)
@@ -103,11 +107,8 @@ class Rounding:
         )
 
 
-# a network noisier than this has no answers to reproduce
+# a network noisier than this has no outputs to reproduce
 WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
-
-# float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
-_RESOLUTION = 1e-6
 
 GATES = {
     "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
@@ -115,22 +116,20 @@ GATES = {
     "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=1e-4, cells=0.995, all_cells=0.7),
     "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=1e-4, cells=0.97, all_cells=0.3),
 }
-# a differing cell whose lead is under this is called a near tie in reports
-NEAR_TIE = 1e-2
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """True when the candidate passed. Every figure is a measurement over `images` pictures.
+    """The differences between a candidate and the reference over `images` images; true if the candidate passed.
 
     Attributes:
         max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
-        cells, cells_tied, cells_different: of all K channels of all pictures: compared, left out as ties, different.
+        cells, cells_tied, cells_different: of all K channels of all images: compared, left out as ties, different.
         block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
         block_near_ties: those of block_cells_different whose best cell leads by less than NEAR_TIE.
-        classes_different: pictures whose predicted class differs although the margin is large enough to tell.
-        worst: index of the picture that is furthest from the reference.
-        failures: what was wrong, one sentence each; empty when it passed.
+        classes_different: images whose predicted class differs although the margin is large enough to tell.
+        worst: index of the image that is furthest from the reference.
+        failures: one sentence for each gate that failed; empty if the candidate passed.
     """
 
     images: int
@@ -151,12 +150,12 @@ class Comparison:
         return not self.failures
 
     def to_dict(self) -> dict[str, Any]:
-        """For the verification report in the metadata."""
+        """Return the fields as plain values, for the verification report in the metadata."""
         return {**asdict(self), "failures": list(self.failures), "passed": bool(self)}
 
 
 def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
-    """Hold a candidate's outputs for the reference's pictures against the reference."""
+    """Compare a candidate's outputs with the reference, on the reference's images."""
     expected = reference.outputs
     failures = _shape_failures(expected, candidate)
     if failures:
@@ -166,10 +165,10 @@ def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata
     if expected.scores is None or candidate.scores is None:
         flipped = other_class & _decided(expected.logits, logit)
         distance = np.abs(expected.logits - candidate.logits).max(axis=1)
-        failed = [logit_failure, _classes_failure(int(flipped.sum()))]
+        messages = [logit_failure, _classes_failure(int(flipped.sum()))]
         return Comparison(
             len(expected), logit, classes_different=int(flipped.sum()), worst=_worst(flipped, distance),
-            failures=tuple(f for f in failed if f),
+            failures=tuple(f for f in messages if f),
         )  # fmt: skip
     score = float(np.abs(expected.scores - candidate.scores).max())
     before, after = _cosines(expected, metadata), _cosines(candidate, metadata)
@@ -177,7 +176,7 @@ def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata
     cosine = float(distance.max())
     cells, moved = _cells(reference, candidate, metadata, gate)
     flipped = other_class & _decided(before, cosine)
-    failed = [
+    messages = [
         logit_failure,
         "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
         "" if score <= gate.score else f"a score differs by {score:.3g}, more than {gate.score:g}",
@@ -187,12 +186,12 @@ def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata
     ]
     return Comparison(
         len(expected), logit, cosine, score, **cells, classes_different=int(flipped.sum()),
-        worst=_worst(flipped, moved, distance), failures=tuple(f for f in failed if f),
+        worst=_worst(flipped, moved, distance), failures=tuple(f for f in messages if f),
     )  # fmt: skip
 
 
 def _worst(*criteria: Any) -> int:
-    """The picture that is largest by the first criterion, of equals by the next; each is [N]."""
+    """Return the image that is largest by the first criterion [N], of equals by the next."""
     return int(np.lexsort(criteria[::-1])[-1])
 
 
@@ -207,18 +206,18 @@ def _shape_failures(expected: Outputs, candidate: Outputs) -> tuple[str, ...]:
         if before is None:
             continue
         if after is None or before.shape != after.shape or before.dtype != after.dtype:
-            found = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
-            failures.append(f"{name}: {found}, expected {before.dtype} {list(before.shape)}")
+            actual = "nothing" if after is None else f"{after.dtype} {list(after.shape)}"
+            failures.append(f"{name}: {actual}, expected {before.dtype} {list(before.shape)}")
         elif not np.isfinite(after).all():
-            failures.append(f"{name}: {int((~np.isfinite(after)).sum())} values are not finite")
+            failures.append(f"{name}: {int((~np.isfinite(after)).sum())} values are NaN or infinite")
         elif not np.isfinite(before).all():
-            failures.append(f"{name}: {int((~np.isfinite(before)).sum())} values of the reference are not finite")
+            failures.append(f"{name}: {int((~np.isfinite(before)).sum())} values of the reference are NaN or infinite")
     return tuple(failures)
 
 
 def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[float, str]:
-    telling = np.abs(expected) > 1e-2
-    difference = np.where(telling, np.abs(expected - candidate), 0.0)
+    comparable = np.abs(expected) > 1e-2  # the root magnifies rounding near zero
+    difference = np.where(comparable, np.abs(expected - candidate), 0.0)
     relative = float((difference / np.maximum(1.0, np.abs(expected))).max())
     failure = (
         "" if relative <= gate.logit else f"a logit differs by {relative:.3g} (relative), more than {gate.logit:g}"
@@ -227,13 +226,13 @@ def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[fl
 
 
 def _decided(values: FloatArray, difference: float) -> Any:
-    """Pictures whose best class leads by more than twice the difference measured: bool [N]."""
+    """Return bool [N]: the images whose best class leads by more than twice the measured difference."""
     best = np.sort(values, axis=1)
     return best[:, -1] - best[:, -2] > 2 * max(difference, _RESOLUTION)
 
 
 def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> tuple[dict[str, int], Any]:
-    """Counts for the report, and how many of the cells that the gate counts differ in each picture, [N]."""
+    """Return the counts for the report, and how many of the cells that the gate counts differ in each image [N]."""
     expected, margin = reference.outputs, reference.top2_margin
     if expected.argmax is None or candidate.argmax is None or margin is None:
         return {}, np.zeros(len(expected))
@@ -274,18 +273,19 @@ def _all_cells_failure(cells: dict[str, int], gate: Gate) -> str:
 
 
 def _classes_failure(different: int) -> str:
-    return f"the predicted class differs on {different} pictures with a clear margin" if different else ""
+    return f"the predicted class differs on {different} images with a clear margin" if different else ""
 
 
 def verify_test_vectors(session: Session, origin: str) -> Comparison:
-    """Run the test vectors that a model carries and hold the answers against the stored ones.
+    """Run the test vectors that a model carries and compare the outputs with the stored ones.
 
     Args:
-        session: the model, loaded.
+        session: the loaded model.
         origin: names the file in errors.
 
     Raises:
-        ArtifactError: it carries no vectors. VerificationError: an answer is beyond the gate of its precision.
+        ArtifactError: the model carries no vectors.
+        VerificationError: an output is beyond the gate of the model's precision.
     """
     metadata = session.metadata
     reference = test_vectors.unpack(metadata.test_vectors, origin)

@@ -1,1 +1,1 @@
-"""Figures with their uncertainty: numpy only, so that every room can use it."""
+"""Figures with their uncertainty: `intervals` of samples and rates, `risk` and coverage of margins. Numpy only."""

@@ -1,6 +1,8 @@
-"""What samples come to: percentiles, spread between repeats, medians and means with an interval, paired ratios.
+"""Summaries of samples with confidence intervals, and the exact upper bound of a rate (Clopper and Pearson).
 
-How large a rate may be of which only so many cases were seen: the exact one-sided bound of Clopper and Pearson."""
+Medians and means have intervals by the percentile bootstrap. The bounds are our own few lines on numpy, because scipy,
+which has them too, is not among the packages that a deployment machine installs.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 10_000
 _SEED = 0
-# values drawn at a time: a large sample is resampled in pieces of this size
-_DRAWN_AT_ONCE = 1 << 21
+# values drawn at a time, so that the memory of resampling a large sample is bounded
+_MAX_DRAWN = 1 << 21
+# halvings of [0, 1]: beyond what a float64 tells apart
+_HALVINGS = 60
 
 
 @dataclass(frozen=True)
@@ -28,52 +32,52 @@ class Median:
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean, its 95 % confidence interval, and of how many values."""
+    """A mean, its 95 % confidence interval, and the number of values."""
 
     value: float
     interval: tuple[float, float]
     count: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: mean, low, high, count."""
+        """Return mean, low, high and count, for JSON."""
         return {"mean": self.value, "low": self.interval[0], "high": self.interval[1], "count": self.count}
 
 
 def percentile(sample: ArrayLike, percent: float) -> float:
-    """The value that `percent` of the sample do not exceed, 0 ... 100.
+    """Return the value that `percent` (0 ... 100) of the sample do not exceed.
 
-    Between two neighbours of the sorted sample it interpolates linearly (numpy's `linear`): of 1, 2, ..., 100 the 90th
+    Between two neighbours of the sorted sample it interpolates linearly (numpy's `linear`): for 1, 2, ..., 100 the 90th
     percentile is 90.1.
 
     Raises:
         ValueError: the sample is empty.
     """
-    values = _filled(sample)
+    values = _check_sample(sample)
     return float(np.percentile(values, percent, method="linear"))
 
 
 def mean(sample: ArrayLike) -> float:
-    """The arithmetic mean. Raises ValueError: the sample is empty."""
-    return float(_filled(sample).mean())
+    """Return the arithmetic mean; raise ValueError for an empty sample."""
+    return float(_check_sample(sample).mean())
 
 
 def spread(repeats: ArrayLike) -> float:
-    """(largest - smallest) / median of the repeats. Raises ValueError: there are none."""
-    values = _filled(repeats)
+    """Return (largest - smallest) / median of the repeats; raise ValueError if there are none."""
+    values = _check_sample(repeats)
     return float((values.max() - values.min()) / abs(np.median(values)))
 
 
 def median(sample: ArrayLike, *, confidence: float = 0.95, resamples: int = RESAMPLES) -> Median:
-    """The median with its interval by the percentile bootstrap.
+    """Return the median with its interval by the percentile bootstrap.
 
     The sample is drawn again with replacement `resamples` times, from a generator with a fixed seed, so that the same
-    sample always has the same interval; the interval holds the middle `confidence` of those medians. It takes the
-    sample's members to be independent: neighbours that drift together make it too narrow.
+    sample always has the same interval; the interval holds the middle `confidence` of those medians. The members must
+    be independent: neighbours that drift together make the interval too narrow.
 
     Raises:
         ValueError: the sample is empty.
     """
-    values = _filled(sample)
+    values = _check_sample(sample)
     drawn = np.random.default_rng(_SEED).integers(0, len(values), (resamples, len(values)))
     medians = np.median(values[drawn], axis=1)
     tail = 50 * (1 - confidence)
@@ -82,14 +86,14 @@ def median(sample: ArrayLike, *, confidence: float = 0.95, resamples: int = RESA
 
 
 def mean_with_interval(sample: ArrayLike, *, confidence: float = 0.95, resamples: int = RESAMPLES) -> Mean:
-    """The mean with its interval by the percentile bootstrap, as `median` has it: the same sample, the same interval.
+    """Return the mean with its interval by the percentile bootstrap, drawn as in `median`.
 
     Raises:
         ValueError: the sample is empty.
     """
-    values = _filled(sample)
+    values = _check_sample(sample)
     generator = np.random.default_rng(_SEED)
-    step = max(_DRAWN_AT_ONCE // len(values), 1)
+    step = max(_MAX_DRAWN // len(values), 1)
     means = np.concatenate(
         [
             values[generator.integers(0, len(values), (min(step, resamples - first), len(values)))].mean(axis=1)
@@ -102,33 +106,30 @@ def mean_with_interval(sample: ArrayLike, *, confidence: float = 0.95, resamples
 
 
 def paired_ratios(candidate: Sequence[float], reference: Sequence[float]) -> NDArray[np.float64]:
-    """candidate / reference, pair by pair: what changed between pairs drops out.
+    """Return candidate / reference, pair by pair: what changes between pairs cancels out.
 
     Raises:
-        ValueError: they are not of one length.
+        ValueError: the lengths differ.
     """
     if len(candidate) != len(reference):
-        raise ValueError(f"{len(candidate)} and {len(reference)} figures are no pairs")
+        raise ValueError(f"{len(candidate)} and {len(reference)} values are no pairs")
     ratios: NDArray[np.float64] = np.asarray(candidate, np.float64) / np.asarray(reference, np.float64)
     return ratios
 
 
-def _filled(sample: ArrayLike) -> NDArray[np.float64]:
+def _check_sample(sample: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(sample, np.float64)
     if values.ndim != 1 or not len(values):
         raise ValueError(f"a sample of shape {values.shape}; expected at least one value in a row")
     return values
 
 
-# halvings of [0, 1]: beyond what a float64 tells apart
-_HALVINGS = 60
-
-
 def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> float:
-    """The largest rate under which `cases` or fewer in `trials` still happen with probability 1 - `confidence`.
+    """Return Clopper and Pearson's one-sided upper bound of a rate.
 
-    Clopper and Pearson's one-sided upper bound: whatever the true rate, it is exceeded by the bound in at least
-    `confidence` of all samples of independent trials. Without a case it is 1 - (1 - confidence)^(1 / trials).
+    It is the largest rate under which `cases` or fewer in `trials` still happen with probability 1 - `confidence`:
+    whatever the true rate, the bound exceeds it in at least `confidence` of all samples of independent trials. Without
+    a case it is 1 - (1 - confidence)^(1 / trials).
 
     Args:
         cases: 0 ... trials.
@@ -136,7 +137,7 @@ def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> 
         confidence: between 0 and 1.
 
     Raises:
-        ValueError: more cases than trials, or a confidence that is none.
+        ValueError: more cases than trials, or a confidence outside (0, 1).
     """
     if not 0 <= cases <= trials or not 0.0 < confidence < 1.0:
         raise ValueError(f"{cases} cases in {trials} trials at confidence {confidence}")
@@ -157,7 +158,7 @@ def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> 
 
 
 def trials_needed(rate: float, confidence: float = 0.95) -> int:
-    """How many trials without a single case put the upper bound at `rate` or under it.
+    """Return how many trials without a single case put the upper bound at `rate` or under it.
 
     Args:
         rate: between 0 and 1.

@@ -1,7 +1,7 @@
-"""Risk and coverage: how many answers are wrong among those whose margin is large enough to be given.
+"""Risk and coverage of a classifier that abstains where its margin is below a threshold.
 
-A model that may abstain answers only where its margin reaches a threshold. **Coverage** is the share of pictures that
-are then answered, **risk** the share of wrong answers among them. Pictures of equal margin are answered together.
+Coverage is the share of images whose margin reaches the threshold, risk the share of wrong predictions among them.
+Images of equal margin are accepted together.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from numpy.typing import ArrayLike, NDArray
 from opal_deploy.statistics.intervals import clopper_pearson_bound, trials_needed
 
 NUM_LEVELS = 10
-"""Thresholds kept of a curve: those that answer at least 1/10, 2/10, ... of the pictures."""
+"""The number of thresholds in a summary: those that accept at least 1/10, 2/10, ... of the images."""
 
 SUMMARY_ERROR_RATES = (0.01, 0.02, 0.05)
-"""Error rates whose coverage a summary states."""
+"""The error rates whose coverage a summary states."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One threshold: `answered` pictures have a margin of at least `margin`; of those `wrong` are answered wrongly."""
+    """One threshold: `answered` images have a margin of at least `margin`, and `wrong` of them are misclassified."""
 
     margin: float
     answered: int
@@ -34,12 +34,12 @@ class Level:
 
 @dataclass(frozen=True)
 class RiskCurve:
-    """Every threshold that makes a difference, the strictest first.
+    """The risk-coverage curve: every threshold that makes a difference, the strictest first.
 
     Attributes:
-        margins: float64 [T], different, falling.
-        answered: int64 [T], pictures with at least that margin.
-        wrong: int64 [T], how many of those are wrong.
+        margins: float64 [T], distinct, falling.
+        answered: int64 [T], images with at least that margin.
+        wrong: int64 [T], how many of those are misclassified.
     """
 
     margins: NDArray[np.float64]
@@ -48,37 +48,37 @@ class RiskCurve:
 
     @property
     def images(self) -> int:
-        """N."""
+        """N, the number of images."""
         return int(self.answered[-1])
 
     @property
     def error(self) -> float:
-        """Share of wrong answers where every picture is answered."""
+        """The error rate where every image is accepted."""
         return int(self.wrong[-1]) / self.images
 
     @property
     def aurc(self) -> float:
-        """Area under risk over coverage: the mean, over k = 1 ... N, of the risk of the k pictures of largest margin.
+        """The area under the risk-coverage curve: the mean over k = 1 ... N of the risk of the k largest margins.
 
-        Among pictures of equal margin the wrong ones are spread evenly, so that no order of them matters.
+        Among images of equal margin the wrong ones are spread evenly, so that their order does not matter.
         """
         k = np.arange(1, self.images + 1)
         wrong = np.interp(k, np.concatenate([[0], self.answered]), np.concatenate([[0], self.wrong]))
         return float((wrong / k).mean())
 
     def coverage_at(self, error: float) -> float:
-        """The largest share of pictures that a threshold answers with a risk, as seen here, of at most `error`."""
+        """Return the largest coverage of a threshold whose risk on these images is at most `error`."""
         fits = self.wrong <= error * self.answered
         return int(self.answered[fits].max()) / self.images if fits.any() else 0.0
 
     def levels(self) -> list[Level]:
-        """For each tenth of coverage the strictest threshold that reaches it; equal ones once."""
-        wanted = -(-np.arange(1, NUM_LEVELS + 1) * self.images // NUM_LEVELS)
-        chosen = np.unique(np.searchsorted(self.answered, wanted))
+        """Return for each tenth of coverage the strictest threshold that reaches it, without duplicates."""
+        counts = -(-np.arange(1, NUM_LEVELS + 1) * self.images // NUM_LEVELS)
+        chosen = np.unique(np.searchsorted(self.answered, counts))
         return [Level(float(self.margins[i]), int(self.answered[i]), int(self.wrong[i])) for i in chosen]
 
     def summary(self) -> dict[str, Any]:
-        """For JSON, checkpoints and model files; `levels` suffices for `choose_threshold`."""
+        """Return the figures for JSON, checkpoints and model files; `choose_threshold` reads them."""
         return {
             "images": self.images,
             "error": self.error,
@@ -89,14 +89,14 @@ class RiskCurve:
 
 
 def compute_risk_curve(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
-    """The curve of N labelled pictures.
+    """Compute the curve of N labelled images.
 
     Args:
-        margins: [N], cosine of the answer minus that of the runner-up.
-        correct: bool [N], whether the answer is the label.
+        margins: [N], cosine of the predicted class minus that of the runner-up.
+        correct: bool [N], whether the prediction is the label.
 
     Raises:
-        ValueError: no pictures, not as many answers as margins, or a margin that is no number.
+        ValueError: no images, arrays of different lengths, or a margin that is NaN or infinite.
     """
     sizes, right = np.asarray(margins, np.float64), np.asarray(correct, np.bool_)
     if sizes.ndim != 1 or sizes.shape != right.shape or not len(sizes) or not np.isfinite(sizes).all():
@@ -110,18 +110,18 @@ def compute_risk_curve(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A margin under which a model should abstain, for a wanted error rate.
+    """A margin under which a model should abstain, for a target error rate.
 
     Attributes:
-        target: the error rate that was wanted, 0 ... 1.
+        target: the error rate to stay under, 0 ... 1.
         confidence: of the bound.
-        images: N labelled pictures that it was chosen on.
-        min_margin: None where no threshold is known to reach the target; `reason` says why. Where all pictures may be
-            answered it is the smallest margin seen.
-        coverage: share of the N pictures answered.
+        images: the number of labelled images that the threshold was chosen on.
+        min_margin: the threshold; None where none is known to reach the target. Where all images may be accepted, it
+            is the smallest margin seen.
+        coverage: share of the images accepted.
         wrong, answered: counts at that threshold.
         bound: Clopper and Pearson's upper bound of the error rate at that threshold.
-        reason: empty where there is a threshold.
+        reason: why there is no threshold; empty if there is one.
     """
 
     target: float
@@ -135,7 +135,7 @@ class Threshold:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; without a threshold, the reason instead of its figures."""
+        """Return the fields for JSON; without a threshold, the reason instead of its figures."""
         head = {"target_error": self.target, "confidence": self.confidence, "images": self.images}
         if self.min_margin is None:
             return {**head, "min_margin": None, "reason": self.reason}
@@ -150,7 +150,7 @@ class Threshold:
 
 
 def explain_too_few(images: int, target: float, confidence: float = 0.95) -> str:
-    """Why `images` labelled images cannot support a target, whatever the model; empty if they can."""
+    """Return why so few labelled images cannot support a target, whatever the model; empty if they can."""
     needed = trials_needed(target, confidence)
     if images >= needed:
         return ""
@@ -161,12 +161,12 @@ def explain_too_few(images: int, target: float, confidence: float = 0.95) -> str
 
 
 def choose_threshold(summary: Mapping[str, Any], target: float, confidence: float = 0.95) -> Threshold:
-    """The most generous threshold whose error rate is at most `target`, with `confidence`.
+    """Choose the lowest threshold whose error rate is at most `target`, with `confidence`.
 
-    A threshold that merely had few errors on these pictures may have been lucky, and the luckiest of many even more so.
-    So the bound, not the share seen, has to be under the target; and the thresholds are tried from the strictest on,
-    beginning with the first that answers enough pictures for the bound to be reached at all, until one fails
-    (fixed-sequence testing): the confidence then holds for the choice too, not for each threshold by itself.
+    A threshold with few errors on these images may have been lucky, and the luckiest of many even more so. So the upper
+    bound, not the observed share, has to be under the target; and the thresholds are tried from the strictest on,
+    beginning with the first that accepts enough images for the bound to be reached at all, until one fails
+    (fixed-sequence testing): the confidence then holds for the choice too, not for each threshold alone.
 
     Args:
         summary: of a `RiskCurve`.
@@ -174,7 +174,7 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
         confidence: of the bound.
 
     Raises:
-        ValueError: not such a summary.
+        ValueError: not the summary of a risk-coverage curve.
     """
     images, levels = _levels(summary)
     reason = explain_too_few(images, target, confidence)
@@ -186,7 +186,7 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
         if bound > target:
             if chosen.min_margin is None:
                 reason = (
-                    f"of the {level.answered} pictures of largest margin {level.wrong} are wrong: their error rate may "
+                    f"of the {level.answered} images of largest margin {level.wrong} are wrong: their error rate may "
                     f"be up to {100 * bound:.2g} %, which is over {100 * target:g} %"
                 )
                 return Threshold(target, confidence, images, reason=reason)

@@ -172,7 +172,7 @@ class TestClasses:
         candidate = replace(reference.outputs, logits=np.roll(reference.outputs.logits, 1, axis=1))
         found = compare_outputs(reference, candidate, METADATA, loose)
         assert found.classes_different == 10
-        assert found.failures == ("the predicted class differs on 10 pictures with a clear margin",)
+        assert found.failures == ("the predicted class differs on 10 images with a clear margin",)
 
 
 class TestMalformedOutputs:
@@ -202,7 +202,7 @@ class TestMalformedOutputs:
         spoilt = getattr(reference.outputs, name).copy()
         spoilt[3, 2] = value
         found = compare_outputs(reference, replace(reference.outputs, **{name: spoilt}), METADATA, WIDEST)
-        assert "1 values are not finite" in found.failures[0]
+        assert "1 values are NaN or infinite" in found.failures[0]
 
     @pytest.mark.parametrize("name", ["logits", "scores"])
     def test_a_reference_that_is_not_finite_proves_nothing(self, name: str) -> None:

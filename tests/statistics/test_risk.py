@@ -118,7 +118,7 @@ def test_certain_answers_that_are_wrong_support_nothing() -> None:
     found = choose_threshold(_curve([0, 3, 7], 100), 0.05)
 
     assert found.min_margin is None
-    assert "of the 60 pictures of largest margin 3 are wrong" in found.reason
+    assert "of the 60 images of largest margin 3 are wrong" in found.reason
 
 
 def test_a_chosen_threshold_holds_on_new_pictures_as_often_as_it_says() -> None:

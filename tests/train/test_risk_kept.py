@@ -59,7 +59,7 @@ def test_the_curve_is_kept_from_training_to_inspect(
     # through the file, and from there a threshold can be chosen, or refused
     read_back = Metadata.from_json(metadata.to_json())
     assert read_back.risk == metadata.risk
-    assert "9 labelled pictures cannot show" in choose_threshold(read_back.risk, 0.05).reason
+    assert "9 labelled images cannot show" in choose_threshold(read_back.risk, 0.05).reason
 
     inspect(best)
     said = capsys.readouterr().err
