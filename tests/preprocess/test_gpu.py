@@ -30,17 +30,17 @@ def codec() -> GpuDecoder:
     return GpuDecoder("cpu")
 
 
-def picture(width: int = 61, height: int = 47, mode: str = "RGB") -> Image.Image:
+def image(width: int = 61, height: int = 47, mode: str = "RGB") -> Image.Image:
     coarse = np.random.default_rng(width).integers(0, 255, (5, 6, 3), np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
-def jpeg(image: Image.Image, orientation: int | None = None, **options: object) -> bytes:
+def jpeg(pixels: Image.Image, orientation: int | None = None, **options: object) -> bytes:
     stream = io.BytesIO()
     exif = Image.Exif()
     if orientation is not None:
         exif[ExifTags.Base.Orientation] = orientation
-    image.save(stream, "JPEG", exif=exif, **options)  # type: ignore[arg-type]
+    pixels.save(stream, "JPEG", exif=exif, **options)  # type: ignore[arg-type]
     return stream.getvalue()
 
 
@@ -61,9 +61,9 @@ def test_photographs_are_within_a_count_of_the_default_path(codec: GpuDecoder, p
     )
     assert (inputs.dtype, inputs.shape) == (np.uint8, (len(files), *INPUT, 3))
     for path, file, ours in zip(some, files, inputs, strict=True):
-        image, geometry = decode_for_input(path, INPUT)
+        whole, geometry = decode_for_input(path, INPUT)
         assert file.geometry == geometry
-        expected = to_input(image, geometry, INPUT)
+        expected = to_input(whole, geometry, INPUT)
         assert np.abs(ours.astype(int) - expected).max() <= 1
         # a resize by another filter would be counts away nearly everywhere
         assert (ours == expected).mean() > 0.97
@@ -71,11 +71,11 @@ def test_photographs_are_within_a_count_of_the_default_path(codec: GpuDecoder, p
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_applied_as_pillow_does(codec: GpuDecoder, orientation: int) -> None:
-    data = jpeg(picture(), orientation, quality=95)
+    data = jpeg(image(), orientation, quality=95)
     file = header(data)
     (found,) = codec.decode([file])
-    with Image.open(io.BytesIO(data)) as image:
-        expected = ImageOps.exif_transpose(image)
+    with Image.open(io.BytesIO(data)) as stored:
+        expected = ImageOps.exif_transpose(stored)
     assert found is not None
     assert (file.geometry.width, file.geometry.height) == expected.size
     np.testing.assert_array_equal(found.numpy(), np.asarray(expected))
@@ -83,10 +83,10 @@ def test_orientation_is_applied_as_pillow_does(codec: GpuDecoder, orientation: i
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_turning_a_tensor(orientation: int) -> None:
-    image = picture(5, 3)
-    image.getexif()[ExifTags.Base.Orientation] = orientation
-    expected = np.asarray(ImageOps.exif_transpose(image))
-    np.testing.assert_array_equal(apply_orientation(torch.from_numpy(np.array(image)), orientation).numpy(), expected)
+    stored = image(5, 3)
+    stored.getexif()[ExifTags.Base.Orientation] = orientation
+    expected = np.asarray(ImageOps.exif_transpose(stored))
+    np.testing.assert_array_equal(apply_orientation(torch.from_numpy(np.array(stored)), orientation).numpy(), expected)
 
 
 @pytest.mark.parametrize("size", [(500, 375), (31, 640), (224, 224), (100, 60), (1, 1), (900, 224), (224, 900)])
@@ -103,7 +103,7 @@ def test_squashing_is_pillows_within_a_count(size: tuple[int, int], target: tupl
 
 
 def test_a_crop_is_of_the_oriented_picture(codec: GpuDecoder) -> None:
-    data = jpeg(picture(60, 40), 6, quality=95)
+    data = jpeg(image(60, 40), 6, quality=95)
     box = (3.0, 10.0, 30.0, 50.0)
     file = read_header(data, box, MAX_PIXELS)
     assert file is not None
@@ -111,36 +111,55 @@ def test_a_crop_is_of_the_oriented_picture(codec: GpuDecoder) -> None:
     (found,) = codec.decode([file])
     assert found is not None
     (ours,) = codec.resize_to_inputs([found], [file.geometry], (16, 24))
-    with Image.open(io.BytesIO(data)) as image:
-        upright = ImageOps.exif_transpose(image)
+    with Image.open(io.BytesIO(data)) as stored:
+        upright = ImageOps.exif_transpose(stored)
     expected = np.asarray(upright.crop((3, 10, 30, 50)).resize((24, 16), Image.Resampling.BILINEAR))
     assert np.abs(ours.astype(int) - expected).max() <= 1
 
 
+def png() -> bytes:
+    stream = io.BytesIO()
+    image().save(stream, "PNG")
+    return stream.getvalue()
+
+
+def damaged(data: bytes, damage: str) -> bytes:
+    """A JPEG with damage that the codec might not notice."""
+    scan, frame = data.index(b"\xff\xda"), data.index(b"\xff\xc0")
+    length = int.from_bytes(data[frame + 2 : frame + 4])
+    return {
+        "a marker in the scan": data[: scan + 400] + b"\xff\xc8" + data[scan + 402 :],
+        "a shorter segment": data[: frame + 3] + bytes([length - 3]) + data[frame + 4 :],
+        "two frames": data[:frame] + data[frame : frame + 2 + length] + data[frame:],
+        "no scan": data[:scan] + b"\xff\xd9",
+    }[damage]
+
+
 @pytest.mark.parametrize(
-    ("name", "make"),
+    "make",
     [
-        ("empty", lambda: b""),
-        ("text", lambda: b"not an image"),
-        ("ends early", lambda: jpeg(picture())[:-40]),
-        ("something after its end", lambda: jpeg(picture()) + b"more"),
-        ("CMYK", lambda: jpeg(picture(mode="CMYK"))),
-        ("only an end", lambda: b"\xff\xd9"),
-        ("a header and an end", lambda: jpeg(picture())[:30] + b"\xff\xd9"),
+        pytest.param(lambda: b"", id="empty"),
+        pytest.param(lambda: b"not an image", id="text"),
+        pytest.param(png, id="PNG"),
+        pytest.param(lambda: jpeg(image())[:-40], id="ends early"),
+        pytest.param(lambda: jpeg(image()) + b"more", id="something after its end"),
+        pytest.param(lambda: jpeg(image(mode="CMYK")), id="CMYK"),
+        pytest.param(lambda: b"\xff\xd9", id="only an end"),
+        pytest.param(lambda: jpeg(image())[:30] + b"\xff\xd9", id="a header and an end"),
+        pytest.param(lambda: jpeg(image(), keep_rgb=True), id="components called R, G and B"),
+        *(
+            pytest.param(lambda damage=damage: damaged(jpeg(image(200, 150), quality=90), damage), id=damage)
+            for damage in ("a marker in the scan", "a shorter segment", "two frames", "no scan")
+        ),
     ],
 )
-def test_what_is_no_plain_whole_jpeg_is_the_cpus(name: str, make: Callable[[], bytes]) -> None:
-    assert read_header(make(), None, MAX_PIXELS) is None, name
-
-
-def test_png_is_the_cpus() -> None:
-    stream = io.BytesIO()
-    picture().save(stream, "PNG")
-    assert read_header(stream.getvalue(), None, MAX_PIXELS) is None
+def test_all_but_plain_whole_jpeg_is_left_to_the_cpu(make: Callable[[], bytes]) -> None:
+    assert read_header(jpeg(image(200, 150), quality=90), None, MAX_PIXELS) is not None
+    assert read_header(make(), None, MAX_PIXELS) is None
 
 
 def test_pixel_limit_and_bad_boxes_are_the_cpus_to_refuse() -> None:
-    data = jpeg(picture(40, 30))
+    data = jpeg(image(40, 30))
     assert read_header(data, None, 1200) is not None
     assert read_header(data, None, 1199) is None
     assert read_header(data, (50.0, 0.0, 60.0, 10.0), MAX_PIXELS) is None
@@ -149,21 +168,21 @@ def test_pixel_limit_and_bad_boxes_are_the_cpus_to_refuse() -> None:
 
 def test_grey_progressive_and_damaged_exif_are_decoded(codec: GpuDecoder) -> None:
     for data in (
-        jpeg(picture(mode="L")),
-        jpeg(picture(), progressive=True),
-        jpeg(picture(), subsampling=2),
-        jpeg(picture(), 99),
-        jpeg(picture(), 6).replace(b"Exif\0\0MM", b"Exif\0\0XX").replace(b"Exif\0\0II", b"Exif\0\0XX"),
+        jpeg(image(mode="L")),
+        jpeg(image(), progressive=True),
+        jpeg(image(), subsampling=2),
+        jpeg(image(), 99),
+        jpeg(image(), 6).replace(b"Exif\0\0MM", b"Exif\0\0XX").replace(b"Exif\0\0II", b"Exif\0\0XX"),
     ):
         (found,) = codec.decode([header(data)])
-        with Image.open(io.BytesIO(data)) as image:
-            expected = np.asarray(image.convert("RGB"))
+        with Image.open(io.BytesIO(data)) as stored:
+            expected = np.asarray(stored.convert("RGB"))
         assert found is not None
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
 def test_a_file_that_is_refused_costs_its_neighbours_nothing(codec: GpuDecoder) -> None:
-    good = jpeg(picture(), quality=90)
+    good = jpeg(image(), quality=90)
     # such a file is kept from the codec by its end; here it stands for whatever the codec does not take
     short = replace(header(good), data=good[: len(good) // 2])
     alone = codec.decode([header(good)])[0]
@@ -176,36 +195,20 @@ def test_a_file_that_is_refused_costs_its_neighbours_nothing(codec: GpuDecoder) 
 
 
 def test_a_picture_of_another_size_than_its_header_said_is_refused(codec: GpuDecoder) -> None:
-    data = jpeg(picture(60, 40))
+    data = jpeg(image(60, 40))
     assert codec.decode([Jpeg(data, (61, 40), 1, Geometry.whole(61, 40))]) == [None]
-
-
-@pytest.mark.parametrize("damage", ["a marker in the scan", "a shorter segment", "two frames", "no scan"])
-def test_damage_that_the_codec_might_not_notice_is_the_cpus(damage: str) -> None:
-    data = jpeg(picture(200, 150), quality=90)
-    scan = data.index(b"\xff\xda")
-    frame = data.index(b"\xff\xc0")
-    length = int.from_bytes(data[frame + 2 : frame + 4])
-    assert read_header(data, None, MAX_PIXELS) is not None
-    broken = {
-        "a marker in the scan": data[: scan + 400] + b"\xff\xc8" + data[scan + 402 :],
-        "a shorter segment": data[: frame + 3] + bytes([length - 3]) + data[frame + 4 :],
-        "two frames": data[:frame] + data[frame : frame + 2 + length] + data[frame:],
-        "no scan": data[:scan] + b"\xff\xd9",
-    }[damage]
-    assert read_header(broken, None, MAX_PIXELS) is None
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("filling", [b"\xff", b"\xff\xe0\0\x02", b"\xff\xe0\0\0", b"\xff\0", b"\xff\xff\0"])
 def test_no_file_takes_long_to_look_at(filling: bytes) -> None:
-    data = jpeg(picture(), progressive=True)
+    data = jpeg(image(), progressive=True)
     for place in (2, data.index(b"\xff\xda"), len(data) - 2):
         is_well_formed(data[:place] + filling * (20_000_000 // len(filling)) + data[place:])
 
 
 def test_hundreds_of_scans_are_the_cpus_which_has_a_time_limit() -> None:
-    data = jpeg(picture(), progressive=True)
+    data = jpeg(image(), progressive=True)
     last = data.rindex(b"\xff\xda")
     assert is_well_formed(data[:-2] + data[last:-2] * 50 + data[-2:])
     assert not is_well_formed(data[:-2] + data[last:-2] * 100 + data[-2:])
@@ -220,22 +223,16 @@ def test_every_photograph_is_well_formed(photographs: list[Path]) -> None:
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_blocks": 2}, {"optimize": True}])
 def test_kinds_of_jpeg_that_are_well_formed(options: dict[str, object]) -> None:
     for mode in ("RGB", "L"):
-        data = jpeg(picture(120, 90, mode), **options)
+        data = jpeg(image(120, 90, mode), **options)
         assert is_well_formed(data)
         assert is_well_formed(data.replace(b"\xff\xda", b"\xff\xfe\0\x05abc\xff\xda", 1)), "a comment"
 
 
-def test_components_that_are_called_rgb_are_the_cpus() -> None:
-    data = jpeg(picture(), keep_rgb=True)
-    assert data[data.index(b"\xff\xc0") + 10 :][:7:3] == b"RGB"
-    assert read_header(data, None, MAX_PIXELS) is None
-
-
-def test_a_picture_hundreds_of_inputs_long_is_the_cpus() -> None:
-    file = header(jpeg(picture(4000, 8)))
+def test_an_image_hundreds_of_inputs_long_is_the_cpus() -> None:
+    file = header(jpeg(image(4000, 8)))
     assert file.can_resize_to((32, 32))
     assert not file.can_resize_to((32, 31))
-    cropped = read_header(jpeg(picture(4000, 8)), (0.0, 0.0, 1000.0, 8.0), MAX_PIXELS)
+    cropped = read_header(jpeg(image(4000, 8)), (0.0, 0.0, 1000.0, 8.0), MAX_PIXELS)
     assert cropped is not None
     assert cropped.can_resize_to((32, 31))
 
@@ -247,24 +244,21 @@ def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest
     assert torch.equal(resize(noise, (32, 48)), whole)
 
 
-INSTEAD = "leave --decode out"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said() -> None:
-    with pytest.raises(UsageError, match=r"^there is no decoding on cuda:0: .*PyTorch.*; leave --decode out$"):
-        open_gpu_decoders(["cuda:0"], 2, INSTEAD)
-
-
-def test_pytorch_without_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(UsageError, match=r"this PyTorch was built without CUDA; leave --decode out"):
-        open_gpu_decoders(["cuda:0"], 2, INSTEAD)
-
-
-def test_a_model_on_the_cpu_has_no_gpu_to_decode_on() -> None:
-    with pytest.raises(UsageError, match=r"no GPU to decode on: the model runs on the CPU; leave --decode out"):
-        open_gpu_decoders([], 2, INSTEAD)
+@pytest.mark.parametrize(
+    ("devices", "cuda", "message"),
+    [
+        pytest.param(["cuda:0"], "13.0", r"^there is no decoding on cuda:0: .*PyTorch.*; leave --decode out$",
+                     marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+        (["cuda:0"], None, r"this PyTorch was built without CUDA; leave --decode out"),
+        ([], "13.0", r"no GPU to decode on: the model runs on the CPU; leave --decode out"),
+    ],
+)  # fmt: skip
+def test_without_a_usable_gpu_one_line_says_what_else_to_do(
+    devices: list[str], cuda: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(UsageError, match=message):
+        open_gpu_decoders(devices, 2, "leave --decode out")
 
 
 @pytest.mark.parametrize("package", ["torch", "nvidia.nvimgcodec"])
@@ -319,7 +313,7 @@ def test_nothing_is_printed_by_libraries_that_are_not_there() -> None:
 def test_a_real_gpu_is_near_the_default_path() -> None:
     gpu = GpuDecoder("cuda:0")
     datas = [
-        jpeg(picture(500 + step, 375), orientation, quality=92, subsampling=subsampling)
+        jpeg(image(500 + step, 375), orientation, quality=92, subsampling=subsampling)
         for step, orientation in enumerate(range(1, 9))
         for subsampling in (0, 2)
     ]
@@ -330,6 +324,6 @@ def test_a_real_gpu_is_near_the_default_path() -> None:
         [found for found in pictures if found is not None], [f.geometry for f in files], INPUT
     )
     for data, ours in zip(datas, inputs, strict=True):
-        image, geometry = decode_for_input(data, INPUT)
-        expected = to_input(image, geometry, INPUT)
+        whole, geometry = decode_for_input(data, INPUT)
+        expected = to_input(whole, geometry, INPUT)
         assert np.abs(ours.astype(int) - expected).max() <= 4
