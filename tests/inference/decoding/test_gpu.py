@@ -23,13 +23,9 @@ from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.gpu import GpuDecoderPool, open_decoder_pool
 from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.timing import StageTimer
-<<<<<<< HEAD
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
-from opal_deploy.preprocess.gpu import GpuDecoder, Jpeg
-=======
 from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.preprocess.jpeg_header import Jpeg
->>>>>>> 57cc966 (Preprocess: a JPEG's header apart from its decoding on a GPU; docstrings; images are images)
 
 pytest.importorskip("nvidia.nvimgcodec")
 INPUT = (32, 48)
