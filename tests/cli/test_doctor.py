@@ -75,75 +75,47 @@ OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
 P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
 
 
+ANY_CPU, ANY_GPU = "pip install 'opal-deploy[cpu]'", "pip install 'opal-deploy[gpu]'"
+NOTHING = {"cpu": ANY_CPU, "gpu": ANY_GPU, "any": ANY_CPU}
+CRASHED = dict.fromkeys(("cpu", "gpu", "any"), "crashed with signal 11")
+
+
 @pytest.mark.parametrize(
-    ("installed", "driver", "answer", "cpu", "gpu"),
+    ("installed", "driver", "answer", "refusals"),
     [
-        pytest.param((), NO_DRIVER, None, False, False, id="nothing installed"),
-        pytest.param(("torch==2.15.0",), DRIVER, None, False, False, id="torch alone does not infer"),
-        pytest.param(("onnxruntime==1.31.1",), NO_DRIVER, CPU_ONLY, True, False, id="a CPU box"),
-        pytest.param(("onnxruntime==1.31.1",), DRIVER, CPU_ONLY, True, False, id="a GPU, but the CPU's package"),
-        pytest.param(GPU_ONLY, DRIVER, CUDA, True, True, id="a GPU server"),
-        pytest.param(GPU_ONLY, NO_DRIVER, CUDA, True, False, id="the GPU's package without a driver"),
-        pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, True, False, id="a CUDA library is missing"),
-        pytest.param(GPU_ONLY, DRIVER, LOST_LIBCUDA, True, False, id="a container without compute"),
-        pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, True, False, id="a driver too old for CUDA 13"),
-        pytest.param(GPU_ONLY, P100, CUDA, True, False, id="a GPU too old for CUDA 13"),
-        pytest.param(GPU_ONLY, DRIVER, CRASH, False, False, id="the import crashes"),
-        pytest.param((*GPU_ONLY, "onnxruntime==1.31.1"), DRIVER, CPU_ONLY, True, False, id="both, the CPU's files won"),
+        pytest.param((), NO_DRIVER, None, NOTHING, id="nothing installed"),
+        pytest.param(("torch==2.15.0",), DRIVER, None, NOTHING, id="torch alone does not infer"),
+        pytest.param(("onnxruntime==1",), NO_DRIVER, CPU_ONLY, {"gpu": "pip uninstall"}, id="a CPU box"),
+        pytest.param(("onnxruntime==1",), DRIVER, CPU_ONLY, {"gpu": "pip uninstall"}, id="the CPU's package"),
+        pytest.param(GPU_ONLY, DRIVER, CUDA, {}, id="a GPU server"),
+        pytest.param(GPU_ONLY, NO_DRIVER, CUDA, {"gpu": "no NVIDIA driver found"}, id="no driver"),
+        pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, {"gpu": "libcublas.so.13"}, id="a CUDA library is missing"),
+        pytest.param(GPU_ONLY, DRIVER, LOST_LIBCUDA, {"gpu": "NVIDIA_DRIVER_CAPABILITIES"}, id="no compute"),
+        pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, {"gpu": "driver 550.54 runs CUDA 12.4 at most"}, id="an old driver"),
+        pytest.param(GPU_ONLY, P100, CUDA, {"gpu": "compute capability 7.5"}, id="an old GPU"),
+        pytest.param(GPU_ONLY, DRIVER, CRASH, CRASHED, id="the import crashes"),
+        pytest.param((*GPU_ONLY, "onnxruntime==1"), DRIVER, CPU_ONLY, {"gpu": "no CUDA provider"}, id="both packages"),
     ],
-)
-def test_what_is_usable(
+)  # fmt: skip
+def test_a_device_is_usable_or_refused_in_one_line(
     machine: Machine,
     capsys: pytest.CaptureFixture[str],
     installed: tuple[str, ...],
     driver: Driver,
     answer: dict[str, Any] | None,
-    cpu: bool,
-    gpu: bool,
+    refusals: dict[str, str],
 ) -> None:
     machine(*installed, driver=driver, answer=answer)
 
-    assert document(capsys)["usable"] == {"cpu": cpu, "gpu": gpu, "any": cpu or gpu}
-
-
-@pytest.mark.parametrize(
-    ("installed", "driver", "answer", "device", "says"),
-    [
-        pytest.param((), NO_DRIVER, None, Device.any, "pip install 'opal-deploy[cpu]'", id="nothing installed"),
-        pytest.param((), NO_DRIVER, None, Device.cpu, "pip install 'opal-deploy[cpu]'", id="nothing for the CPU"),
-        pytest.param((), DRIVER, None, Device.gpu, "pip install 'opal-deploy[gpu]'", id="nothing for the GPU"),
-        pytest.param(("onnxruntime==1",), DRIVER, CPU_ONLY, Device.gpu, "pip uninstall", id="swap the packages"),
-        pytest.param(GPU_ONLY, NO_DRIVER, CUDA, Device.gpu, "no NVIDIA driver found", id="no driver"),
-        pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, Device.gpu, "libcublas.so.13", id="a CUDA library"),
-        pytest.param(GPU_ONLY, DRIVER, LOST_LIBCUDA, Device.gpu, "NVIDIA_DRIVER_CAPABILITIES", id="no compute"),
-        pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, Device.gpu, "driver 550.54 runs CUDA 12.4 at most", id="old driver"),
-        pytest.param(GPU_ONLY, P100, CUDA, Device.gpu, "compute capability 7.5", id="old GPU"),
-        pytest.param(GPU_ONLY, DRIVER, CRASH, Device.any, "crashed with signal 11", id="crash"),
-    ],
-)
-def test_require_refuses_in_one_line_that_says_what_to_do(
-    machine: Machine,
-    installed: tuple[str, ...],
-    driver: Driver,
-    answer: dict[str, Any] | None,
-    device: Device,
-    says: str,
-) -> None:
-    machine(*installed, driver=driver, answer=answer)
-
-    with pytest.raises(UsageError) as refusal:
-        doctor(require=device)
-
-    assert says in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert refusal.value.exit_code == 2
-
-
-@pytest.mark.parametrize("device", list(Device))
-def test_require_is_content_with_a_gpu_server(machine: Machine, device: Device) -> None:
-    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
-
-    doctor(require=device)
+    assert document(capsys)["usable"] == {device.value: device not in refusals for device in Device}
+    for device in Device:
+        if device not in refusals:
+            doctor(require=device)
+            continue
+        with pytest.raises(UsageError) as refusal:
+            doctor(require=device)
+        assert refusals[device] in str(refusal.value)
+        assert "\n" not in str(refusal.value)
 
 
 def test_require_still_writes_the_document_before_it_refuses(

@@ -1,4 +1,4 @@
-"""Backbones: cut where torchvision pools, whatever the network; real weights give the real network's answers."""
+"""Backbones: cut where torchvision pools, whatever the network; real weights give the real network's outputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LARGE = {
 
 @contextmanager
 def _pooling_intercepted(pooled: list[Tensor]) -> Iterator[None]:
-    """Notes what every global pooling is given, whichever way the network writes it."""
+    """Record what every global pooling is given, whichever way the network writes it."""
     functional = torch.nn.functional
     pool, mean = functional.adaptive_avg_pool2d, Tensor.mean
 
@@ -130,14 +130,12 @@ def test_a_network_without_cells_that_tile_is_refused_by_name(name: str) -> None
     assert "\n" not in str(refusal.value)
 
 
-def test_an_unknown_name_is_answered_with_those_near_it() -> None:
-    with pytest.raises(UsageError, match="resnet50"):
-        backbones.build("resnet49")
-
-
-def test_a_detector_is_not_a_classifier() -> None:
-    with pytest.raises(UsageError, match="no such classifier"):
-        backbones.build("fasterrcnn_resnet50_fpn")
+@pytest.mark.parametrize(
+    ("name", "says"), [("resnet49", "resnet50"), ("fasterrcnn_resnet50_fpn", "no such classifier")]
+)
+def test_an_unknown_name_is_refused_with_those_near_it(name: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        backbones.build(name)
 
 
 def test_names_are_torchvisions_classifiers() -> None:
@@ -186,15 +184,12 @@ def backbone() -> backbones.Backbone:
 
 
 class TestStochasticDepth:
-    def test_it_is_active_in_training(self, backbone: backbones.Backbone) -> None:
+    @pytest.mark.parametrize("training", [True, False])
+    def test_it_is_active_in_training_only(self, backbone: backbones.Backbone, training: bool) -> None:
         images = torch.randn(8, 3, 32, 32)
+        backbone.train(training)
         with torch.no_grad():
-            assert not torch.equal(backbone.train()(images), backbone.train()(images))
-
-    def test_it_is_inactive_in_evaluation(self, backbone: backbones.Backbone) -> None:
-        images = torch.randn(8, 3, 32, 32)
-        with torch.no_grad():
-            assert torch.equal(backbone.eval()(images), backbone.eval()(images))
+            assert torch.equal(backbone(images), backbone(images)) is not training
 
     def test_batch_statistics_move_only_in_training(self) -> None:
         backbone = backbones.build("shufflenet_v2_x0_5")
@@ -269,7 +264,7 @@ class TestWeightFiles:
 
 
 def _imagenet_input(path: Path) -> Tensor:
-    """ImageNet's evaluation preprocessing, as the goldens were made (issue 2): not this project's own."""
+    """ImageNet's evaluation preprocessing, as the golden logits were made: not this project's own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image = Image.open(path).convert("RGB")

@@ -1,4 +1,4 @@
-"""One protocol, two engines: ONNX Runtime answers as PyTorch does, and refuses what it must."""
+"""Sessions of ONNX Runtime and PyTorch: the same outputs, the same refusals, full memory told from a lost device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError
+from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
 from opal_deploy.export.options import ExportOptions, ExportTargets
@@ -31,35 +31,35 @@ from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import GATES, compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
 
-PICTURES = example_images(5, 64, 96)
+IMAGES = example_images(5, 64, 96)
 
 
 class TestOnnxRuntimeOnTheCpu:
     def test_it_answers_as_pytorch_does(self, tiny: Any) -> None:
-        reference = TorchSession(tiny.checkpoint, device="cpu").run_reference(PICTURES)
-        found = OnnxSession(tiny.path, device="cpu", threads=2).run(PICTURES)
+        reference = TorchSession(tiny.checkpoint, device="cpu").run_reference(IMAGES)
+        found = OnnxSession(tiny.path, device="cpu", threads=2).run(IMAGES)
         assert compare_outputs(reference, found, onnx_file.read_metadata(tiny.path), GATES["fp32"])
 
     def test_a_picture_has_the_same_answer_in_any_batch(self, tiny: Any) -> None:
         session = OnnxSession(tiny.path, device="cpu", threads=2)
-        whole, alone = session.run(PICTURES), session.run(PICTURES[3:4])
+        whole, alone = session.run(IMAGES), session.run(IMAGES[3:4])
         np.testing.assert_allclose(whole.logits[3:4], alone.logits, rtol=1e-5)
         np.testing.assert_array_equal(whole.argmax[3:4], alone.argmax)  # type: ignore[index,arg-type]
 
     def test_a_view_with_other_strides_is_answered_the_same(self, tiny: Any) -> None:
         session = OnnxSession(tiny.path, device="cpu", threads=2)
-        flipped = PICTURES[:, :, ::-1]
+        flipped = IMAGES[:, :, ::-1]
         np.testing.assert_array_equal(session.run(flipped).logits, session.run(flipped.copy()).logits)
 
     @pytest.mark.parametrize(
         "images",
         [
-            PICTURES.astype(np.float32),
-            PICTURES[0],
-            PICTURES[:0],
-            PICTURES[:, :32],
-            PICTURES.transpose(0, 3, 1, 2),
-            PICTURES[..., :1],
+            IMAGES.astype(np.float32),
+            IMAGES[0],
+            IMAGES[:0],
+            IMAGES[:, :32],
+            IMAGES.transpose(0, 3, 1, 2),
+            IMAGES[..., :1],
         ],
         ids=["float", "no batch", "empty", "small", "channels first", "grey"],
     )
@@ -68,36 +68,16 @@ class TestOnnxRuntimeOnTheCpu:
             with pytest.raises(ValueError, match=r"expected uint8 \[N, 64, 96, 3\]"):
                 session.run(images)
 
-    def test_threads_are_as_many_as_the_process_may_use_unless_told(self, tiny: Any) -> None:
-        assert OnnxSession(tiny.path, device="cpu").threads == available_cpus()
+    def test_threads_are_as_many_as_the_process_may_use(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7}, raising=False)
+        assert OnnxSession(tiny.path, device="cpu").threads == available_cpus() == 3
         assert OnnxSession(tiny.path, device="cpu", threads=1).threads == 1
-
-    @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
-    def test_affinity_counts_and_not_the_machines_cores(self) -> None:
-        before = os.sched_getaffinity(0)
-        try:
-            os.sched_setaffinity(0, {min(before)})
-            assert available_cpus() == 1
-        finally:
-            os.sched_setaffinity(0, before)
 
     def test_the_description_names_engine_provider_threads_and_precision(self, tiny: Any, tiny_fp16: Path) -> None:
         description = OnnxSession(tiny.path, device="cpu", threads=2).description
         assert description.startswith("ONNX Runtime ")
         assert description.endswith(" on CPU, 2 threads, fp32")
         assert OnnxSession(tiny_fp16, device="cpu", threads=1).description.endswith("fp16")
-
-    def test_a_failure_while_running_can_be_resumed(self, tiny: Any) -> None:
-        session = OnnxSession(tiny.path, device="cpu", threads=1)
-
-        class Broken:
-            def run(self, *_: Any) -> None:
-                raise RuntimeError("out of memory\nsecond line")
-
-        session._session = Broken()
-        with pytest.raises(StoppedEarly, match=r"batch of 5 .*out of memory") as stop:
-            session.run(PICTURES)
-        assert "\n" not in str(stop.value)
 
     def test_a_graph_that_onnx_runtime_refuses_is_one_line(self, tiny: Any, tmp_path: Path) -> None:
         model = onnx.load(tiny.path)
@@ -147,16 +127,16 @@ class TestDevices:
         with pytest.raises(UsageError, match=r"opal-deploy\[gpu\]"):
             OnnxSession(tiny.path, device="cuda")
 
-    def test_cuda_without_a_gpu_is_refused_by_torch(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        with pytest.raises(UsageError, match="no CUDA GPU"):
-            TorchSession(tiny.checkpoint, device="cuda:0")
-
-    def test_a_gpu_that_is_not_there_is_refused_by_torch(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with pytest.raises(UsageError, match="cuda:2: PyTorch sees 2"):
-            TorchSession(tiny.checkpoint, device="cuda:2")
+    @pytest.mark.parametrize(
+        ("gpus", "device", "says"), [(0, "cuda:0", "no CUDA GPU"), (2, "cuda:2", "cuda:2: PyTorch sees 2")]
+    )
+    def test_a_gpu_that_is_not_there_is_refused_by_torch(
+        self, tiny: Any, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, says: str
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        with pytest.raises(UsageError, match=says):
+            TorchSession(tiny.checkpoint, device=device)
 
     def test_auto_takes_the_cpu_where_there_is_no_gpu(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(onnx_session, "cuda_is_usable", lambda: False)
@@ -168,20 +148,66 @@ class TestDevices:
             open_sessions(tiny.path, device=text)
 
 
+def _fail_with(error: Exception) -> Any:
+    def run(*_: object) -> None:
+        raise error
+
+    return run
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("text", "kind"),
+        [
+            ("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 5", OutOfMemory),
+            ("BFCArena Available memory of 0 is smaller than requested bytes of 1024", OutOfMemory),
+            ("CUDA failure 2: out of memory ; GPU=0\nsecond line", OutOfMemory),
+            ("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0", OutOfMemory),
+            ("std::bad_alloc", OutOfMemory),
+            ("CUDA failure 719: unspecified launch failure ; GPU=0", StoppedEarly),
+        ],
+    )
+    def test_onnx_runtime(
+        self, tiny: Any, monkeypatch: pytest.MonkeyPatch, text: str, kind: type[StoppedEarly]
+    ) -> None:
+        session = OnnxSession(tiny.path, device="cpu", threads=1)
+        monkeypatch.setattr(session, "_run_cpu", _fail_with(RuntimeError(text)))
+        with pytest.raises(StoppedEarly, match=r"ONNX Runtime failed on a batch of 5 \(") as raised:
+            session.run(IMAGES)
+        assert type(raised.value) is kind
+        assert "\n" not in str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("error", "kind"),
+        [
+            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), OutOfMemory),
+            (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), OutOfMemory),
+            (RuntimeError("CUDA error: unspecified launch failure"), StoppedEarly),
+            (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError),
+        ],
+    )
+    def test_pytorch(self, tiny: Any, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]) -> None:
+        session = TorchSession(tiny.checkpoint, device="cpu")
+        monkeypatch.setattr(session._network, "explain", _fail_with(error))
+        with pytest.raises(kind) as raised:
+            session.run(IMAGES)
+        assert type(raised.value) is kind
+
+
 class TestTorchReference:
     def test_channels_last_moves_answers_by_rounding_alone_and_is_undone(self, tiny: Any) -> None:
         session = TorchSession(tiny.checkpoint, device="cpu")
-        before = session.run(PICTURES)
-        other = session.run_channels_last(PICTURES)
-        after = session.run(PICTURES)
+        before = session.run(IMAGES)
+        other = session.run_channels_last(IMAGES)
+        after = session.run(IMAGES)
         np.testing.assert_array_equal(before.logits, after.logits)
         np.testing.assert_allclose(before.logits, other.logits, atol=1e-5)
 
     def test_a_lead_is_relative_to_the_best_cell(self, tiny: Any) -> None:
         session = TorchSession(tiny.checkpoint, device="cpu")
-        reference = session.run_reference(PICTURES)
+        reference = session.run_reference(IMAGES)
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-        images = ((torch.from_numpy(PICTURES) / 255 - mean) / std).permute(0, 3, 1, 2)
+        images = ((torch.from_numpy(IMAGES) / 255 - mean) / std).permute(0, 3, 1, 2)
         with torch.no_grad():
             attention = tiny.checkpoint.network.explain(images).attention
         best = attention.flatten(2).sort(dim=2, descending=True).values
@@ -224,10 +250,10 @@ class TestCuda:
     """Not run where there is no NVIDIA GPU; never run on hardware when this was written."""
 
     def test_it_answers_as_the_cpu_does(self, tiny: Any) -> None:
-        reference = TorchSession(tiny.checkpoint, device="cpu").run_reference(PICTURES)
+        reference = TorchSession(tiny.checkpoint, device="cpu").run_reference(IMAGES)
         session = OnnxSession(tiny.path, device="cuda")
         gate = GATES["fp32"].relaxed_for_machine()
-        assert compare_outputs(reference, session.run(PICTURES), session.metadata, gate)
+        assert compare_outputs(reference, session.run(IMAGES), session.metadata, gate)
 
     def test_inputs_and_outputs_are_bound(self, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         session = OnnxSession(tiny.path, device="cuda")
@@ -236,16 +262,16 @@ class TestCuda:
             raise AssertionError("copied twice: the unbound path was taken")
 
         monkeypatch.setattr(session, "_run_cpu", unbound)
-        found = session.run(PICTURES)
+        found = session.run(IMAGES)
         assert found.logits.shape == (5, 4)
         assert found.argmax is not None
         assert found.argmax.dtype == np.int32
 
     def test_batches_of_changing_size_run_one_after_the_other(self, tiny: Any) -> None:
         session = OnnxSession(tiny.path, device="cuda:0")
-        whole = session.run(PICTURES)
+        whole = session.run(IMAGES)
         for start, stop in ((0, 1), (1, 3), (3, 5)):
-            np.testing.assert_allclose(session.run(PICTURES[start:stop]).logits, whole.logits[start:stop], atol=1e-5)
+            np.testing.assert_allclose(session.run(IMAGES[start:stop]).logits, whole.logits[start:stop], atol=1e-5)
 
     def test_auto_takes_the_gpu(self, tiny: Any) -> None:
         assert "CUDA device 0" in OnnxSession(tiny.path, device="auto").description
@@ -263,9 +289,9 @@ class TestCuda:
         assert verify_test_vectors(OnnxSession(tiny_fp16, device="cuda"), "c.fp16.onnx")
 
     def test_torch_on_the_gpu_answers_as_on_the_cpu(self, tiny: Any) -> None:
-        reference = TorchSession(tiny.checkpoint, device="cpu").run_reference(PICTURES)
+        reference = TorchSession(tiny.checkpoint, device="cpu").run_reference(IMAGES)
         try:
-            found = TorchSession(tiny.checkpoint, device="cuda").run(PICTURES)
+            found = TorchSession(tiny.checkpoint, device="cuda").run(IMAGES)
         finally:
             tiny.checkpoint.network.cpu()
         metadata = onnx_file.read_metadata(tiny.path)

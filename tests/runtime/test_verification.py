@@ -1,4 +1,4 @@
-"""The gates, on outputs made by hand: what passes, what fails, and what is left out as undecidable."""
+"""The gates on outputs made by hand: what passes, what fails, and what is left out as undecidable."""
 
 from __future__ import annotations
 
@@ -204,61 +204,49 @@ class TestMalformedOutputs:
         found = compare_outputs(reference, replace(reference.outputs, **{name: spoilt}), METADATA, WIDEST)
         assert "1 values are NaN or infinite" in found.failures[0]
 
+    @pytest.mark.parametrize("bare", [False, True], ids=["with evidence", "logits alone"])
     @pytest.mark.parametrize("name", ["logits", "scores"])
-    def test_a_reference_that_is_not_finite_proves_nothing(self, name: str) -> None:
+    def test_a_reference_that_is_not_finite_proves_nothing(self, name: str, bare: bool) -> None:
         reference = _reference()
         spoilt = getattr(reference.outputs, name).copy()
         spoilt[3, 2] = np.nan
-        broken = replace(reference, outputs=replace(reference.outputs, **{name: spoilt}))
-        assert not compare_outputs(broken, reference.outputs, METADATA, WIDEST)
-
-    def test_so_it_is_without_evidence(self) -> None:
-        reference = _reference()
-        spoilt = reference.outputs.logits.copy()
-        spoilt[3, 2] = np.nan
-        broken = Reference(reference.images, Outputs(spoilt))
-        assert not compare_outputs(broken, Outputs(reference.outputs.logits), METADATA, WIDEST)
+        outputs = Outputs(spoilt) if bare else replace(reference.outputs, **{name: spoilt})
+        candidate = Outputs(reference.outputs.logits) if bare else reference.outputs
+        assert not compare_outputs(replace(reference, outputs=outputs), candidate, METADATA, WIDEST)
 
 
-class TestGatesElsewhere:
-    def test_rounding_has_ten_times_the_room_on_another_machine(self) -> None:
+class TestRelaxedForAnotherMachine:
+    def test_rounding_has_ten_times_the_room(self) -> None:
         gate = FP32.relaxed_for_machine()
         assert (gate.cosine, gate.score, gate.tie) == pytest.approx((1e-5, 1e-4, 1e-3))
         assert (gate.logit, gate.cells) == (FP32.logit, FP32.cells)
 
-    def test_half_precision_gets_no_more_than_it_has(self) -> None:
-        gate = FP16.relaxed_for_machine()
-        assert (gate.cosine, gate.score, gate.logit) == (FP16.cosine, FP16.score, FP16.logit)
-
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
-    def test_a_few_vectors_are_judged_by_all_their_cells_without_near_ties(self, precision: str) -> None:
-        gate = GATES[precision].relaxed_for_machine()
+    def test_a_lower_precision_is_judged_by_all_cells_without_near_ties(self, precision: str) -> None:
+        own, gate = GATES[precision], GATES[precision].relaxed_for_machine()
+        assert (gate.cosine, gate.score, gate.logit) == (own.cosine, own.score, own.logit)
         assert gate.tie == NEAR_TIE
-        assert 0.3 <= gate.all_cells == gate.cells < GATES[precision].cells
+        assert 0.3 <= gate.all_cells == gate.cells < own.cells
 
-    def test_a_gate_that_had_to_open_stays_within_the_widest(self) -> None:
+    def test_a_widened_gate_stays_within_the_widest(self) -> None:
         gate = FP32.widened_by(Rounding(3e-5, 3e-5, 3e-3)).relaxed_for_machine()
         assert (gate.cosine, gate.score, gate.tie) == (WIDEST.cosine, WIDEST.score, WIDEST.tie)
 
 
-class TestOpenedGates:
-    def test_it_opens_to_four_times_the_movement(self) -> None:
-        gate = FP32.widened_by(Rounding(cosine=3e-6, score=2e-5, relative_score=4e-4))
-        assert gate.cosine == pytest.approx(1.2e-5)
-        assert gate.score == pytest.approx(8e-5)
-        assert gate.tie == pytest.approx(1.6e-3)
-
-    def test_it_never_closes(self) -> None:
-        assert FP32.widened_by(Rounding(0.0, 0.0, 0.0)) == FP32
-        assert FP16.widened_by(Rounding(1e-9, 1e-9, 1e-9)) == FP16
-
-    def test_it_never_opens_beyond_the_widest(self) -> None:
-        gate = FP32.widened_by(Rounding(1.0, 1.0, 1.0))
-        assert (gate.cosine, gate.score, gate.tie) == (WIDEST.cosine, WIDEST.score, WIDEST.tie)
-
-    def test_logits_and_the_share_of_cells_never_open(self) -> None:
-        gate = FP32.widened_by(Rounding(1.0, 1.0, 1.0))
-        assert (gate.logit, gate.cells) == (FP32.logit, FP32.cells)
+class TestWidenedByRounding:
+    @pytest.mark.parametrize(
+        ("gate", "rounding", "expected"),
+        [
+            pytest.param(FP32, (3e-6, 2e-5, 4e-4), (1.2e-5, 8e-5, 1.6e-3), id="four times the movement"),
+            pytest.param(FP32, (0.0, 0.0, 0.0), (FP32.cosine, FP32.score, FP32.tie), id="never narrower"),
+            pytest.param(FP16, (1e-9, 1e-9, 1e-9), (FP16.cosine, FP16.score, FP16.tie), id="never narrower, fp16"),
+            pytest.param(FP32, (1.0, 1.0, 1.0), (WIDEST.cosine, WIDEST.score, WIDEST.tie), id="not beyond the widest"),
+        ],
+    )
+    def test_the_gate_widens(self, gate: Gate, rounding: tuple[float, ...], expected: tuple[float, ...]) -> None:
+        widened = gate.widened_by(Rounding(*rounding))
+        assert (widened.cosine, widened.score, widened.tie) == pytest.approx(expected)
+        assert (widened.logit, widened.cells, widened.all_cells) == (gate.logit, gate.cells, gate.all_cells)
 
     def test_movement_is_measured_between_two_runs(self) -> None:
         reference = _reference()
@@ -268,9 +256,7 @@ class TestOpenedGates:
         assert found.score == pytest.approx(1e-3 * scores[0, 0], rel=1e-2)
         assert found.relative_score == pytest.approx(1e-3, rel=1e-2)
         assert 0 < found.cosine < 1e-3
-
-    def test_a_model_without_scores_has_no_movement_to_open_for(self) -> None:
-        bare = Outputs(_reference().outputs.logits)
+        bare = Outputs(reference.outputs.logits)
         assert Rounding.between(bare, bare, METADATA) == Rounding(0.0, 0.0, 0.0)
 
 
