@@ -104,21 +104,21 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
         state, origin = read_state_dict(path), path.name
     else:
         state, origin = _torchvision_weights(backbone.name, str(weights)), f"torchvision {weights}"
-    wanted = backbone.body.state_dict()
-    whole = set(build_torchvision_model(backbone.name, "meta").state_dict()) | set(wanted)
-    missing = sorted(wanted.keys() - state.keys() - _counters(wanted))
-    unexpected = sorted(state.keys() - whole)
+    expected = backbone.body.state_dict()
+    known = set(build_torchvision_model(backbone.name, "meta").state_dict()) | set(expected)
+    missing = sorted(expected.keys() - state.keys() - _counters(expected))
+    unexpected = sorted(state.keys() - known)
     mismatched = sorted(
-        f"{key} {list(state[key].shape)} instead of {list(wanted[key].shape)}"
-        for key in wanted.keys() & state.keys()
-        if state[key].shape != wanted[key].shape
+        f"{key} {list(state[key].shape)} instead of {list(expected[key].shape)}"
+        for key in expected.keys() & state.keys()
+        if state[key].shape != expected[key].shape
     )
     if missing or unexpected or mismatched:
         raise CheckpointError(
             f"{origin} does not fit {backbone.name}: {format_key_errors(missing, unexpected, mismatched)}; "
             "give the weights of that network or another --backbone"
         )
-    backbone.body.load_state_dict({key: state[key].float() for key in wanted.keys() & state.keys()}, strict=False)
+    backbone.body.load_state_dict({key: state[key].float() for key in expected.keys() & state.keys()}, strict=False)
     return origin
 
 

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 from opal_deploy.preprocess.decode import is_plain_jpeg
 from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry_from_size
 
-# CUDA's antialiased resize has no room for filters of far more taps
+# CUDA's antialiased resize cannot hold filters of far more taps
 _MAX_REDUCTION = 128
 # markers: start and end of the image; frames of baseline, extended and progressive JPEG; a scan; what may come
 # between two scans (tables, restart interval, comments, application data)

@@ -26,7 +26,7 @@ NEVER_RUN = (
     "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run on hardware",
 )
 
-# a TensorRT consists of three distributions, and pip leaves the first in place where NVIDIA's own index was not asked
+# a TensorRT consists of three distributions, and pip leaves the first in place where NVIDIA's own index was not used
 _TENSORRT_PARTS = ("", "_bindings", "_libs")
 
 _ONNXRUNTIME_PROGRAM = """
@@ -42,10 +42,10 @@ if "CUDAExecutionProvider" in providers:
         ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_cuda.so"))
     except Exception as error:
         problem = str(error)
-answer = {"version": ort.__version__, "providers": providers, "problem": problem}
-answer["cuda"] = str(getattr(ort, "cuda_version", "") or "")
+report = {"version": ort.__version__, "providers": providers, "problem": problem}
+report["cuda"] = str(getattr(ort, "cuda_version", "") or "")
 print()
-print(json.dumps(answer))
+print(json.dumps(report))
 """
 _TENSORRT_PROGRAM = """
 import importlib, json, sys
@@ -131,25 +131,25 @@ def _run_program(program: str, *arguments: str, timeout: float = 60) -> dict[str
         lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
         return {"problem": f"cannot be imported: {lines[-1]}"}
     try:
-        answer: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+        report: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return {"problem": f"does not say what it is: {child.stdout[-80:]!r}"}
-    return answer
+    return report
 
 
-def _diagnose_cuda(answer: dict[str, Any], driver: Driver) -> tuple[str, str]:
+def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
     """Return why this onnxruntime cannot use a GPU here and what to do; two empty strings where it can."""
-    if "CUDAExecutionProvider" not in answer["providers"]:
+    if "CUDAExecutionProvider" not in report["providers"]:
         return "has no CUDA provider", "pip install --force-reinstall 'opal-deploy[gpu]'"
-    digits = answer["cuda"].partition(".")[0]
+    digits = report["cuda"].partition(".")[0]
     problem = _diagnose_gpu(driver, int(digits) if digits.isdigit() else 13)
     if problem[0]:
         return problem
-    if "libcuda.so" in answer["problem"]:
+    if "libcuda.so" in report["problem"]:
         needed = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
-        return f"the driver's CUDA library does not load: {answer['problem']}", needed
-    if answer["problem"]:
-        return f"its CUDA libraries do not load: {answer['problem']}", "pip install 'opal-deploy[gpu]'"
+        return f"the driver's CUDA library does not load: {report['problem']}", needed
+    if report["problem"]:
+        return f"its CUDA libraries do not load: {report['problem']}", "pip install 'opal-deploy[gpu]'"
     return "", ""
 
 
@@ -178,15 +178,15 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=install_gpu)
     if cpu is None and gpu is None and not is_importable("onnxruntime"):
         return [absent_cpu, absent_gpu]
-    answer = query_onnxruntime()
-    providers = tuple(answer.get("providers", ()))
-    broken = "" if providers else answer["problem"]
+    report = query_onnxruntime()
+    providers = tuple(report.get("providers", ()))
+    broken = "" if providers else report["problem"]
     on_cpu = "CPUExecutionProvider" in providers
     statuses = []
-    if cpu is not None or gpu is None:  # an import without a known distribution: somebody's own build
-        version = cpu or answer.get("version", "of unknown origin")
+    if cpu is not None or gpu is None:  # an import without a known distribution: a private build
+        version = cpu or report.get("version", "of unknown origin")
         again = "pip install --force-reinstall 'opal-deploy[cpu]'" if broken else ""
-        on_gpu = "CUDAExecutionProvider" in providers and _diagnose_cuda(answer, driver) == ("", "")
+        on_gpu = "CUDAExecutionProvider" in providers and _diagnose_cuda(report, driver) == ("", "")
         statuses.append(RuntimeStatus("onnxruntime", version, on_cpu, on_gpu, broken, again, providers))
         first = f"pip uninstall --yes onnxruntime, then {install_gpu}"
         absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=first)
@@ -195,7 +195,7 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     if broken:
         problem, advice = broken, "pip install --force-reinstall 'opal-deploy[gpu]'"
     else:
-        problem, advice = _diagnose_cuda(answer, driver)
+        problem, advice = _diagnose_cuda(report, driver)
     status = RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)
     if not statuses:
         statuses.append(RuntimeStatus("onnxruntime", None, problem="not installed; onnxruntime-gpu stands in for it"))
@@ -229,9 +229,9 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
         return RuntimeStatus(name, None, problem="not installed; export --trt and engines use it", advice=install)
     if not all(is_importable(module + part) for part in _TENSORRT_PARTS):
         return RuntimeStatus(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
-    answer = _run_program(_TENSORRT_PROGRAM, module)
-    if answer.get("problem"):
-        return RuntimeStatus(name, version, problem=answer["problem"], advice=f"reinstall it: {install}")
+    report = _run_program(_TENSORRT_PROGRAM, module)
+    if report.get("problem"):
+        return RuntimeStatus(name, version, problem=report["problem"], advice=f"reinstall it: {install}")
     without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
     problem, advice = _diagnose_gpu(driver, tensorrt_cuda_major(name))
     if problem:

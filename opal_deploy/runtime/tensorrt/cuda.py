@@ -27,7 +27,7 @@ class Cuda:
     Attributes:
         index: the device's number as CUDA counts, CUDA_VISIBLE_DEVICES applied.
         gpu: name, memory and compute capability.
-        uuid: of the GPU, in hex; it tells two GPUs of one kind apart.
+        uuid: of the GPU, in hex; it distinguishes two GPUs of one kind.
         device_count: the number of devices that CUDA shows this process.
     """
 

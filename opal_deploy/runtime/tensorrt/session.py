@@ -1,7 +1,7 @@
 """A session on an engine of TensorRT or TensorRT for RTX, on an NVIDIA GPU, without torch.
 
 Files and machine are checked before native code sees the plan. The first time that a machine loads an engine, the
-engine's own test vectors run before it answers anything.
+engine's own test vectors run before anything else.
 """
 
 from __future__ import annotations
