@@ -104,6 +104,7 @@ def test_features_are_what_torchvision_pools(name: str, num_features: int) -> No
         with _pooling_intercepted(pooled):
             whole(images)
     assert features.shape == (1, num_features, 2, 3)
+    assert (backbone.num_features, backbone.stride) == (num_features, 32)
     # squeeze-and-excite blocks pool too; the last pooling is the classifier's
     torch.testing.assert_close(features, pooled[-1], rtol=1e-5, atol=1e-6)
 
@@ -111,7 +112,7 @@ def test_features_are_what_torchvision_pools(name: str, num_features: int) -> No
 @pytest.mark.parametrize(
     ("name", "num_features"),
     [
-        *(pytest.param(*row, id=row[0]) for row in (*PAPERS, *OTHERS)),
+        *(pytest.param(*row, id=row[0]) for row in PAPERS),
         pytest.param("convnext_large", 1536, marks=pytest.mark.slow),
     ],
 )
@@ -159,10 +160,11 @@ class TestInputSize:
         assert backbone.grid(size) == grid
         assert backbone(torch.empty(1, 3, *size, device="meta")).shape[2:] == grid
 
-    @pytest.mark.parametrize("size", [(225, 224), (224, 100), (0, 32), (16, 32), (-32, 32)])
-    def test_other_sizes_are_refused(self, size: tuple[int, int]) -> None:
-        with pytest.raises(UsageError, match="multiples of its stride 32"):
-            backbones.build("resnet18", device="meta").grid(size)
+    def test_other_sizes_are_refused(self) -> None:
+        backbone = backbones.build("resnet18", device="meta")
+        for size in ((225, 224), (224, 100), (0, 32), (16, 32), (-32, 32)):
+            with pytest.raises(UsageError, match="multiples of its stride 32"):
+                backbone.grid(size)
 
     def test_a_network_knows_its_grid_before_its_first_picture(self) -> None:
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 96))).eval()

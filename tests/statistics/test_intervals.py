@@ -113,7 +113,7 @@ def test_a_sample_that_is_resampled_in_pieces_has_an_interval_too(monkeypatch: p
     sample = np.random.default_rng(7).normal(size=30)
     whole = mean_with_interval(sample, resamples=1000)
 
-    monkeypatch.setattr("opal_deploy.statistics.intervals._DRAWN_AT_ONCE", 7 * 30)
+    monkeypatch.setattr("opal_deploy.statistics.intervals._MAX_DRAWN", 7 * 30)
 
     assert mean_with_interval(sample, resamples=1000) == whole
 
