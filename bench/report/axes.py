@@ -46,6 +46,12 @@ class Axis:
         return [round(number * step, 12) for number in range(first, last + 1)]
 
 
+def span_zero(values: Sequence[float], start: float, end: float) -> Axis:
+    """Return a linear axis that shows zero and all values."""
+    low, high = min(0.0, *values), max(0.0, *values) * 1.03
+    return Axis(low, high if high > low else low + 1.0, start, end)
+
+
 def draw_rows(x: Axis, labels: Sequence[str], values: Sequence[str], title: str) -> list[Element]:
     """Draw names and values over the tracks of named rows, and the axis under them."""
     elements: list[Element] = []

@@ -17,6 +17,7 @@ from opal_deploy.bench.report.axes import (
     draw_rows,
     join_labels,
     label_ticks,
+    span_zero,
     split_series,
 )
 from opal_deploy.bench.report.drawing import (
@@ -90,9 +91,9 @@ def draw_throughput(rows: Sequence[Row]) -> Iterator[Chart]:
         return
     for part, group in split_series(list(series.items()), _MAX_SERIES):
         batches = sorted({batch for _, points in group for batch, _ in points})
-        top = max(max(_get_reach(figure)) for _, points in group for _, figure in points)
+        reaches = [end for _, points in group for _, figure in points for end in _get_reach(figure)]
         x = Axis(batches[0], max(batches[-1], batches[0] + 1), 0.1, 0.97, logarithmic=True)
-        y = Axis(0, top * 1.04 or 1.0, PLOT_HEIGHT, 16)
+        y = span_zero(reaches, PLOT_HEIGHT, 16)
         shown = batches[:: 1 + len(batches) // 9]
         elements = draw_axes(x, y, [(batch, str(batch)) for batch in shown], "batch", "images/s")
         for index, (_, points) in enumerate(group):
@@ -135,7 +136,7 @@ def draw_stages(rows: Sequence[Row]) -> Iterator[Chart]:
     for part, group in split_series(bars, _MAX_ROWS):
         names = list(dict.fromkeys(stage for _, stages in group for stage in stages))
         totals = [sum(stages.values()) for _, stages in group]
-        x = Axis(0, max(totals) or 1.0, 0.015, 0.985)
+        x = span_zero(totals, 0.015, 0.985)
         labels = [label for label, _ in group]
         elements = draw_rows(x, labels, list(map(format_number, totals)), "milliseconds an image, all threads")
         for index, (_, stages) in enumerate(group):
@@ -162,8 +163,8 @@ def draw_memory(rows: Sequence[Row]) -> Iterator[Chart]:
         for variant, seconds, megabytes in _find_curves(row.measurement.details)
     ]
     for part, group in split_series(curves, _MAX_LINES):
-        x = Axis(0, max(seconds[-1] for _, seconds, _ in group) or 1.0, 0.1, 0.97)
-        y = Axis(0, 1.05 * max(max(megabytes) for _, _, megabytes in group) or 1.0, PLOT_HEIGHT, 16)
+        x = span_zero([second for _, seconds, _ in group for second in seconds], 0.1, 0.97)
+        y = span_zero([megabyte for _, _, megabytes in group for megabyte in megabytes], PLOT_HEIGHT, 16)
         elements = draw_axes(x, y, label_ticks(x.ticks(6)), "seconds", "MB")
         for index, (_, seconds, megabytes) in enumerate(group):
             places = [(x(second), y(megabyte)) for second, megabyte in zip(seconds, megabytes, strict=True)]
@@ -188,9 +189,9 @@ def draw_server(rows: Sequence[Row]) -> Iterator[Chart]:
     for part, group in split_series(tried, _MAX_SERIES):
         cases = (row.measurement.case.get("limit_ms") for row, _, _ in group)
         limits = sorted({float(limit) for limit in cases if is_number(limit)})
-        x = Axis(0, max(rate for _, _, trials in group for rate, _, _ in trials) * 1.04 or 1.0, 0.1, 0.97)
-        top = max([*limits, *(latency for _, _, trials in group for _, latency, _ in trials)])
-        y = Axis(0, top * 1.05 or 1.0, PLOT_HEIGHT, 16)
+        x = span_zero([rate for _, _, trials in group for rate, _, _ in trials], 0.1, 0.97)
+        latencies = [latency for _, _, trials in group for _, latency, _ in trials]
+        y = span_zero([*limits, *latencies], PLOT_HEIGHT, 16)
         elements = draw_axes(x, y, label_ticks(x.ticks(6)), "arrivals a second", "ms, p99")
         elements += [Line((0, y(limit)), (1, y(limit)), "ink", 1.2, (4, 3)) for limit in limits]
         for index, (_, _, trials) in enumerate(group):
@@ -223,7 +224,7 @@ def draw_overhead(rows: Sequence[Row]) -> Iterator[Chart]:
     for quantity, backbones in shares.items():
         names = list(dict.fromkeys(head for heads in backbones.values() for head in heads))
         largest = [max(map(max, heads.values())) for heads in backbones.values()]
-        x = Axis(0, max(largest) * 1.02 or 1.0, 0.015, 0.985)
+        x = span_zero(largest, 0.015, 0.985)
         values = [f"{format_number(float(f'{value:.3g}'))} %" for value in largest]
         elements = draw_rows(x, list(backbones), values, "% of the backbone")
         for index, heads in enumerate(backbones.values()):
@@ -265,8 +266,9 @@ def _draw_points(
         names = list(dict.fromkeys(name for values in rows_values for name in values))
         every = [value for values in rows_values for value in values.values()]
         logarithmic = min(every) > 0 and max(every) / min(every) > _LOGARITHMIC
-        low, high = (min(every) / 1.1, max(every) * 1.1) if logarithmic else (min(0.0, *every), max(every) or 1.0)
-        x = Axis(low, high, 0.015, 0.985, logarithmic)
+        x = span_zero(every, 0.015, 0.985)
+        if logarithmic:
+            x = Axis(min(every) / 1.1, max(every) * 1.1, 0.015, 0.985, logarithmic=True)
         firsts = [format_number(values[names[0]]) if names[0] in values else "" for values in rows_values]
         elements = draw_rows(x, label_rows(group), firsts, f"{unit} (logarithmic)" if logarithmic else unit)
         for index, values in enumerate(rows_values):

@@ -49,88 +49,84 @@ class Authors(nn.Module):
         return -torch.cdist(z, self.get_buffer("anchors"))
 
 
-class TestThePapersConvention:
-    @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-    def test_opal_is_hw_k_times_d_plus_4(self, shape: Shape) -> None:
-        cells, prototypes = shape.grid[0] * shape.grid[1], shape.num_classes * shape.prototypes_per_class
-        found = sum_operations(list_operations(HeadConfig()), shape)
-        assert found.paper == cells * prototypes * (shape.num_features + 4)
-        assert found.params == prototypes * (shape.num_features + 1)
-
-    @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-    def test_linear_is_d_c_plus_2_hw_d(self, shape: Shape) -> None:
-        cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
-        found = sum_operations(list_operations(LINEAR_BASELINE), shape)
-        assert found.paper == features * classes + 2 * cells * features
-        assert found.params == (features + 1) * classes
-
-    @pytest.mark.parametrize("softmax", [nn.Softmax(dim=1), nn.Softmax2d()], ids=["Softmax", "Softmax2d"])
-    @pytest.mark.parametrize("head", [HeadConfig(), HeadConfig(pooling="avg")], ids=["max", "average"])
-    def test_is_what_ptflops_counts_for_modules_like_the_authors(self, softmax: nn.Module, head: HeadConfig) -> None:
-        pooling = nn.AdaptiveMaxPool2d(1) if head.pooling == "max" else nn.AdaptiveAvgPool2d(1)
-        module = Authors(SMALL, pooling, softmax).eval()
-        counted = count_paper_operations(module, (SMALL.num_features, *SMALL.grid))
-        assert counted == sum_operations(list_operations(head), SMALL).paper
-
-    def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head(self) -> None:
-        expected = sum_operations(list_operations(LINEAR_BASELINE), SMALL).paper
-        for bias, extra in ((False, 0), (True, SMALL.num_classes)):
-            dense = nn.Linear(SMALL.num_features, SMALL.num_classes, bias=bias)
-            module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), dense).eval()
-            assert count_paper_operations(module, (SMALL.num_features, *SMALL.grid)) == expected + extra
-
-    def test_a_head_without_projection_costs_by_features_instead_of_prototypes(self) -> None:
-        head = HeadConfig(projection=False, anchors=False)
-        cells, features = 4 * 5, SMALL.num_features
-        # softmax, pooling twice, dense layer
-        assert sum_operations(list_operations(head), SMALL).paper == 3 * cells * features + features * SMALL.num_classes
-
-    def test_a_finer_grid_multiplies_the_opal_head(self) -> None:
-        coarse, fine = Shape(768, 37, 5, (7, 7)), Shape(768, 37, 5, (14, 14))
-        rows = list_operations(HeadConfig())
-        assert sum_operations(rows, fine).paper == 4 * sum_operations(rows, coarse).paper
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_both_heads_are_closed_forms_in_the_papers_convention(shape: Shape) -> None:
+    cells, features, classes = shape.grid[0] * shape.grid[1], shape.num_features, shape.num_classes
+    prototypes = classes * shape.prototypes_per_class
+    opal = sum_operations(list_operations(HeadConfig()), shape)
+    assert (opal.paper, opal.params) == (cells * prototypes * (features + 4), prototypes * (features + 1))
+    linear = sum_operations(list_operations(LINEAR_BASELINE), shape)
+    assert (linear.paper, linear.params) == (features * classes + 2 * cells * features, (features + 1) * classes)
 
 
-class TestTheGraphWeExport:
-    @pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
-    def test_counts_every_operation_that_runs(self, head: HeadConfig) -> None:
-        assert sum_operations(list_operations(head), SMALL).graph == _operations_run(head)
-
-    @pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
-    def test_macs_and_parameters_are_the_real_modules(self, head: HeadConfig) -> None:
-        with torch.device("meta"):
-            module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
-        found = sum_operations(list_operations(head), SMALL)
-        assert found.params == sum(p.numel() for p in module.parameters())
-        assert found.macs == count_macs(module, (SMALL.num_features, *SMALL.grid))
-        assert found.flops == 2 * found.macs
-
-    @pytest.mark.parametrize("shape", [SHAPES["the paper's"], SHAPES["C = 1000, m = 3, 160x192, ResNet-18"]])
-    def test_answers_with_fewer_operations_than_the_authors_where_evidence_is_left_out(self, shape: Shape) -> None:
-        rows = [row for row in list_operations(HeadConfig()) if not row.name.startswith("evidence")]
-        found = sum_operations(rows, shape)
-        assert found.graph < found.paper
+@pytest.mark.parametrize("softmax", [nn.Softmax(dim=1), nn.Softmax2d()], ids=["Softmax", "Softmax2d"])
+@pytest.mark.parametrize("head", [HeadConfig(), HeadConfig(pooling="avg")], ids=["max", "average"])
+def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors(
+    softmax: nn.Module, head: HeadConfig
+) -> None:
+    pooling = nn.AdaptiveMaxPool2d(1) if head.pooling == "max" else nn.AdaptiveAvgPool2d(1)
+    module = Authors(SMALL, pooling, softmax).eval()
+    counted = count_paper_operations(module, (SMALL.num_features, *SMALL.grid))
+    assert counted == sum_operations(list_operations(head), SMALL).paper
 
 
-class TestFormulas:
-    def test_are_sums_of_products(self) -> None:
-        assert evaluate("2*K + H*W*D", SMALL) == 2 * 18 + 4 * 5 * 24
-        assert evaluate("0", SMALL) == 0
+def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head() -> None:
+    expected = sum_operations(list_operations(LINEAR_BASELINE), SMALL).paper
+    for bias, extra in ((False, 0), (True, SMALL.num_classes)):
+        dense = nn.Linear(SMALL.num_features, SMALL.num_classes, bias=bias)
+        module = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), dense).eval()
+        assert count_paper_operations(module, (SMALL.num_features, *SMALL.grid)) == expected + extra
 
-    @pytest.mark.parametrize(
-        ("head", "title"),
-        [
-            (HeadConfig(), "OPAL"),
-            (LINEAR_BASELINE, "linear"),
-            (HeadConfig(pooling="avg", distance="l1"), "OPAL, l1 without GMP"),
-        ],
-    )
-    def test_heads_have_names(self, head: HeadConfig, title: str) -> None:
-        assert head_title(head) == title
 
-    def test_anchors_without_projection_are_refused(self) -> None:
-        with pytest.raises(UsageError, match="anchors without projection"):
-            HeadConfig(projection=False)
+def test_a_head_without_projection_costs_by_features_instead_of_prototypes() -> None:
+    head = HeadConfig(projection=False, anchors=False)
+    cells, features = 4 * 5, SMALL.num_features
+    # softmax, pooling twice, dense layer
+    assert sum_operations(list_operations(head), SMALL).paper == 3 * cells * features + features * SMALL.num_classes
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+def test_the_graph_counts_every_operation_that_runs(head: HeadConfig) -> None:
+    assert sum_operations(list_operations(head), SMALL).graph == _operations_run(head)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=list(HEADS))
+def test_macs_and_parameters_are_those_of_the_real_modules(head: HeadConfig) -> None:
+    with torch.device("meta"):
+        module = OpalHead(SMALL.num_features, SMALL.num_classes, head).eval()
+    counts = sum_operations(list_operations(head), SMALL)
+    assert counts.params == sum(p.numel() for p in module.parameters())
+    assert counts.macs == count_macs(module, (SMALL.num_features, *SMALL.grid))
+    assert counts.flops == 2 * counts.macs
+
+
+@pytest.mark.parametrize("shape", [SHAPES["the paper's"], SHAPES["C = 1000, m = 3, 160x192, ResNet-18"]])
+def test_the_graph_answers_with_fewer_operations_than_the_authors_where_evidence_is_left_out(shape: Shape) -> None:
+    rows = [row for row in list_operations(HeadConfig()) if not row.name.startswith("evidence")]
+    counts = sum_operations(rows, shape)
+    assert counts.graph < counts.paper
+
+
+def test_formulas_are_sums_of_products() -> None:
+    assert evaluate("2*K + H*W*D", SMALL) == 2 * 18 + 4 * 5 * 24
+    assert evaluate("0", SMALL) == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "title"),
+    [
+        (HeadConfig(), "OPAL"),
+        (LINEAR_BASELINE, "linear"),
+        (HeadConfig(pooling="avg", distance="l1"), "OPAL, l1 without GMP"),
+    ],
+)
+def test_heads_have_names(head: HeadConfig, title: str) -> None:
+    assert head_title(head) == title
+
+
+def test_anchors_without_projection_are_refused() -> None:
+    with pytest.raises(UsageError, match="anchors without projection"):
+        HeadConfig(projection=False)
 
 
 # they move, cast or make values, and compute none
@@ -141,7 +137,7 @@ _MOVES = {
 
 
 def _operations_run(head: HeadConfig) -> int:
-    """Of `explain` on one picture: for each operation the elements that go in or come out, whichever is more."""
+    """Of `explain` on one image: for each operation the elements that go in or come out, whichever is more."""
     total = 0
 
     class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
