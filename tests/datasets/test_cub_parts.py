@@ -1,9 +1,8 @@
-"""CUB's part tables: which row belongs to which image, and where a part comes to lie on the cropped input."""
+"""CUB's part tables: which row belongs to which image, and where a part lies on the cropped input."""
 
 from __future__ import annotations
 
 import errno
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opal_deploy.datasets import cub, registry
-from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.cub import PartLocations, has_parts, read_parts
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
+from tests.datasets.layouts import write_cub, write_parts
 
 
 def _one(point: tuple[float, float], box: tuple[float, float, float, float]) -> PartLocations:
@@ -34,7 +34,7 @@ def test_truncated_coordinates(
     point: tuple[float, float], box: tuple[float, float, float, float], expected: tuple[int, int]
 ) -> None:
     assert tuple(_one(point, box).truncated_input_points(224)[0, 0]) == expected
-    bx, by, bw, bh = map(int, box)  # the protocol's own words
+    bx, by, bw, bh = map(int, box)  # the formula of the published protocol
     assert expected == (int(224 * ((int(point[0]) - bx) / bw)), int(224 * ((int(point[1]) - by) / bh)))
 
 
@@ -43,89 +43,65 @@ def test_exact_coordinates_keep_their_fractions() -> None:
     assert parts.input_points(224)[0, 0].tolist() == [112.0, 56.0]
 
 
-def test_rows_are_those_of_the_images_asked_for(birds: Path) -> None:
-    data = registry.read_dataset(birds)
-    chosen = [data.test[7], data.test[2]]
-
-    found = cub.read_parts(birds, chosen)
-
-    lines = (birds / "parts" / "part_locs.txt").read_text().splitlines()
-    keys = [line.split()[0] for line in (birds / "images.txt").read_text().splitlines()
-            if any(sample.path.as_posix().endswith(line.split()[1]) for sample in chosen)][::-1]  # fmt: skip
-    expected = [[line.split()[2:] for line in lines if line.split()[0] == key] for key in keys]
-    assert found.points.tolist() == [[[float(x), float(y)] for x, y, _ in rows] for rows in expected]
-    assert found.visible.tolist() == [[visible == "1" for *_, visible in rows] for rows in expected]
-    assert found.boxes.tolist() == [[5.0, 10.0, 60.0, 45.0]] * 2
-    assert found.names[6] == "left eye"
+@pytest.mark.parametrize("change", ["", "tabs", "byte order mark"])
+def test_rows_are_those_of_the_samples(change: str, tmp_path: Path) -> None:
+    root = write_parts(tmp_path)
+    for table in root.rglob("*.txt") if change else ():
+        text = table.read_text()
+        text = text.replace(" ", "\t", 1 if table.name == "parts.txt" else -1) if change == "tabs" else text
+        table.write_text(text, encoding="utf-8" if change == "tabs" else "utf-8-sig")
+    parts = read_parts(root, read_dataset(root).test[::-1])  # images 8 and 4
+    assert parts.points.tolist() == [[[8.0, 10.5], [0.0, 0.0]], [[4.0, 10.5], [0.0, 0.0]]]
+    assert parts.visible.tolist() == [[True, False]] * 2
+    assert parts.boxes.tolist() == [[2.0, 3.0, 10.0, 8.0]] * 2
+    assert parts.names == ("beak", "left tail")
 
 
-def test_only_cubs_layout_with_its_part_table_has_parts(birds: Path, tmp_path: Path) -> None:
-    data = registry.read_dataset(birds)
-    assert cub.has_parts(data)
-    assert not cub.has_parts(replace(data, layout="imagefolder"))
-    assert not cub.has_parts(replace(data, root=tmp_path))
+def test_only_cub_with_its_part_table_has_parts(tmp_path: Path) -> None:
+    data = read_dataset(write_parts(tmp_path / "parts"))
+    assert has_parts(data)
+    assert not has_parts(replace(data, layout="imagefolder"))
+    assert not has_parts(replace(data, root=write_cub(tmp_path / "cub")))
 
 
 @pytest.mark.parametrize(
     ("table", "old", "new", "message"),
     [
-        ("parts/part_locs.txt", "\n7 15 ", "\n7 16 ", r"lacks lines of 1 image id: 7; mend it, or"),
-        ("parts/part_locs.txt", "7 15 ", "7 x ", r"part_locs.txt: not CUB's table of numbers .*; mend it, or"),
+        ("parts/part_locs.txt", "\n8 2 ", "\n8 3 ", r"lacks lines of 1 image id: 8; mend it, or"),
+        ("parts/part_locs.txt", "8 2 ", "8 x ", r"part_locs.txt: not CUB's table of numbers .*; mend it, or"),
         ("parts/part_locs.txt", "\n", " 1\n", r"6 columns found, CUB's table has 5; mend it"),
         ("parts/part_locs.txt", "0.0 0.0 0", "0.0 inf 0", r"'\d+ \d+ 0.0 inf 0' is not all finite numbers"),
         ("parts/part_locs.txt", None, "", r"part_locs.txt: the table is empty"),
         ("parts/part_locs.txt", None, "1\n", r"part_locs.txt: 1 column found, CUB's table has 5"),
         ("parts/parts.txt", None, "\n", r"parts.txt: it names no part"),
-        ("parts/parts.txt", "7 left eye", "¹ left eye", r"'¹ left eye' is not CUB's format"),
-        ("parts/parts.txt", "7 left eye", "left eye", r"'left eye' is not CUB's format, a numeric id and a name"),
-        ("bounding_boxes.txt", "7 5.0 10.0 60.0", "7 5.0 10.0 0.5", r"less than a pixel for image ids 7"),
-        ("images.txt", "7 001.Bird/6.png", "7 001.Bird/9.png", r"images.txt does not have 001.Bird/6.png"),
+        ("parts/parts.txt", "2 left tail", "¹ left tail", r"'¹ left tail' is not CUB's format"),
+        ("parts/parts.txt", "2 left tail", "left tail", r"'left tail' is not CUB's format, a numeric id and a name"),
+        ("bounding_boxes.txt", "8 2.0 3.0 10.0", "8 2.0 3.0 0.5", r"less than a pixel for image ids 8"),
+        ("images.txt", "8 002.Jay/3.png", "8 002.Jay/9.png", r"images.txt does not have 002.Jay/3.png"),
     ],
 )
 def test_a_bad_table_is_refused_in_one_line(
-    birds: Path, tmp_path: Path, table: str, old: str | None, new: str, message: str
+    tmp_path: Path, table: str, old: str | None, new: str, message: str
 ) -> None:
-    samples = registry.read_dataset(birds).test
-    for name in (*(path.name for path in birds.glob("*.txt")), "parts"):
-        copy = shutil.copytree if name == "parts" else shutil.copy
-        copy(birds / name, tmp_path / name)
+    samples = read_dataset(write_parts(tmp_path)).test
     text = (tmp_path / table).read_text()
     (tmp_path / table).write_text(new if old is None else text.replace(old, new))
-    moved = [replace(sample, path=tmp_path / sample.path.relative_to(birds)) for sample in samples]
-
     with pytest.raises(UsageError, match=message) as caught:
-        cub.read_parts(tmp_path, moved)
+        read_parts(tmp_path, samples)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; mend it, or leave the parts out with --no-parts")
 
 
-@pytest.mark.parametrize("change", ["tabs", "byte order mark"])
-def test_tabs_and_a_byte_order_mark_do_no_harm(birds: Path, tmp_path: Path, change: str) -> None:
-    samples = registry.read_dataset(birds).test
-    shutil.copytree(birds, tmp_path / "copy")
-    for table in (tmp_path / "copy").rglob("*.txt"):
-        text = table.read_text()
-        table.write_text(
-            text.replace(" ", "\t", 1 if table.name == "parts.txt" else -1) if change == "tabs" else text,
-            encoding="utf-8" if change == "tabs" else "utf-8-sig",
-        )
-    moved = [replace(sample, path=tmp_path / "copy" / sample.path.relative_to(birds)) for sample in samples]
-    found, expected = cub.read_parts(tmp_path / "copy", moved), cub.read_parts(birds, samples)
-    assert found.names == expected.names
-    assert (found.points == expected.points).all()
-    assert (found.boxes == expected.boxes).all()
-
-
 @pytest.mark.parametrize("call", ["is_file", "read_text"])
-def test_parts_that_may_not_be_read_are_named(birds: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    data = registry.read_dataset(birds)
-    usual = getattr(Path, call)
+def test_unreadable_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    data = read_dataset(write_parts(tmp_path))
+    original = getattr(Path, call)
 
     def refuse(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == "part_locs.txt":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return usual(path, *args, **options)
+        return original(path, *args, **options)
 
     monkeypatch.setattr(Path, call, refuse)
     with pytest.raises(UsageError, match=r"part_locs.txt: cannot be read \(Permission denied\); .*--no-parts$"):
-        _ = cub.has_parts(data) and cub.read_parts(birds, data.test)
+        _ = has_parts(data) and read_parts(tmp_path, data.test)

@@ -4,138 +4,122 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from opal_deploy.datasets import registry as data
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
-
-Make = Callable[..., Path]
+from tests.datasets.layouts import draw, write_class_folders
 
 
 class TestImageFolder:
-    def test_classes_are_the_folders_sorted_by_name(self, tmp_path: Path, class_folders: Make) -> None:
-        found = data.read_dataset(class_folders(tmp_path, "cab"))
+    def test_classes_are_the_folders_sorted_by_name(self, tmp_path: Path) -> None:
+        found = read_dataset(write_class_folders(tmp_path, "cab"))
         assert found.class_names == ["a", "b", "c"]
         assert all(sample.path.parent.name == found.class_names[sample.label] for sample in found.train)
 
-    def test_extensions_count_in_any_case_and_hidden_files_do_not(
-        self, tmp_path: Path, class_folders: Make, draw: Make
-    ) -> None:
-        class_folders(tmp_path)
+    def test_extensions_count_in_any_case_and_hidden_files_do_not(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path)
         draw(tmp_path / "a" / "UPPER.PNG")
         draw(tmp_path / "a" / "deeper" / "photo.JPeG")
         draw(tmp_path / "a" / "._photo.jpg")
         (tmp_path / "a" / "notes.txt").write_text("no image")
-        found = data.read_dataset(tmp_path)
+        found = read_dataset(tmp_path)
         names = {s.path.name for s in [*found.train, *found.val] if s.label == 0}
         assert names == {"0.png", "1.png", "2.png", "3.png", "4.png", "UPPER.PNG", "photo.JPeG"}
 
     @pytest.mark.parametrize("val_name", ["val", "valid", "validation"])
-    def test_split_folders_are_taken_as_they_are(self, tmp_path: Path, val_name: str, class_folders: Make) -> None:
-        class_folders(tmp_path / "train", count=4)
-        class_folders(tmp_path / val_name, count=2)
-        class_folders(tmp_path / "test", count=3)
-        found = data.read_dataset(tmp_path)
+    def test_split_folders_are_taken_as_they_are(self, tmp_path: Path, val_name: str) -> None:
+        write_class_folders(tmp_path / "train", count=4)
+        write_class_folders(tmp_path / val_name, count=2)
+        write_class_folders(tmp_path / "test", count=3)
+        found = read_dataset(tmp_path)
         assert (len(found.train), len(found.val), len(found.test)) == (8, 4, 6)
 
-    def test_without_val_a_fifth_of_each_class_is_set_aside(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path / "train", count=10)
-        found = data.read_dataset(tmp_path)
+    def test_without_val_a_fifth_of_each_class_is_set_aside(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path / "train", count=10)
+        found = read_dataset(tmp_path)
         assert [s.label for s in found.val] == [0, 0, 1, 1]
         assert not {s.path for s in found.train} & {s.path for s in found.val}
         assert found.test == []
 
-    def test_a_class_may_be_called_train(self, tmp_path: Path, class_folders: Make) -> None:
+    def test_a_class_may_be_called_train(self, tmp_path: Path) -> None:
         for name in ("train", "bus"):
-            class_folders(tmp_path, [name])
-        assert data.read_dataset(tmp_path).class_names == ["bus", "train"]
+            write_class_folders(tmp_path, [name])
+        assert read_dataset(tmp_path).class_names == ["bus", "train"]
 
-    def test_test_classes_unknown_to_train_are_an_error(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path / "train")
-        class_folders(tmp_path / "test", "abz")
+    def test_test_classes_unknown_to_train_are_an_error(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path / "train")
+        write_class_folders(tmp_path / "test", "abz")
         with pytest.raises(UsageError, match=r"classes in test/ that train/ does not have: z"):
-            data.read_dataset(tmp_path)
+            read_dataset(tmp_path)
 
-    def test_val_without_train_is_an_error(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path / "val")
+    def test_val_without_train_is_an_error(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path / "val")
         with pytest.raises(UsageError, match="has val/ but no train/"):
-            data.read_dataset(tmp_path)
+            read_dataset(tmp_path)
 
-    def test_all_problems_come_in_one_line(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path / "train", "a")
+    def test_all_problems_come_in_one_line(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path / "train", "a")
         (tmp_path / "train" / "empty").mkdir()
-        class_folders(tmp_path / "test", "q")
+        write_class_folders(tmp_path / "test", "q")
         with pytest.raises(UsageError) as caught:
-            data.read_dataset(tmp_path)
+            read_dataset(tmp_path)
         message = str(caught.value)
         assert "classes without a training image: empty" in message
         assert "does not have: q" in message
         assert "\n" not in message
 
     @pytest.mark.parametrize("names", ["", "a"], ids=["no class", "one class"])
-    def test_fewer_than_two_classes_are_an_error(self, tmp_path: Path, names: str, class_folders: Make) -> None:
+    def test_fewer_than_two_classes_are_an_error(self, tmp_path: Path, names: str) -> None:
         with pytest.raises(UsageError, match="at least 2 are needed"):
-            data.read_dataset(class_folders(tmp_path, names))
-
-    def test_a_missing_folder_is_an_error(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="no such folder"):
-            data.read_dataset(tmp_path / "nowhere")
+            read_dataset(write_class_folders(tmp_path, names))
 
 
 class TestNothingIsPassedOverInSilence:
-    def test_images_above_the_class_folders_are_a_warning(
-        self, tmp_path: Path, class_folders: Make, draw: Make
-    ) -> None:
+    def test_images_above_the_class_folders_are_a_warning(self, tmp_path: Path) -> None:
         for split in ("train", "val"):
-            class_folders(tmp_path / split)
+            write_class_folders(tmp_path / split)
             draw(tmp_path / split / "stray.png")
         draw(tmp_path / "top.JPG")
         (tmp_path / "notes.txt").touch()
-        assert data.read_dataset(tmp_path).warnings == [
+        assert read_dataset(tmp_path).warnings == [
             "3 images lie in no class folder and are not used: top.JPG, train/stray.png, val/stray.png"
         ]
 
-    def test_images_of_kinds_that_are_not_read_are_a_warning(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path)
+    def test_images_of_kinds_that_are_not_read_are_a_warning(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path)
         for name in ("x.heic", "y.CR2", "z.txt", ".hidden.heic"):
             (tmp_path / "a" / name).touch()
-        assert data.read_dataset(tmp_path).warnings == [
+        assert read_dataset(tmp_path).warnings == [
             "2 files have extensions that are not read and are not used: a/x.heic, a/y.CR2"
         ]
 
-    def test_a_link_that_leads_nowhere_is_a_missing_image(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path)
+    def test_a_link_that_leads_nowhere_is_a_missing_image(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path)
         (tmp_path / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
         with pytest.raises(UsageError, match=r"1 of 11 listed images is missing: a/gone.png .--skip-missing"):
-            data.read_dataset(tmp_path)
+            read_dataset(tmp_path)
 
-    def test_a_class_that_is_a_link_to_nowhere_is_a_warning(self, tmp_path: Path, class_folders: Make) -> None:
-        class_folders(tmp_path)
+    def test_a_class_that_is_a_link_to_nowhere_is_a_warning(self, tmp_path: Path) -> None:
+        write_class_folders(tmp_path)
         (tmp_path / "c").symlink_to(tmp_path / "unmounted")
-        assert data.read_dataset(tmp_path).warnings == [
-            "1 link beside the class folders leads nowhere and is not used: c"
-        ]
+        assert read_dataset(tmp_path).warnings == ["1 link beside the class folders leads nowhere and is not used: c"]
 
-    def test_linked_folders_are_followed_and_circles_are_not(
-        self, tmp_path: Path, class_folders: Make, draw: Make
-    ) -> None:
-        root = class_folders(tmp_path / "data")
+    def test_linked_folders_are_followed_and_circles_are_not(self, tmp_path: Path) -> None:
+        root = write_class_folders(tmp_path / "data")
         draw(tmp_path / "elsewhere" / "deep" / "more.png")
         (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
         (tmp_path / "elsewhere" / "deep" / "round").symlink_to(tmp_path / "elsewhere")
         (root / "a" / "up").symlink_to(root)
-        found = data.read_dataset(root)
+        found = read_dataset(root)
         names = [str(s.path.relative_to(root)) for s in [*found.train, *found.val] if s.label == 0]
         assert sorted(names) == [*(f"a/{i}.png" for i in range(5)), "a/linked/deep/more.png"]
 
-    def test_a_folder_that_cannot_be_read_is_an_error(
-        self, tmp_path: Path, class_folders: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        class_folders(tmp_path)
+    def test_a_folder_that_cannot_be_read_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_class_folders(tmp_path)
         (tmp_path / "a" / "locked").mkdir()
         scandir = os.scandir
 
@@ -146,4 +130,4 @@ class TestNothingIsPassedOverInSilence:
 
         monkeypatch.setattr(os, "scandir", refuse)
         with pytest.raises(UsageError, match=r"1 folder cannot be read: a/locked .Permission denied."):
-            data.read_dataset(tmp_path)
+            read_dataset(tmp_path)

@@ -1,0 +1,266 @@
+"""Writers of small data sets in their official layouts, with images whose bytes no other has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from scipy.io import savemat
+
+_numbers = itertools.count()
+
+
+def draw(path: Path, size: tuple[int, int] = (16, 12), format: str | None = None) -> Path:
+    number = next(_numbers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    color = (number % 256, number // 256 % 256, 30)
+    Image.new("RGB", size, color).save(path, format, comment=f"image {number}".encode())
+    return path
+
+
+def write_lines(path: Path, lines: Sequence[object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def write_class_folders(root: Path, names: Sequence[str] = "ab", count: int = 5) -> Path:
+    for name in names:
+        for index in range(count):
+            draw(root / name / f"{index}.png")
+    return root
+
+
+def write_cub(root: Path, lines: dict[str, list[str]] | None = None) -> Path:
+    """Two classes with three training images and one test image each; any table may be given."""
+    names = [f"{c}/{i}.png" for c in ("001.Auk", "002.Jay") for i in range(4)]
+    for name in names:
+        draw(root / "images" / name)
+    tables = {
+        "images.txt": [f"{i} {name}" for i, name in enumerate(names, 1)],
+        "image_class_labels.txt": [f"{i} {1 + (i > 4)}" for i in range(1, 9)],
+        "train_test_split.txt": [f"{i} {int(i % 4 != 0)}" for i in range(1, 9)],
+        "bounding_boxes.txt": [f"{i} 2.0 3.0 10.0 8.0" for i in range(1, 9)],
+        "classes.txt": ["1 001.Auk", "2 002.Jay"],
+    }
+    for file, content in {**tables, **(lines or {})}.items():
+        write_lines(root / file, content)
+    return root
+
+
+def write_parts(root: Path) -> Path:
+    """CUB with two parts of each image, image i's beak at (i, 10.5), its tail invisible."""
+    write_cub(root)
+    write_lines(root / "parts" / "parts.txt", ["1 beak", "2 left tail"])
+    lines = [line for i in range(1, 9) for line in (f"{i} 1 {i}.0 10.5 1", f"{i} 2 0.0 0.0 0")]
+    write_lines(root / "parts" / "part_locs.txt", lines)
+    return root
+
+
+def write_cub100_table(root: Path, name: str, rows: Sequence[tuple[object, object]]) -> None:
+    write_lines(root / name, [f"{key}, {value}" for key, value in rows])
+
+
+def write_cub100(root: Path) -> Path:
+    """Two classes of six images, the last of each for testing."""
+    names = [f"{name}/{i:04}.jpg" for name in ("Wren", "Auk") for i in range(6)]
+    for name in names:
+        draw(root / "images" / name)
+    write_cub100_table(root, "images.txt", list(enumerate(names)))
+    write_cub100_table(root, "image_class_labels.txt", [(i, i // 6) for i in range(12)])
+    write_cub100_table(root, "train_test_split.txt", [(i, int(i % 6 == 5)) for i in range(12)])
+    write_cub100_table(root, "classes.txt", [(0, "Wren"), (1, "Auk")])
+    return root
+
+
+# the labels of the lists, not the folders' order, number the classes
+BREEDS = {"n02085782-Chihuahua": 2, "n02085936-Zebra_dog": 1}
+
+
+def annotate_dog(path: Path, *boxes: tuple[object, int, int, int]) -> None:
+    corners = ("xmin", "ymin", "xmax", "ymax")
+    objects = "".join(
+        "<object><name>dog</name><bndbox>"
+        + "".join(f"<{corner}>{value}</{corner}>" for corner, value in zip(corners, box, strict=True))
+        + "</bndbox></object>"
+        for box in boxes
+    )
+    write_lines(path, [f"<annotation><folder>x</folder>{objects}</annotation>"])
+
+
+def write_dogs_list(path: Path, files: Sequence[str], labels: Sequence[int]) -> None:
+    """As the official lists: an N x 1 cell array of strings, an N x 1 matrix."""
+    cells = np.empty((len(files), 1), dtype=object)
+    cells[:, 0] = files
+    path.parent.mkdir(parents=True, exist_ok=True)
+    savemat(path, {"file_list": cells, "annotation_list": cells, "labels": np.array(labels, np.uint8)[:, None]})
+
+
+def write_dogs(root: Path) -> Path:
+    """Two breeds with five training and two test images each."""
+    files = {label: [f"{breed}/{breed[:9]}_{i}.jpg" for i in range(7)] for breed, label in BREEDS.items()}
+    for name in [name for names in files.values() for name in names]:
+        draw(root / "Images" / name)
+        annotate_dog(root / "Annotation" / name.removesuffix(".jpg"), (1, 2, 10, 11))
+    for split, part in (("train", slice(0, 5)), ("test", slice(5, 7))):
+        names = [(name, label) for label, group in files.items() for name in group[part]]
+        write_dogs_list(root / f"{split}_list.mat", [n for n, _ in names], [label for _, label in names])
+    return root
+
+
+# the devkit's order is its own, not the alphabet's
+CARS = ["Volvo C30 Hatchback 2012", "AM General Hummer SUV 2000"]
+
+
+def annotate_cars(path: Path, rows: Sequence[tuple[str, int]]) -> None:
+    """As the official files: a 1 x N struct array."""
+    fields = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname")
+    table = np.empty((1, len(rows)), dtype=[(field, object) for field in fields])
+    for i, (name, label) in enumerate(rows):
+        table[0, i] = (1, 1, 9, 9, np.uint8(label), name)
+    savemat(path, {"annotations": table})
+
+
+def write_cars(root: Path) -> Path:
+    """Two models with five training images and one test image each."""
+    (root / "devkit").mkdir(parents=True)
+    train = [(f"{i + 1:05}.jpg", 1 + i % 2) for i in range(10)]
+    test = [("00001.jpg", 2), ("00002.jpg", 1)]
+    for split, rows in (("train", train), ("test", test)):
+        for name, _ in rows:
+            draw(root / f"cars_{split}" / name)
+    names = np.empty((1, 2), dtype=object)
+    names[0, :] = CARS
+    savemat(root / "devkit" / "cars_meta.mat", {"class_names": names})
+    annotate_cars(root / "devkit" / "cars_train_annos.mat", train)
+    annotate_cars(root / "cars_test_annos_withlabels.mat", test)
+    return root
+
+
+# in the order of the class ids, which is not that of upper and lower case letters
+PETS = ["Abyssinian", "american_bulldog", "Bengal"]
+
+
+def write_pets_list(root: Path, split: str, rows: Sequence[tuple[str, int]]) -> None:
+    lines = [f"{name} {class_id} {1 if name[0].isupper() else 2} 1" for name, class_id in rows]
+    write_lines(root / "annotations" / f"{split}.txt", lines)
+
+
+def write_pets(root: Path) -> Path:
+    """Three breeds with five training images and one test image each."""
+    for split, numbers in (("trainval", range(1, 6)), ("test", range(6, 7))):
+        rows = [(f"{breed}_{i}", class_id) for class_id, breed in enumerate(PETS, 1) for i in numbers]
+        for name, _ in rows:
+            draw(root / "images" / f"{name}.jpg")
+        write_pets_list(root, split, rows)
+    return root
+
+
+def write_dtd_list(root: Path, split: str, partition: int, names: Sequence[str]) -> None:
+    write_lines(root / "labels" / f"{split}{partition}.txt", names)
+
+
+def write_dtd(root: Path) -> Path:
+    """Two textures of six images; partition p starts with image p - 1."""
+    for name in ("woven", "banded"):
+        for i in range(6):
+            draw(root / "images" / name / f"{name}_{i:04}.jpg")
+    for partition in range(1, 11):
+        for start, split in enumerate(("train", "val", "test")):
+            numbers = [(partition - 1 + 2 * start + i) % 6 for i in range(2)]
+            names = [f"{n}/{n}_{i:04}.jpg" for n in ("woven", "banded") for i in numbers]
+            write_dtd_list(root, split, partition, names)
+    return root
+
+
+SCENES = ["/a/abbey", "/a/apartment_building/outdoor", "/b/bakery/shop"]
+
+
+def write_sun397_partition(place: Path, number: int, scenes: Sequence[str] = SCENES) -> None:
+    """Five training images and one test image of each scene, from image `number` - 1 on."""
+    for split, numbers in (("Training", range(5)), ("Testing", range(5, 6))):
+        lines = [f"{scene}/sun_{(number - 1 + i) % 8}.jpg\r" for scene in scenes for i in numbers]
+        write_lines(place / f"{split}_{number:02}.txt", lines)
+
+
+def write_sun397_archive(root: Path) -> Path:
+    """Three scenes of eight images, without partitions."""
+    for scene in SCENES:
+        for i in range(8):
+            draw(root / scene[1:] / f"sun_{i}.jpg")
+    write_lines(root / "ClassName.txt", SCENES)
+    return root
+
+
+def write_sun397(root: Path) -> Path:
+    write_sun397_archive(root)
+    for number in (1, 4):
+        write_sun397_partition(root, number)
+    return root
+
+
+# the devkit's ids do not follow the wnids; its inner nodes, such as entity, have children and are no classes
+SYNSETS = [
+    (1, "n02119789", "kit fox, Vulpes macrotis"),
+    (2, "n01440764", "tench, Tinca tinca"),
+    (3, "n00001740", "entity"),
+]
+WNIDS = ["n01440764", "n02119789"]
+WNID_NAMES = ["n01440764 tench", "n02119789 kit fox"]
+
+
+def write_flat_imagenet(root: Path) -> Path:
+    """Two classes of five training images, and three validation images without class folders."""
+    for wnid in WNIDS:
+        for i in range(5):
+            draw(root / "train" / wnid / f"{wnid}_{i}.JPEG")
+    for i in range(1, 4):
+        draw(root / "val" / f"ILSVRC2012_val_{i:08}.JPEG")
+    return root
+
+
+def write_devkit(root: Path, truth: str = "2\n1\n1\n") -> None:
+    folder = root / "ILSVRC2012_devkit_t12" / "data"
+    folder.mkdir(parents=True)
+    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
+    table = np.empty((len(SYNSETS), 1), dtype=[(field, object) for field in fields])
+    for row, (number, wnid, words) in enumerate(SYNSETS):
+        table[row, 0] = (float(number), wnid, words, "a gloss", 2.0 * (number == 3), np.zeros((1, 0)), 0.0)
+    savemat(folder / "meta.mat", {"synsets": table})
+    (folder / "ILSVRC2012_validation_ground_truth.txt").write_text(truth)
+
+
+def write_kaggle_files(root: Path) -> None:
+    write_lines(root / "LOC_val_solution.csv", [
+        "ImageId,PredictionString",
+        "ILSVRC2012_val_00000003,n02119789 85 1 499 272 n02119789 1 2 3 4 ",
+        "ILSVRC2012_val_00000001,n01440764 1 1 9 9 ",
+        "ILSVRC2012_val_00000002,n02119789 1 1 9 9 ",
+    ])  # fmt: skip
+    write_lines(root / "LOC_synset_mapping.txt", ["n01440764 tench, Tinca tinca", "n02119789 kit fox, Vulpes macrotis"])
+
+
+def write_imagenet(root: Path) -> Path:
+    write_kaggle_files(write_flat_imagenet(root))
+    return root
+
+
+def write_imagenet_devkit(root: Path) -> Path:
+    write_devkit(write_flat_imagenet(root))
+    return root
+
+
+def write_caltech101(root: Path) -> Path:
+    """Two classes of ten images, and the background."""
+    for name in ("accordion", "Faces", "BACKGROUND_Google"):
+        for i in range(1, 11):
+            draw(root / "101_ObjectCategories" / name / f"image_{i:04}.jpg")
+    return root
+
+
+def write_image_folder(root: Path) -> Path:
+    for split, count in (("train", 4), ("val", 2), ("test", 3)):
+        write_class_folders(root / split, count=count)
+    return root
