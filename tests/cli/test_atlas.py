@@ -1,4 +1,4 @@
-"""`opal-deploy atlas`, and the figure that `explain --atlas` makes with it."""
+"""`opal-deploy atlas`, and the sheets that `explain --atlas` makes with it."""
 
 from __future__ import annotations
 
@@ -15,93 +15,107 @@ from typing import Any
 
 import pytest
 
-Opal = Callable[..., subprocess.CompletedProcess[str]]
 TRAINER = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx")
+PLAIN = ["set", "--plain", "--out", "a"]
 
 
-@pytest.fixture
-def classes(make_pictures: Callable, tmp_path: Path) -> Path:
-    """Twelve pictures in folders called as two of the model's classes."""
-    paths = make_pictures(tmp_path / "made", 12)
-    for number, path in enumerate(paths):
-        target = tmp_path / "set" / ("ash" if number % 2 else "birch") / path.name
+def make_set(root: Path, make_pictures: Callable) -> None:
+    """Write twelve images into folders called as two of the model's classes."""
+    for number, path in enumerate(make_pictures(root / "made", 12)):
+        target = root / "set" / ("ash" if number % 2 else "birch") / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
-    shutil.rmtree(tmp_path / "made")
-    return tmp_path / "set"
+    (root / "made").rmdir()
+
+
+def read_atlas(root: Path) -> dict[str, Any]:
+    return json.loads((root / "a/atlas.json").read_text())
+
+
+def all_patches(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [patch for each in document["classes"] for slot in each["slots"] for patch in slot["patches"]]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable, opal: Callable, exact_model: Path) -> Path:
+    """A folder with the images in `set`, their atlas in `a`, and the command's JSON in `said.json`."""
+    root = tmp_path_factory.mktemp("built")
+    make_set(root, make_pictures)
+    done = opal("atlas", *PLAIN, "--top", "3", "--json", "--model", exact_model, "--threads", "1", cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert "Atlas: a" in done.stderr
+    (root / "said.json").write_text(done.stdout)
+    return root
 
 
 @pytest.fixture
-def atlas(opal: Opal, exact_model: Path, classes: Path, tmp_path: Path) -> Opal:
-    def run(*arguments: str | Path, model: Path = exact_model, **options: Any) -> Any:
-        return opal("atlas", *arguments, "--model", model, "--threads", "1", cwd=tmp_path, **options)
+def place(built: Path, tmp_path: Path) -> Path:
+    shutil.copytree(built, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+@pytest.fixture
+def atlas(opal: Callable, exact_model: Path, place: Path) -> Callable:
+    def run(*arguments: str | Path, **options: Any) -> Any:
+        return opal("atlas", *arguments, "--model", exact_model, "--threads", "1", cwd=place, **options)
 
     return run
 
 
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("opal-deploy: ")
-    return line
+@pytest.fixture
+def explain(opal: Callable, exact_model: Path, place: Path) -> Callable:
+    return lambda *arguments: opal(
+        "explain", *arguments, "--atlas", "a", "--model", exact_model, "--threads", "1", cwd=place
+    )
 
 
-def test_plain_folders_need_neither_torch_nor_a_split(atlas: Opal, tmp_path: Path) -> None:
-    done = atlas("set", "--plain", "--out", "a", "--top", "3", "--json", blocked=TRAINER)
-    assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "a/atlas.json").read_text())
+def test_every_slot_has_its_patches(built: Path) -> None:
+    document, said = read_atlas(built), json.loads((built / "said.json").read_text())
     slots = [slot for each in document["classes"] for slot in each["slots"]]
     assert len(slots) == 4 * 3
     assert sum(each["slots"][0]["images"] for each in document["classes"]) == 12
-    patches = [patch for slot in slots for patch in slot["patches"]]
-    assert all((tmp_path / "a" / patch["file"]).is_file() for patch in patches)
-    assert all((tmp_path / "set" / patch["image"]).is_file() for patch in patches)
+    assert all((built / "a" / patch["file"]).is_file() for patch in all_patches(document))
+    assert all((built / "set" / patch["image"]).is_file() for patch in all_patches(document))
     assert all(len(slot["patches"]) == min(3, slot["images"]) for slot in slots)
-    assert "Atlas: a" in done.stderr
-    said = json.loads(done.stdout)
-    assert said["patches"] == len(patches)
+    assert said["patches"] == len(all_patches(document))
     assert said["findings"] == document["findings"]
-    assert (tmp_path / "a/atlas.html").is_file()
-    assert not (tmp_path / "a/.lock").exists()
+    assert (built / "a/atlas.html").is_file()
+    assert not (built / "a/.lock").exists()
 
 
-def test_the_patches_are_those_that_infer_says_contributed_most(
-    atlas: Opal, opal: Opal, exact_model: Path, tmp_path: Path
-) -> None:
-    assert atlas("set", "--plain", "--out", "a", "--top", "2").returncode == 0
-    opal("infer", "set", "--model", exact_model, "--out", "run", "--threads", "1", cwd=tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
-    document = json.loads((tmp_path / "a/atlas.json").read_text())
-    for each in document["classes"]:
+def test_the_patches_are_those_that_infer_says_contributed_most(built: Path, opal: Callable, exact_model: Path) -> None:
+    opal("infer", "set", "--model", exact_model, "--out", "run", "--threads", "1", cwd=built)
+    records = [json.loads(line) for line in (built / "run/results.jsonl").read_text().splitlines()]
+    for each in read_atlas(built)["classes"]:
         mine = [r for r in records if r["prediction"]["class_id"] == each["class_id"]]
         for slot in each["slots"]:
-            best = sorted(mine, key=lambda r: -r["evidence"][slot["slot"]]["contribution"])[:2]
+            best = sorted(mine, key=lambda r: -r["evidence"][slot["slot"]]["contribution"])[:3]
             assert [f"set/{patch['image']}" for patch in slot["patches"]] == [r["image"] for r in best]
             assert [patch["cell"] for patch in slot["patches"]] == [r["evidence"][slot["slot"]]["cell"] for r in best]
 
 
-def test_a_data_set_that_the_trainer_reads_gives_its_training_pictures(atlas: Opal, tmp_path: Path) -> None:
+def test_a_data_set_that_the_trainer_reads_gives_its_training_images(atlas: Callable) -> None:
     pytest.importorskip("sklearn")
-    done = atlas("set", "--out", "a", "--json")
+    done = atlas("set", "--out", "b", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data"]["images"] < 12
     assert "train split" in done.stderr
 
 
-def test_without_the_trainers_packages_folders_are_classes(atlas: Opal, tmp_path: Path) -> None:
-    done = atlas("set", "--out", "a", "--json", blocked=TRAINER)
+def test_without_the_trainers_packages_folders_are_classes(atlas: Callable) -> None:
+    done = atlas("set", "--out", "b", "--json", blocked=TRAINER)
     assert done.returncode == 0, done.stderr
     assert "pip install 'opal-deploy[train]'" in done.stderr
     assert json.loads(done.stdout)["data"]["images"] == 12
 
 
-def test_a_limit_takes_so_many_of_each_label(atlas: Opal) -> None:
-    done = atlas("set", "--plain", "--out", "a", "--limit", "2", "--json")
+def test_a_limit_takes_so_many_of_each_label(atlas: Callable) -> None:
+    done = atlas("set", "--plain", "--out", "b", "--limit", "2", "--json")
     assert json.loads(done.stdout)["data"]["images"] == 4
 
 
-def test_only_correct_says_how_many_were_left_out(atlas: Opal) -> None:
-    done = atlas("set", "--plain", "--out", "a", "--only-correct", "--json")
+def test_only_correct_says_how_many_were_left_out(atlas: Callable) -> None:
+    done = atlas("set", "--plain", "--out", "b", "--only-correct", "--json")
     if done.returncode == 2:
         assert "predicted wrong" in done.stderr
         return
@@ -110,75 +124,57 @@ def test_only_correct_says_how_many_were_left_out(atlas: Opal) -> None:
     assert data["wrong"] > 0
 
 
-def test_a_picture_that_fails_is_named_and_the_exit_code_says_so(atlas: Opal, tmp_path: Path) -> None:
-    (tmp_path / "set/ash/bad.png").write_bytes(b"no picture")
-    done = atlas("set", "--plain", "--out", "a")
+def test_an_image_that_fails_is_named_and_the_exit_code_says_so(atlas: Callable, place: Path) -> None:
+    (place / "set/ash/bad.png").write_bytes(b"no image")
+    done = atlas("set", "--plain", "--out", "b", "--limit", "7")
     assert done.returncode == 3
     assert "ash/bad.png" in done.stderr
-    assert (tmp_path / "a/atlas.json").is_file()
+    assert (place / "b/atlas.json").is_file()
 
 
-def test_the_papers_figure_shows_other_pictures_of_the_predicted_class(
-    atlas: Opal, opal: Opal, exact_model: Path, tmp_path: Path
-) -> None:
-    assert atlas("set", "--plain", "--out", "a").returncode == 0
-    document = json.loads((tmp_path / "a/atlas.json").read_text())
-    fullest = max(document["classes"], key=lambda each: each["slots"][0]["images"])
+def test_a_sheet_shows_other_images_of_the_predicted_class(explain: Callable, place: Path) -> None:
+    fullest = max(read_atlas(place)["classes"], key=lambda each: each["slots"][0]["images"])
     own, *others = fullest["slots"][0]["patches"]
     assert others
-    copy = tmp_path / "copy.png"
-    shutil.copy(tmp_path / "set" / own["image"], copy)
-    call = ["explain", copy, "--model", exact_model, "--atlas", "a", "--threads", "1", "--out"]
-    done = opal(*call, "figure.svg", cwd=tmp_path)
+    shutil.copy(place / "set" / own["image"], place / "copy.png")
+    done = explain("copy.png", "--out", "figure.svg")
     assert done.returncode == 0, done.stderr
-    figure = (tmp_path / "figure.svg").read_text("utf-8")
+    figure = (place / "figure.svg").read_text("utf-8")
     assert "This looks like that" in figure
     assert f"slot 0 in {own['image']}" not in figure
     assert f"slot 0 in {others[0]['image']}" in figure
-    assert opal(*call, "figure.png", cwd=tmp_path).returncode == 0
+    assert explain("copy.png", "--out", "figure.png").returncode == 0
 
 
-def test_names_in_the_atlas_are_used(atlas: Opal, opal: Opal, exact_model: Path, tmp_path: Path) -> None:
-    assert atlas("set", "--plain", "--out", "a").returncode == 0
-    document = json.loads((tmp_path / "a/atlas.json").read_text())
-    lines = [f"[{json.dumps(each['label'], ensure_ascii=False)}]\n0 = 'beak'\n" for each in document["classes"]]
-    (tmp_path / "a/names.toml").write_text("\n".join(lines), encoding="utf-8")
-    done = opal(
-        "explain", "set/ash/001.png", "--model", exact_model, "--atlas", "a", "--json", "--threads", "1", cwd=tmp_path
-    )
-    slots = json.loads(done.stdout)["predicted"]["slots"]
+def test_names_in_the_atlas_are_used(explain: Callable, place: Path) -> None:
+    labels = [json.dumps(each["label"], ensure_ascii=False) for each in read_atlas(place)["classes"]]
+    (place / "a/names.toml").write_text("\n".join(f"[{label}]\n0 = 'beak'\n" for label in labels), encoding="utf-8")
+    slots = json.loads(explain("set/ash/001.png", "--json").stdout)["predicted"]["slots"]
     assert {slot["slot"]: slot["name"] for slot in slots} == {0: "beak", 1: None, 2: None}
 
 
-def test_another_models_atlas_is_refused(atlas: Opal, opal: Opal, exact_model: Path, tmp_path: Path) -> None:
-    assert atlas("set", "--plain", "--out", "a").returncode == 0
-    document = json.loads((tmp_path / "a/atlas.json").read_text())
-    document["model"].update(sha256="0" * 64, checkpoint_sha256=None)
-    (tmp_path / "a/atlas.json").write_text(json.dumps(document))
-    done = opal("explain", "set/ash/001.png", "--model", exact_model, "--atlas", "a", "--threads", "1", cwd=tmp_path)
-    assert "another model" in refused(done)
-    # the checkpoint that the export was made from is the same model
-    document["model"]["checkpoint_sha256"] = json.loads(opal("inspect", exact_model, "--json", cwd=tmp_path).stdout)[
-        "metadata"
-    ]["source"]["sha256"]
-    (tmp_path / "a/atlas.json").write_text(json.dumps(document))
-    done = opal("explain", "set/ash/001.png", "--model", exact_model, "--atlas", "a", "--threads", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_another_models_atlas_is_refused_and_the_checkpoints_is_not(
+    explain: Callable, opal: Callable, exact_model: Path, place: Path
+) -> None:
+    source = json.loads(opal("inspect", exact_model, "--json", cwd=place).stdout)["metadata"]["source"]
+    for checkpoint, code in ((None, 2), (source["sha256"], 0)):
+        document = read_atlas(place)
+        document["model"].update(sha256="0" * 64, checkpoint_sha256=checkpoint)
+        (place / "a/atlas.json").write_text(json.dumps(document))
+        done = explain("set/ash/001.png")
+        assert done.returncode == code, done.stderr
+        assert ("another model" in done.stderr) == (code == 2)
 
 
-def test_an_atlas_is_replaced_only_when_asked(atlas: Opal, tmp_path: Path) -> None:
-    assert atlas("set", "--plain", "--out", "a").returncode == 0
-    before = (tmp_path / "a/atlas.json").read_bytes()
-    assert "an atlas is there already" in refused(atlas("set", "--plain", "--out", "a", "--top", "1"))
-    assert (tmp_path / "a/atlas.json").read_bytes() == before
-    assert atlas("set", "--plain", "--out", "a", "--top", "1", "--overwrite").returncode == 0
-    named = {
-        patch["file"]
-        for each in json.loads((tmp_path / "a/atlas.json").read_text())["classes"]
-        for slot in each["slots"]
-        for patch in slot["patches"]
-    }
-    assert {p.relative_to(tmp_path / "a").as_posix() for p in (tmp_path / "a/patches").rglob("*.jpg")} == named
+def test_an_atlas_is_replaced_only_when_asked(atlas: Callable, place: Path) -> None:
+    before = (place / "a/atlas.json").read_bytes()
+    done = atlas(*PLAIN, "--top", "1")
+    assert done.returncode == 2
+    assert "an atlas is there already" in done.stderr
+    assert (place / "a/atlas.json").read_bytes() == before
+    assert atlas(*PLAIN, "--top", "1", "--overwrite").returncode == 0
+    named = {patch["file"] for patch in all_patches(read_atlas(place))}
+    assert {p.relative_to(place / "a").as_posix() for p in (place / "a/patches").rglob("*.jpg")} == named
 
 
 @pytest.mark.parametrize(
@@ -190,36 +186,35 @@ def test_an_atlas_is_replaced_only_when_asked(atlas: Opal, tmp_path: Path) -> No
     ],
 )
 def test_a_call_that_comes_to_nothing_leaves_nothing(
-    atlas: Opal, tmp_path: Path, arguments: list[str], complaint: str
+    atlas: Callable, place: Path, arguments: list[str], complaint: str
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    before = sorted(tmp_path.rglob("*"))
+    (place / "empty").mkdir()
+    before = sorted(place.rglob("*"))
     done = atlas(*arguments)
     assert done.returncode == 2
     assert complaint in done.stderr.splitlines()[-1]
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(place.rglob("*")) == before
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_a_killed_build_leaves_the_atlas_that_was_there(atlas: Opal, exact_model: Path, tmp_path: Path) -> None:
-    assert atlas("set", "--plain", "--out", "a").returncode == 0
-    before = (tmp_path / "a/atlas.json").read_bytes()
+def test_a_killed_build_leaves_the_atlas_that_was_there(atlas: Callable, exact_model: Path, place: Path) -> None:
+    before = (place / "a/atlas.json").read_bytes()
     for number in range(400):
-        shutil.copy(tmp_path / "set/ash/001.png", tmp_path / f"set/ash/copy{number:03}.png")
+        shutil.copy(place / "set/ash/001.png", place / f"set/ash/copy{number:03}.png")
     main = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
-    call = ["atlas", "set", "--plain", "--out", "a", "--overwrite", "--model", str(exact_model), "--threads", "1"]
+    call = ["atlas", *PLAIN, "--overwrite", "--model", str(exact_model), "--threads", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-c", main, *call], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", main, *call], cwd=place, env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        # the lock is there from the first picture on
-        while not (tmp_path / "a/.lock").exists() and process.poll() is None:
+        # the lock is there from the first image on
+        while not (place / "a/.lock").exists() and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         assert process.wait(30) == -signal.SIGKILL
     finally:
         process.kill()
         process.communicate()
-    assert (tmp_path / "a/atlas.json").read_bytes() == before
-    assert atlas("set", "--plain", "--out", "a", "--overwrite", "--limit", "5").returncode == 0
+    assert (place / "a/atlas.json").read_bytes() == before
+    assert atlas(*PLAIN, "--overwrite", "--limit", "5").returncode == 0
