@@ -33,7 +33,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
     return line
 
 
-def test_one_picture_gives_one_sheet_beside_the_call_without_torch(explain: Opal, tmp_path: Path) -> None:
+def test_one_image_gives_one_sheet_beside_the_call_without_torch(explain: Opal, tmp_path: Path) -> None:
     done = explain("in/000.png", blocked=("torch", "sklearn", "matplotlib", "onnx"))
     assert done.returncode == 0, done.stderr
     with Image.open(tmp_path / "000.evidence.png") as sheet:
@@ -42,15 +42,16 @@ def test_one_picture_gives_one_sheet_beside_the_call_without_torch(explain: Opal
     assert done.stdout == ""
 
 
-def test_the_suffix_of_out_says_which_format(explain: Opal, tmp_path: Path) -> None:
-    assert explain("in/000.png", "--out", "a/sheet.svg").returncode == 0
+def test_the_suffix_of_out_says_which_format_and_a_small_margin_is_marked(explain: Opal, tmp_path: Path) -> None:
+    done = explain("in/000.png", "--out", "a/sheet.svg", "--min-margin", "2", "--json")
+    assert done.returncode == 0
     assert ET.parse(tmp_path / "a/sheet.svg").getroot().tag.endswith("svg")
+    assert "(abstained)" in done.stderr
+    assert json.loads(done.stdout)["abstained"] is True
 
 
-def test_several_pictures_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(
-    explain: Opal, tmp_path: Path
-) -> None:
-    (tmp_path / "in" / "001.png").write_bytes(b"no picture")
+def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(explain: Opal, tmp_path: Path) -> None:
+    (tmp_path / "in" / "001.png").write_bytes(b"no image")
     done = explain("in", "--out", "out", "--format", "svg", "--json")
     assert done.returncode == 3, done.stderr
     assert "in/001.png: not_an_image" in done.stderr
@@ -74,12 +75,6 @@ def test_programs_read_what_the_sheet_says(explain: Opal, opal: Opal, exact_mode
     assert document["abstained"] is False
 
 
-def test_a_small_margin_is_marked(explain: Opal) -> None:
-    done = explain("in/000.png", "--min-margin", "2", "--json")
-    assert "(abstained)" in done.stderr
-    assert json.loads(done.stdout)["abstained"] is True
-
-
 @pytest.mark.slow
 def test_a_checkpoint_shows_attention_maps(explain: Opal, exact_model: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -98,6 +93,12 @@ def test_names_of_slots_are_on_the_sheet(explain: Opal, tmp_path: Path) -> None:
             assert [slot["name"] for slot in view["slots"]] == [
                 f"part {slot['slot']}" if named else None for slot in view["slots"]
             ]
+
+
+def test_the_only_image_failing_is_said_in_one_line(explain: Opal, tmp_path: Path) -> None:
+    (tmp_path / "in/000.png").write_bytes(b"")
+    assert "zero bytes" in refused(explain("in/000.png"), 3)
+    assert not (tmp_path / "000.evidence.png").exists()
 
 
 def test_a_sheet_that_is_there_is_not_replaced_unasked(explain: Opal, tmp_path: Path) -> None:
@@ -127,9 +128,3 @@ def test_a_call_that_cannot_be_meant_is_refused_in_one_line(
     before = sorted(tmp_path.rglob("*"))
     assert complaint in refused(explain(*arguments))
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_only_picture_failing_is_said_in_one_line(explain: Opal, tmp_path: Path) -> None:
-    (tmp_path / "in/000.png").write_bytes(b"")
-    assert "zero bytes" in refused(explain("in/000.png"), 3)
-    assert not (tmp_path / "000.evidence.png").exists()

@@ -184,13 +184,6 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_written(
     assert sorted(tmp_path.rglob("*")) == there
 
 
-def test_a_model_without_evidence_of_single_cells_has_no_sheets(infer: Opal, map_model: Path, tmp_path: Path) -> None:
-    done = infer("--sheets", model=map_model)
-    assert done.returncode == 2
-    assert "no single cell is its evidence" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
 def unfinished(out: Path) -> None:
     (out / "summary.json").unlink()
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +12,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import draw_creature, generate_dataset, list_species, read_annotations
+from opal_deploy.synthetic import (
+    draw_creature,
+    example_images,
+    generate_dataset,
+    list_species,
+    noise_image,
+    read_annotations,
+)
 from opal_deploy.synthetic.dataset import encode_runs
 
 SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
@@ -64,17 +74,12 @@ def test_splits_classes_and_seeds_have_pictures_of_their_own(tmp_path: Path) -> 
     assert len({pixels(path).tobytes() for path in files}) == len(files) == 24
 
 
-def test_folder_with_something_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
-    with pytest.raises(UsageError, match="is not empty"):
-        generate_dataset(tmp_path, **SMALL)
+    for place, reason in ((tmp_path, "is not empty"), (tmp_path / "mine.txt", "cannot write a data set")):
+        with pytest.raises(UsageError, match=reason):
+            generate_dataset(place, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write a data set"):
-        generate_dataset(tmp_path / "file", **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -124,3 +129,33 @@ def test_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     summary.annotations.write_text(f"{first}\n{damage}\n")
     with pytest.raises(UsageError, match=r"line 2 is not a part annotation"):
         read_annotations(summary.annotations)
+
+
+def test_examples_are_different_and_do_not_depend_on_their_number() -> None:
+    images = example_images(20, 64, 96)
+    assert (images.shape, images.dtype) == ((20, 64, 96, 3), np.uint8)
+    np.testing.assert_array_equal(images[:2], example_images(2, 64, 96))
+    for a, b in combinations(images, 2):
+        assert (a != b).mean() > 0.5
+    assert example_images(0, 64, 64).shape == (0, 64, 64, 3)
+
+
+@pytest.mark.parametrize(("count", "height"), [(-1, 64), (1, 8)])
+def test_impossible_examples_are_refused(count: int, height: int) -> None:
+    with pytest.raises(UsageError):
+        example_images(count, height, 64)
+
+
+def test_noise_covers_all_values_and_stays_the_same() -> None:
+    noise = noise_image(64, 96)
+    assert (noise.shape, noise.dtype) == ((64, 96, 3), np.uint8)
+    assert (noise.min(), noise.max()) == (0, 255)
+    np.testing.assert_array_equal(noise, noise_image(64, 96))
+
+
+def test_the_package_needs_numpy_and_pillow_only() -> None:
+    code = (
+        "import sys, opal_deploy.synthetic; print(*sorted({'torch', 'sklearn', 'scipy', 'onnx'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
