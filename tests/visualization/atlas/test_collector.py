@@ -134,13 +134,10 @@ def test_the_statistics_are_those_of_a_hand_count() -> None:
     assert first.mean_contribution == pytest.approx(record("x", (0, 1, 2))["evidence"][0]["contribution"], abs=1e-7)
 
 
-def test_a_class_that_is_never_predicted_has_no_statistics() -> None:
-    assert collected([record("a.jpg", (0, 1, 2))]).statistics(1, 0) == SlotStatistics(0)
-
-
-def test_every_chosen_cell_is_counted() -> None:
-    counted = collected([record("a.jpg", (0, 1, 1)), record("b.jpg", (0, 2, 3))]).count_cells()
-    assert counted == (2, 2, 1, 1) + (0,) * 12
+def test_every_chosen_cell_is_counted_and_a_class_that_is_never_predicted_has_no_statistics() -> None:
+    collector = collected([record("a.jpg", (0, 1, 1)), record("b.jpg", (0, 2, 3))])
+    assert collector.count_cells() == (2, 2, 1, 1) + (0,) * 12
+    assert collector.statistics(1, 0) == SlotStatistics(0)
 
 
 def statistics(images: int = 10, own: float = 0.9, part: float | None = 0.3, share: float = 0.2) -> SlotStatistics:

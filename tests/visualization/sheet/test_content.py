@@ -2,18 +2,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, embedding
-from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import build_record, class_evidence
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
-from opal_deploy.visualization.slot_names import SlotNames, add_slot_names, read_slot_names
+from opal_deploy.visualization.slot_names import SlotNames
 
 GRID = (7, 7)
 GEOMETRY = Geometry.whole(700, 350)
@@ -74,33 +71,20 @@ def test_the_runner_up_is_the_second_logit_and_its_evidence_is_what_the_outputs_
             assert (slot.attention == given.attention[0, channel]).all()
 
 
-def test_the_predicted_class_has_the_evidence_of_its_record() -> None:
-    given = outputs(4, images=3)
-    record = build_record("a.jpg", GEOMETRY, given, 2, metadata(4))
-    assert record["evidence"] == class_evidence(record["prediction"]["class_id"], GEOMETRY, given, 2, metadata(4))
-
-
-def test_the_differences_by_rank_add_up_to_the_margin() -> None:
-    found = content(10, seed=4)
-    assert math.fsum(found.difference.by_rank) == pytest.approx(found.margin, abs=1e-9)
-
-
 def test_the_slots_that_made_the_difference_are_the_fewest_that_give_half_of_the_margin() -> None:
     found = of_scores([0.1, 0.8, 0.3], [0.1, 0.2, 0.1])
     # by rank: 0.8 - 0.2, 0.3 - 0.1, 0.1 - 0.1
+    assert math.fsum(found.difference.by_rank) == pytest.approx(found.margin, abs=1e-9)
     assert found.difference.leading == (1,)
     even = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1])
     assert even.difference.leading == (0, 1)
     assert even.difference.given == pytest.approx(even.margin * 2 / 3, abs=1e-9)
 
 
-def test_slots_stand_in_the_order_of_their_strength() -> None:
+def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classes() -> None:
     found = of_scores([0.1, 0.8, 0.3], [0.1, 0.2, 0.15])
     assert [slot.slot for slot in found.predicted.slots] == [1, 2, 0]
     assert [slot.slot for slot in found.runner_up.slots] == [1, 2, 0]
-
-
-def test_both_classes_bars_share_one_scale() -> None:
     found = of_scores([0.6, 0.4], [0.4, 0.2])
     length = {slot.score: slot.stop - slot.start for slot in found.predicted.slots}
     other = {slot.score: slot.stop - slot.start for slot in found.runner_up.slots}
@@ -168,42 +152,3 @@ def test_the_document_for_programs_says_what_the_sheet_says() -> None:
     ]  # fmt: skip
     assert "attention" not in document["predicted"]["slots"][0]
     assert document["margin"] == found.margin
-
-
-def names_file(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "names.toml"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def test_names_are_read_by_class_and_slot(tmp_path: Path) -> None:
-    names = read_slot_names(names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'), CLASSES, 3)
-    assert [names.name(2, 0), names.name(2, 2), names.name(0, 1), names.name(0, 0)] == ["leaf", "bark", "bud", None]
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("[oka]\n0 = 'x'", "did you mean 'oak'"),
-        ("[oak]\n3 = 'x'", "no slot '3'; expected 0 to 2"),
-        ("[oak]\nleaf = 'x'", "no slot 'leaf'"),
-        ("[oak]\n0 = 7", "not a text"),
-        ("[oak]\n0 = ''", "not a text"),
-        ("oak = 'x'", "expected a table"),
-        ("[oak", "not TOML"),
-    ],
-)
-def test_a_wrong_name_is_refused_in_one_line(tmp_path: Path, text: str, complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint) as error:
-        read_slot_names(names_file(tmp_path, text), CLASSES, 3)
-    assert "\n" not in str(error.value)
-
-
-def test_a_record_gets_names_beside_its_evidence_and_nothing_else_changes() -> None:
-    record = build_record("a.jpg", GEOMETRY, outputs(3), 0, metadata(3))
-    before = [dict(slot) for slot in record["evidence"]]
-    named = add_slot_names(record, SlotNames({(record["prediction"]["class_id"], 2): "beak", (99, 0): "x"}))
-    assert [slot.get("name") for slot in named["evidence"]] == [None, None, "beak"]
-    assert record["evidence"] == before
-    assert {**named, "evidence": before} == record
-    assert add_slot_names(record, SlotNames()) is record
