@@ -162,15 +162,15 @@ def read_annotations(path: Path) -> list[Annotation]:
         lines: Sequence[str] = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read part annotations from {file}: {error}") from error
-    found = []
+    annotations = []
     for number, line in enumerate(lines, 1):
         try:
-            found.append(_from_json(json.loads(line)))
+            annotations.append(_from_json(json.loads(line)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"{file}, line {number} is not a part annotation of schema {_SCHEMA}: {error!r}"
             ) from error
-    return found
+    return annotations
 
 
 def _make_empty_dir(out: Path) -> None:

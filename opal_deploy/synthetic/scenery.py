@@ -51,7 +51,7 @@ def draw_background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[
     """Draw a scene without a creature.
 
     Args:
-        rng: the source of the scene; how far it is advanced depends on what it drew, and on nothing else.
+        rng: the source of the scene; how far it is advanced depends on its own draws alone.
         size: (H, W) in pixels.
 
     Returns:

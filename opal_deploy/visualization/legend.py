@@ -126,8 +126,8 @@ class Legend:
         self._text, self._small = font(size), font(max(12, round(size * 0.8)))
         self._title = font(round(size * 1.35))
         inner = width - 2 * self._pad
-        answer = get_prediction(record)
-        label = to_drawable(answer["label"]) or f"class {answer['class_id']}"
+        prediction = get_prediction(record)
+        label = to_drawable(prediction["label"]) or f"class {prediction['class_id']}"
         self._title_lines = wrap_text(label, self._title, inner, lines=2)
         self._facts = wrap_text(format_facts(record), self._text, inner, lines=3)
         self._abstained = wrap_text("abstained: margin below the threshold", self._text, inner, lines=2)
@@ -189,9 +189,9 @@ class Legend:
                 draw, ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(bar.color), self._small, "mm"
             )
             thick = max(2, round(size * 0.32))
-            room = bar_right - bar_left
+            full = bar_right - bar_left
             draw.rectangle((bar_left, middle - thick, bar_right, middle + thick), fill=_TRACK)
-            start, stop = bar_left + round(bar.start * room), bar_left + round(bar.stop * room)
+            start, stop = bar_left + round(bar.start * full), bar_left + round(bar.stop * full)
             if stop > start:
                 draw.rectangle((start, middle - thick, stop, middle + thick), fill=bar.color)
             draw_text(draw, (value_right, middle), format_number(bar.value), INK, self._text, "rm")
@@ -212,11 +212,11 @@ def get_prediction(record: Record) -> Answer:
 
 def format_facts(record: Record) -> str:
     """Return one line with cosine and margin, or the logit where the model has no cosine."""
-    answer = get_prediction(record)
-    parts = [f"class {answer['class_id']}"]
-    if answer["cosine"] is None:
-        parts.append(f"logit {format_number(answer['logit'])}")
+    prediction = get_prediction(record)
+    parts = [f"class {prediction['class_id']}"]
+    if prediction["cosine"] is None:
+        parts.append(f"logit {format_number(prediction['logit'])}")
     else:
-        parts.append(f"cosine {format_number(answer['cosine'])}")
+        parts.append(f"cosine {format_number(prediction['cosine'])}")
         parts.append(f"margin {format_number(record.get('margin')).replace('–', '-')}")
     return "   ".join(parts)

@@ -47,8 +47,8 @@ def photograph_size(width: int, height: int) -> tuple[int, int]:
 def overlay_width(width: int, height: int) -> int:
     """Return the width of the overlay of an image of `width` x `height` pixels."""
     width, height = photograph_size(width, height)
-    room = MIN_WIDTH_EM * _font_size(width, height)
-    return width + room if height > _BESIDE_RATIO * width else max(width, room)
+    legend_width = MIN_WIDTH_EM * _font_size(width, height)
+    return width + legend_width if height > _BESIDE_RATIO * width else max(width, legend_width)
 
 
 def _font_size(width: int, height: int) -> int:
@@ -142,9 +142,9 @@ def _draw_boxes(draw: ImageDraw.ImageDraw, slots: list[Slot], scale: int, size: 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
     """Draw dark, coloured and white frames inside each other: one of them shows on any background."""
-    room = (min(box[2] - box[0], box[3] - box[1]) + 1) // 3  # the middle third always stays the photograph's
-    line = max(1, min(line, room - 2))
-    casing = min(max(1, line // 2), max(0, (room - line) // 2))
+    border = (min(box[2] - box[0], box[3] - box[1]) + 1) // 3  # the middle third always stays the photograph's
+    line = max(1, min(line, border - 2))
+    casing = min(max(1, line // 2), max(0, (border - line) // 2))
     if casing:
         draw.rectangle(box, outline=INK, width=casing)
     _draw_frame(draw, _shrink(box, casing), colors, line)

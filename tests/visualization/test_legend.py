@@ -33,16 +33,15 @@ def test_negative_parts_point_left_from_a_common_zero(make_record) -> None:
     assert all(0 <= b.start <= b.stop <= 1 for b in bars)
 
 
-def test_values_that_are_no_numbers_have_no_bar(make_record) -> None:
+def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(
+    make_record, answer_without_evidence
+) -> None:
+    assert build_bars(answer_without_evidence).bars == ()
     record = make_record((100, 100))
     record["evidence"][1]["contribution"] = math.nan
     bars = build_bars(record).bars
     assert bars[1].start == bars[1].stop
     assert format_number(bars[1].value) == "nan"
-
-
-def test_a_record_without_evidence_has_no_bars(answer_without_evidence) -> None:
-    assert build_bars(answer_without_evidence).bars == ()
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (-0.0001, "0.000"), (None, "–"), (-0.5, "-0.500")])

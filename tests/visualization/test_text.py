@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 from PIL import Image, ImageDraw
 
-from opal_deploy.visualization.text import draw_text, escape_unprintable, font, text_length, to_drawable, wrap_text
+from opal_deploy.visualization.text import (
+    draw_text,
+    escape_unprintable,
+    font,
+    measure_text,
+    text_length,
+    to_drawable,
+    truncate_middle,
+    wrap_lines,
+    wrap_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +46,6 @@ def test_labels_are_reduced_to_what_the_font_has(text: str, drawn: str) -> None:
     assert to_drawable(text) == drawn
 
 
-def test_a_label_of_a_million_letters_is_cut_before_it_costs_anything() -> None:
-    assert len(to_drawable("x" * 1_000_000)) == 300
-
-
 def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
     face = font(14)
     assert wrap_text("short", face, 200) == ["short"]
@@ -50,8 +56,9 @@ def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
     assert all(face.getlength(line) <= 120 for line in lines)
 
 
-def test_a_width_of_nothing_still_ends() -> None:
+def test_a_width_of_nothing_and_a_million_letters_still_end() -> None:
     assert len(wrap_text("word", font(14), 0, lines=3)) <= 3
+    assert len(to_drawable("x" * 1_000_000)) == 300
 
 
 TEXTS = [
@@ -80,3 +87,12 @@ def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text:
                 found.paste((250, 250, 248), (0, 0, 900, 80))
                 draw_text(ImageDraw.Draw(found), (x, y), text, (200, 26, 90), face, anchor)
             assert found.tobytes() == expected.tobytes(), (anchor, x, y)
+
+
+def test_long_text_is_cut_where_it_tells_least() -> None:
+    assert truncate_middle("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
+    assert measure_text(truncate_middle("ab" * 500, 16, 300), 16) <= 300
+    lines = wrap_lines("word " * 100, 16, 300, 3)
+    assert len(lines) == 3
+    assert lines[-1].endswith("…")
+    assert all(measure_text(line, 16) <= 300 for line in lines)

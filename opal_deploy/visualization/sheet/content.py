@@ -190,7 +190,7 @@ def build_sheet_content(
         ValueError: the model's evidence is not `exact`.
     """
     record = build_record(image, geometry, outputs, row, metadata, top=2, min_margin=min_margin)
-    ids = [answer["class_id"] for answer in record["top"]]
+    ids = [prediction["class_id"] for prediction in record["top"]]
     evidence = [class_evidence(class_id, geometry, outputs, row, metadata) for class_id in ids]
     if outputs.scores is None:  # class_evidence raised for that already
         raise ValueError("no scores")
@@ -283,7 +283,7 @@ def _build_slots(
                 None if maps is None else maps[row, slot["channel"]],
             )
         )
-    # parts of a distance do not tell strong from weak: that of kl is not even monotone in the score
+    # parts of a distance do not separate strong from weak slots: that of kl is not even monotone in the score
     by_value = scale.meaning == "cosine"
     return tuple(sorted(views, key=lambda view: (-(view.value if by_value else view.score), view.slot)))
 

@@ -79,6 +79,7 @@ class _Page:
         self.y = _EDGE
 
     def to_drawing(self) -> Drawing:
+        """Return everything added so far as a drawing."""
         content = self.content
         return Drawing(
             WIDTH,
@@ -97,6 +98,7 @@ class _Page:
             self.text(x, self.y - round(size * 0.4), line, size, color)
 
     def add_answer(self) -> None:
+        """Add the predicted label, the image's name, both cosines, the margin and cautions."""
         content = self.content
         for line in wrap_lines(_label(content.predicted), _TITLE, _INNER, 2):
             self.y += 40
@@ -136,6 +138,7 @@ class _Page:
         self.y += 32
 
     def add_photographs(self) -> None:
+        """Add the photograph with the boxes of each class, and sentences on the difference."""
         content = self.content
         self.y += 14
         top = self.y
@@ -164,7 +167,7 @@ class _Page:
         return self.y
 
     def _view_frame(self, x: int, y: int, size: tuple[int, int]) -> None:
-        """Frame what the model was shown, where that is not the whole image."""
+        """Add a frame around the crop that the model was shown, where that is not the whole image."""
         content = self.content
         if content.crop == (0, 0, content.width, content.height):
             return
@@ -176,6 +179,7 @@ class _Page:
         self.shapes.append(Rect(left + 1, top + 1, width - 2, height - 2, edge=WHITE))
 
     def add_slots(self) -> None:
+        """Add a row per rank: the slot's patch, attention map and bar for both classes; then the sums."""
         content = self.content
         self._rule()
         heading = fit_line(captions.HEADINGS[content.meaning].capitalize(), _HEAD, _LEFT_END - _LEFT)
@@ -275,6 +279,7 @@ class _Page:
         self.y += 44
 
     def add_exemplars(self, exemplars: Exemplars) -> None:
+        """Add patches of other images below each slot's own patch."""
         slots = self.content.predicted.slots
         self.y += 8
         self._rule()

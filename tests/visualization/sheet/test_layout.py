@@ -28,7 +28,7 @@ from opal_deploy.visualization.sheet.rendering import (
     render_png,
 )
 from opal_deploy.visualization.slot_names import SlotNames
-from opal_deploy.visualization.text import measure_text, truncate_middle, wrap_lines
+from opal_deploy.visualization.text import measure_text
 
 GRID = (7, 7)
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
@@ -137,23 +137,18 @@ def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description() ->
     assert opened.info["Description"] == page.description
 
 
-def test_each_slots_patch_is_its_cell_of_the_photograph() -> None:
+def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour() -> None:
     shown = content(size=(700, 490))
-    found = [e for e in drawing(shown).shapes if isinstance(e, Bitmap) and e.alt.startswith("patch of slot")]
-    slots = [*zip(shown.predicted.slots, shown.runner_up.slots, strict=True)]
-    for picture, slot in zip(found, itertools.chain(*slots), strict=True):
+    page = drawing(shown)
+    pixels = render_png(page)
+    patches = [e for e in page.shapes if isinstance(e, Bitmap) and e.alt.startswith("patch of slot")]
+    slots = itertools.chain(*zip(shown.predicted.slots, shown.runner_up.slots, strict=True))
+    for patch, slot in zip(patches, slots, strict=True):
         row, col = slot.cell
         expected = (row * 30, col * 30, 200 - row * 10 - col * 10)
-        assert picture.image.getcolors() == [(picture.image.width * picture.image.height, expected)]
-
-
-def test_the_patch_has_the_cells_aspect_ratio_and_its_slots_colour_around_it() -> None:
-    shown = content(size=(700, 490))
-    elements = drawing(shown).shapes
-    first = next(e for e in elements if isinstance(e, Bitmap) and e.alt.startswith("patch of slot"))
-    assert first.image.width / first.image.height == pytest.approx(100 / 70, abs=0.03)
-    drawn = render_png(drawing(shown))
-    assert drawn.getpixel((first.x - 2, first.y + 5)) == slot_color(shown.predicted.slots[0].slot)
+        assert patch.image.getcolors() == [(patch.image.width * patch.image.height, expected)]
+        assert patch.image.width / patch.image.height == pytest.approx(100 / 70, abs=0.03)
+        assert pixels.getpixel((patch.x - 2, patch.y + 5)) == slot_color(slot.slot)
 
 
 def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
@@ -169,20 +164,15 @@ def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
         assert any(abs(w - full * slot.value / longest) <= 1.5 for w in widths[slot_color(slot.slot)])
 
 
-def test_the_sum_and_the_margin_stand_on_the_sheet() -> None:
-    shown = content()
-    texts = [e.text for e in drawing(shown).shapes if isinstance(e, Text)]
+def test_sums_margin_and_slot_names_stand_on_the_sheet() -> None:
+    shown = content(names=SlotNames({(content().predicted.class_id, 2): "beak"}))
+    page = drawing(shown)
+    texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
     assert texts.count("sum = cosine") == 2
     assert f"{shown.predicted.total:.3f}" in texts
     assert f"+{shown.margin:.3f}" in texts
-
-
-def test_names_stand_beside_their_slots() -> None:
-    first = content()
-    named = content(names=SlotNames({(first.predicted.class_id, 2): "beak"}))
-    texts = [e.text for e in drawing(named).shapes if isinstance(e, Text)]
     assert any(text.startswith("beak, cell") for text in texts)
-    assert "beak, cell" in drawing(named).description
+    assert "beak, cell" in page.description
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "]]>", "&amp;", "\x00\x1b[31m", "日本語", ""])
@@ -232,12 +222,3 @@ def test_a_patch_at_the_edge_stays_in_the_picture_and_is_at_least_a_pixel() -> N
 def test_few_pixels_are_shown_as_squares() -> None:
     two = Image.fromarray(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
     assert {color for _, color in enlarge(two, (100, 100)).getcolors()} == {(0, 0, 0), (255, 255, 255)}
-
-
-def test_long_text_is_cut_where_it_tells_least() -> None:
-    assert truncate_middle("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
-    assert measure_text(truncate_middle("ab" * 500, 16, 300), 16) <= 300
-    lines = wrap_lines("word " * 100, 16, 300, 3)
-    assert len(lines) == 3
-    assert lines[-1].endswith("…")
-    assert all(measure_text(line, 16) <= 300 for line in lines)
