@@ -5,22 +5,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # tests run in as many processes as there are cores, one thread each; a file's tests share its expensive fixtures
-export OMP_NUM_THREADS ?= 1
+test test-all: export OMP_NUM_THREADS := 1
 PARALLEL := --numprocesses auto --dist loadfile
 
-.PHONY: demo test test-all check format clean
+.PHONY: help demo test test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo      train, export and explain a small model on generated pictures (minutes, CPU is enough)"
-	@echo "make test      the tests (about 10 minutes on 2 cores)"
+	@echo "make demo      train, export and explain a small model on generated images (minutes, CPU is enough)"
+	@echo "make test      the tests (about 8 minutes on 2 cores)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
+	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch is large; a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all-cpu,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all-cpu,dev,docs]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -37,6 +38,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check . train export bench
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix . train export bench

@@ -1,4 +1,4 @@
-"""The repository's shape (DESIGN: Layout): rooms have one place, and the README's words are true of it."""
+"""The repository's shape, and that README and documentation name only what exists."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("room", ["train", "export", "bench"])
-def test_a_top_level_room_is_reached_by_a_tracked_symbolic_link(room: str) -> None:
+@pytest.mark.parametrize("package", ["train", "export", "bench"])
+def test_a_top_level_package_is_reached_by_a_tracked_symbolic_link(package: str) -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "--stage", f"opal_deploy/{room}"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "--stage", f"opal_deploy/{package}"], cwd=ROOT, capture_output=True, text=True
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
 
     assert listed.stdout.startswith("120000 ")
-    assert (ROOT / "opal_deploy" / room).readlink() == Path("..") / room
+    assert (ROOT / "opal_deploy" / package).readlink() == Path("..") / package
 
 
-def test_readme_links_point_to_files_that_exist() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)]+)\)", text) if "://" not in t]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_point_to_files_that_exist(page: Path) -> None:
+    targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")) if "://" not in t]
+    # two pages are generated when the site is built
+    generated = {ROOT / "docs/reference/cli.md", ROOT / "docs/reference/records.md"}
 
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+    missing = [t for t in targets if t and not (page.parent / t).exists()]
+    assert [t for t in missing if (page.parent / t).resolve() not in generated] == []
 
 
-def test_every_verb_and_option_that_the_readme_names_exists() -> None:
+def test_commands_and_options_that_the_pages_name_exist() -> None:
     from typer.main import get_command
 
     from opal_deploy.cli import app
@@ -43,17 +46,27 @@ def test_every_verb_and_option_that_the_readme_names_exists() -> None:
         for command in (*commands.values(), *benchmarks.values())
         for p in command.params
         for option in (*p.opts, *p.secondary_opts)
-    }
-    options |= {"--debug", "--version", "--help"}
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    } | {"--debug", "--version", "--help"}
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    # options of torchrun, and of pip and Chromium, are not ours
+    text = re.sub(r"torchrun .*? -m|^.*pip (?:download|install).*$", "", text, flags=re.MULTILINE)
 
-    measured = set(re.findall(r"^    opal-deploy bench (\w+)", text, re.MULTILINE))
+    named = set(re.findall(r"opal-deploy (?!COMMAND|bench)([a-z]+)\b(?= |`)", text))
+    assert {name for name in named if name not in commands} <= {"is", "takes", "demo"}
+    measured = set(re.findall(r"opal-deploy bench (\w+)", text))
     assert measured
     assert measured <= benchmarks.keys()
-    verbs = set(re.findall(r"^    opal-deploy (\w+)", text, re.MULTILINE))
-    # torchrun's own options stand before the module that it starts
-    ours = re.sub(r"torchrun .*? -m", "", text)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", ours))
-    assert verbs
-    assert verbs <= commands.keys()
-    assert named - options == set()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) - options == set()
+
+
+def test_source_files_that_the_pages_name_exist() -> None:
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(
+            r"`((?:opal_deploy|export|train|bench|model|runtime|preprocess)/[\w/.]*)`", page.read_text("utf-8")
+        )
+    }
+
+    assert named
+    assert [n for n in sorted(named) if not (ROOT / n).exists() and not (ROOT / "opal_deploy" / n).exists()] == []

@@ -1,0 +1,65 @@
+"""MkDocs hooks: pages generated from the code, so that they cannot drift from it."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files as package_files
+from typing import Any
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from typer.cli import get_docs_for_click
+
+from opal_deploy.cli import app
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are generated: the commands, and the fields of a record."""
+    for path, text in (("reference/cli.md", _commands()), ("reference/records.md", _records(files))):
+        existing = files.get_file_from_path(path)
+        if existing is not None:
+            files.remove(existing)
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def _commands() -> str:
+    """Every command with its options, as `--help` has them."""
+    command = typer.main.get_command(app)
+    context = typer.Context(command, info_name="opal-deploy")
+    return get_docs_for_click(obj=command, ctx=context, name="opal-deploy", title="Commands")
+
+
+def _records(files: Files) -> str:
+    """The hand-written page with the table of fields from the JSON schema in place of `{{ fields }}`."""
+    page = files.get_file_from_path("reference/records.md")
+    assert page is not None
+    schema = json.loads((package_files("opal_deploy.records") / "schema" / "record.json").read_text(encoding="utf-8"))
+    return page.content_string.replace("{{ fields }}", "\n\n".join(_tables(schema)))
+
+
+def _tables(schema: dict[str, Any]) -> list[str]:
+    """One table of fields for the record, and one for each object that it contains."""
+    found = []
+    for title, part in (("A record", schema), *schema.get("$defs", {}).items()):
+        if "properties" not in part:
+            continue
+        rows = [f"### {title}", "", "| field | type | meaning |", "|---|---|---|"]
+        for name, field in part["properties"].items():
+            rows.append(f"| `{name}` | {_type(field)} | {field.get('description', '')} |")
+        found.append("\n".join(rows))
+    return found
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2]
+    if "const" in field:
+        return f"`{json.dumps(field['const'])}`"
+    if "enum" in field:
+        return ", ".join(f"`{json.dumps(value)}`" for value in field["enum"])
+    kind = field.get("type", "")
+    if kind == "array":
+        return f"array of {_type(field.get('items', {}))}"
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
