@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.resources import files as package_files
 from typing import Any
 
@@ -28,7 +29,19 @@ def _commands() -> str:
     """Every command with its options, as `--help` has them."""
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="opal-deploy")
-    return get_docs_for_click(obj=command, ctx=context, name="opal-deploy", title="Commands")
+    text = get_docs_for_click(obj=command, ctx=context, name="opal-deploy", title="Commands")
+    head, heading, bench = text.partition("## `opal-deploy bench`")
+    text = _with_summaries(head, command) + heading + _with_summaries(bench, command.commands["bench"])
+    # placeholders such as DATA/<class>/*.jpg are no HTML
+    return re.sub(r"<(?=[a-z]+>/)", "&lt;", text)
+
+
+def _with_summaries(text: str, group: Any) -> str:
+    """Complete the summaries in the list of a group's commands, which the generator cuts off."""
+    for name, command in group.commands.items():
+        line = f"* `{name}`: " + (command.help or "").partition("\n")[0].strip()
+        text = re.sub(rf"^\* `{name}`: .*$", lambda _, line=line: line, text, flags=re.MULTILINE)
+    return text
 
 
 def _records(files: Files) -> str:
@@ -53,6 +66,8 @@ def _tables(schema: dict[str, Any]) -> list[str]:
 
 
 def _type(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(map(_type, field["anyOf"]))
     if "$ref" in field:
         return field["$ref"].rpartition("/")[2]
     if "const" in field:
