@@ -1,4 +1,4 @@
-"""`opal-deploy bench`: measurements that can be repeated and defended."""
+"""`opal-deploy bench`: the commands of the benchmarks, one module each; `options` is what they share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from opal_deploy.cli.bench.report import report
 from opal_deploy.cli.bench.roofline import roofline
 from opal_deploy.cli.bench.throughput import throughput
 
-bench = typer.Typer(name="bench", help="Measure, and say what was measured.", no_args_is_help=True)
+bench = typer.Typer(name="bench", help="Measure speed, memory and cost; each result records its settings and machine.", no_args_is_help=True)
 for command in (overhead, roofline, latency, throughput, compare, pipeline, decoding, engines, report, diff):
     bench.command()(command)
