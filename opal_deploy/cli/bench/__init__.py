@@ -15,6 +15,10 @@ from opal_deploy.cli.bench.report import report
 from opal_deploy.cli.bench.roofline import roofline
 from opal_deploy.cli.bench.throughput import throughput
 
-bench = typer.Typer(name="bench", help="Measure speed, memory and cost; each result records its settings and machine.", no_args_is_help=True)
+bench = typer.Typer(
+    name="bench",
+    help="Measure speed, memory and cost; each result records its settings and machine.",
+    no_args_is_help=True,
+)
 for command in (overhead, roofline, latency, throughput, compare, pipeline, decoding, engines, report, diff):
     bench.command()(command)
