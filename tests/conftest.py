@@ -170,6 +170,16 @@ def odd_images() -> Path:
 
 
 @pytest.fixture(scope="session")
+def shared_weights() -> Path:
+    return _data("weights")
+
+
+@pytest.fixture(scope="session")
+def imagenet_samples() -> Path:
+    return _data("imagenet_samples")
+
+
+@pytest.fixture(scope="session")
 def cub_mini() -> Path:
     """The first ten classes of CUB-200-2011: photographs, boxes, parts."""
     return _data("cub_mini")

@@ -307,12 +307,8 @@ class TestDamagedAndForeignFiles:
         with pytest.raises(CheckpointError, match="refused"):
             checkpoint.load(path)
         assert not proof.exists()
-
-    def test_the_payload_of_that_test_does_run_under_unsafe_loading(
-        self, tmp_path: Path, save: Callable[[Any], Path]
-    ) -> None:
-        torch.load(save(_Payload(tmp_path / "executed")), weights_only=False)
-        assert (tmp_path / "executed").exists()
+        torch.load(save(_Payload(proof)), weights_only=False)
+        assert proof.exists(), "the payload does run under unsafe loading"
 
     @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
     def test_a_truncated_file_is_refused_in_one_line(
@@ -354,42 +350,32 @@ class TestDamagedAndForeignFiles:
     def test_a_file_of_something_else_is_refused(self, save: Callable[[Any], Path], document: Any) -> None:
         with pytest.raises(CheckpointError):
             checkpoint.load(save(document))
-
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"nowhere\.pt"):
-            checkpoint.load(tmp_path / "nowhere.pt")
+            checkpoint.load(save(document).with_name("nowhere.pt"))
 
 
-class TestClassNameFiles:
-    def test_one_name_a_line(self, tmp_path: Path) -> None:
-        path = tmp_path / "names.txt"
-        path.write_text("Äuklet \n Tern\n\n\n", encoding="utf-8")
-        assert checkpoint.read_class_names(path) == ["Äuklet", "Tern"]
-
-    def test_windows_line_ends_and_byte_order_mark_are_no_part_of_a_name(self, tmp_path: Path) -> None:
-        path = tmp_path / "names.txt"
-        path.write_bytes(b"\xef\xbb\xbfAuklet\r\nTern\r\n")
-        assert checkpoint.read_class_names(path) == ["Auklet", "Tern"]
-
-    @pytest.mark.parametrize(
-        ("content", "says"),
-        [
-            (b"a\n\nb\n", "blank line 2"),
-            (b"a\nb\na\n", "a more than once"),
-            (b"", "blank line 1"),
-            (b"\xff\xfe", "UTF-8"),
-        ],
-        ids=["blank", "doubled", "empty", "not UTF-8"],
-    )
-    def test_a_list_that_names_classes_badly_is_refused(self, tmp_path: Path, content: bytes, says: str) -> None:
-        path = tmp_path / "names.txt"
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("Äuklet \n Tern\n\n\n".encode(), ["Äuklet", "Tern"]),
+        (b"\xef\xbb\xbfAuklet\r\nTern\r\n", ["Auklet", "Tern"]),
+        (b"a\n\nb\n", "blank line 2"),
+        (b"a\nb\na\n", "a more than once"),
+        (b"", "blank line 1"),
+        (b"\xff\xfe", "UTF-8"),
+        (None, r"names\.txt"),
+    ],
+    ids=["plain", "Windows", "blank", "doubled", "empty", "not UTF-8", "missing"],
+)
+def test_class_names_are_read_one_a_line(tmp_path: Path, content: bytes | None, names: list[str] | str) -> None:
+    path = tmp_path / "names.txt"
+    if content is not None:
         path.write_bytes(content)
-        with pytest.raises(UsageError, match=says):
-            checkpoint.read_class_names(path)
-
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"nowhere\.txt"):
-            checkpoint.read_class_names(tmp_path / "nowhere.txt")
+    if isinstance(names, list):
+        assert checkpoint.read_class_names(path) == names
+        return
+    with pytest.raises(UsageError, match=names):
+        checkpoint.read_class_names(path)
 
 
 def test_a_description_holds_what_infer_needs(ours: tuple[Checkpoint, Path]) -> None:

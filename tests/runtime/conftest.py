@@ -1,4 +1,4 @@
-"""A tiny network as a checkpoint and as the files exported from it; another one; real photographs and weights."""
+"""A tiny network as a checkpoint and as the files exported from it; another one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
-
-# the data that lies beside the project, not in it
-SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 class _TinyBody(nn.Module):
@@ -72,19 +69,3 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("another") / "other.onnx"
     export(CheckpointSource(_tiny_checkpoint(1), out), ExportTargets({"fp32": out}), ExportOptions(threads=2))
     return out
-
-
-@pytest.fixture(scope="session")
-def photographs() -> Path:
-    folder = SHARED_DATA / "cub_mini" / "images"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def resnet18_weights() -> Path:
-    path = SHARED_DATA / "weights" / "resnet18_ktb_small.safetensors"
-    if not path.is_file():
-        pytest.skip(f"no {path}")
-    return path

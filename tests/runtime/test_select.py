@@ -1,4 +1,4 @@
-"""Which model `infer` takes when none is named, and what it says where it cannot choose."""
+"""The model that `infer` chooses when none is named, and the refusal where it cannot choose."""
 
 from __future__ import annotations
 
@@ -50,12 +50,11 @@ class TestOneCheckpoint:
         )
 
     def test_the_only_precision_is_taken_anywhere(self, folder: Path) -> None:
+        shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
+        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "a.onnx", "of equals the first by name"
+        (folder / "a.onnx").unlink()
         (folder / "ckpt.onnx").unlink()
         assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.fp16.onnx"
-
-    def test_of_equals_the_first_by_name_is_taken(self, folder: Path) -> None:
-        shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
-        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "a.onnx"
 
     @pytest.mark.parametrize("content", ["foreign", "random", "empty"])
     def test_other_onnx_files_do_not_get_in_the_way(self, folder: Path, content: str) -> None:
@@ -132,18 +131,18 @@ class TestNoChoice:
         for part in ("ckpt.onnx (of c0.pt)", "ckpt.fp16.onnx (of c0.pt)", "other.onnx (of c1.pt)", "--model"):
             assert part in str(refusal.value)
 
-    def test_an_empty_folder_says_how_to_go_on(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"no exported model.*--model"):
-            find_model(tmp_path, gpu=False, check_engine=_fits)
-
-    def test_a_checkpoint_alone_is_answered_with_the_command_to_export_it(self, tmp_path: Path) -> None:
-        (tmp_path / "ckpt.pt").write_bytes(b"")
-        with pytest.raises(UsageError, match=r"opal-deploy export ckpt\.pt"):
-            find_model(tmp_path, gpu=False, check_engine=_fits)
-
-    def test_a_foreign_file_alone_is_named_as_foreign(self, tmp_path: Path) -> None:
-        _foreign(tmp_path / "theirs.onnx")
-        with pytest.raises(UsageError, match=r"theirs\.onnx is not one of ours"):
+    @pytest.mark.parametrize(
+        ("create", "says"),
+        [
+            (lambda folder: None, r"no exported model.*--model"),
+            (lambda folder: (folder / "ckpt.pt").touch(), r"opal-deploy export ckpt\.pt"),
+            (lambda folder: _foreign(folder / "theirs.onnx"), r"theirs\.onnx is not one of ours"),
+        ],
+        ids=["an empty folder", "a checkpoint alone", "a foreign file alone"],
+    )
+    def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path: Path, create: Any, says: str) -> None:
+        create(tmp_path)
+        with pytest.raises(UsageError, match=says):
             find_model(tmp_path, gpu=False, check_engine=_fits)
 
 
@@ -163,17 +162,16 @@ class TestOpening:
         (session,) = open_sessions(path, device="cpu")
         assert isinstance(session, TorchSession)
 
-    @pytest.mark.parametrize("name", ["nowhere.onnx", "nowhere.pt"])
-    def test_a_missing_file_is_named(self, tmp_path: Path, name: str) -> None:
-        with pytest.raises(ArtifactError, match=name):
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("nowhere.onnx", r"nowhere\.onnx: no such model"),
+            ("nowhere.pt", r"nowhere\.pt: no such model"),
+            (".", "a folder"),
+            ("m.tflite", r"expected \.onnx"),
+        ],
+    )
+    def test_what_is_no_model_is_refused(self, tmp_path: Path, name: str, says: str) -> None:
+        (tmp_path / "m.tflite").touch()
+        with pytest.raises(ArtifactError, match=says):
             open_sessions(tmp_path / name)
-
-    def test_a_folder_is_no_model(self, tmp_path: Path) -> None:
-        with pytest.raises(ArtifactError, match="a folder"):
-            open_sessions(tmp_path)
-
-    def test_another_suffix_is_refused(self, tmp_path: Path) -> None:
-        path = tmp_path / "m.tflite"
-        path.write_bytes(b"x")
-        with pytest.raises(ArtifactError, match=r"expected \.onnx"):
-            open_sessions(path)

@@ -91,18 +91,20 @@ class TestOnnxRuntimeOnTheCpu:
 
 @pytest.mark.data
 def test_photographs_get_pytorchs_answers_from_onnx_runtime(
-    photographs: Path, resnet18_weights: Path, tmp_path: Path
+    cub_mini: Path, shared_weights: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    network = OpalNetwork(NetworkConfig("resnet18", 10), weights=resnet18_weights).eval()
+    network = OpalNetwork(
+        NetworkConfig("resnet18", 10), weights=shared_weights / "resnet18_ktb_small.safetensors"
+    ).eval()
     with torch.no_grad():
         network.head.projection.weight.mul_(4)  # type: ignore[operator]
     checkpoint = Checkpoint(network, [str(index) for index in range(10)])
     out = tmp_path / "c.onnx"
-    options = ExportOptions(images=photographs, threads=2)
+    options = ExportOptions(images=cub_mini / "images", threads=2)
     done = export(CheckpointSource(checkpoint, out), ExportTargets({"fp32": out}), options).onnx[0]
     # not those that the export was verified on
-    files = islice(sorted(photographs.rglob("*.jpg"))[::-1], 12)
+    files = islice(sorted(cub_mini.rglob("*.jpg"))[::-1], 12)
     shown = np.stack([to_input(image, compute_geometry(image), (224, 224)) for image in map(decode, files)])
     reference = TorchSession(checkpoint, device="cpu").run_reference(shown)
     # the order of sums moves some pictures' cosines by a little over the gate; no cell may differ on any
