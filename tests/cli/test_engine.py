@@ -1,4 +1,4 @@
-"""Commands that are given an engine, on a machine without a GPU: one line, exit 2, and what can be said without one."""
+"""Commands with an engine on a machine without a GPU: one line and exit 2, or what needs no GPU."""
 
 from __future__ import annotations
 
@@ -64,23 +64,17 @@ def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(
     assert done.stderr.startswith(expected)
 
 
-def test_inspect_says_what_it_is_without_running_it(opal: Any, engine: Path) -> None:
-    done = opal("inspect", engine)
-    assert done.returncode == 0
+def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Any, engine: Path, tmp_path: Path) -> None:
+    shown = opal("inspect", engine).stderr
     for part in ("tensorrt-rtx 1.", "sm80, batches 1:2:4", "ckpt.fp16.onnx", "unverified", "matches the file"):
-        assert part in done.stderr
+        assert part in shown
     document = json.loads(opal("inspect", engine, "--json").stdout)
     assert (document["kind"], document["intact"], document["checks"]) == ("engine", True, [])
     assert document["metadata"]["test_vectors"] == {"pictures": 4}
-
-
-def test_inspect_shows_damage(opal: Any, engine: Path, tmp_path: Path) -> None:
     for path in engine.parent.glob(f"{engine.name}*"):
         shutil.copy(path, tmp_path / path.name)
-    content = (tmp_path / engine.name).read_bytes()
-    (tmp_path / engine.name).write_bytes(content[:-1] + b"?")
-    done = opal("inspect", engine.name, "--json", cwd=tmp_path)
-    assert json.loads(done.stdout)["intact"] is False
+    (tmp_path / engine.name).write_bytes(engine.read_bytes()[:-1] + b"?")
+    assert json.loads(opal("inspect", tmp_path / engine.name, "--json").stdout)["intact"] is False
 
 
 @pytest.mark.parametrize("command", ["verify", "infer"])
@@ -95,3 +89,11 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(
     assert "this is not the file you were told of" in refused.stderr
     accepted = opal(*call, "--expect-sha256", compute_sha256(model).upper(), cwd=tmp_path)
     assert accepted.returncode == 0, accepted.stderr
+
+
+@pytest.mark.parametrize("model", ["nope.engine", "."])
+def test_a_pin_for_a_file_that_is_not_there_is_one_line(opal: Any, tmp_path: Path, model: str) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    done = opal("infer", "a.png", "--model", model, "--expect-sha256", "00", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +42,6 @@ class TestFromOnnx:
 
     def test_it_reproduces_the_references_test_vectors(self, fp16: Path) -> None:
         assert verify_test_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
-
-    def test_it_needs_no_torch(self, fp32: Path, tmp_path: Path) -> None:
-        program = (
-            "import sys; sys.modules['torch'] = None; sys.modules['torchvision'] = None\n"
-            "from pathlib import Path\n"
-            "from opal_deploy.export.exporter import export\n"
-            "from opal_deploy.export.onnx_source import OnnxSource\n"
-            "from opal_deploy.export.options import ExportOptions, ExportTargets\n"
-            "targets = ExportTargets({'fp16': Path(sys.argv[2])})\n"
-            "export(OnnxSource(Path(sys.argv[1])), targets, ExportOptions(threads=2))\n"
-        )
-        out = tmp_path / "x.onnx"
-        command = [sys.executable, "-c", program, str(fp32), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-        assert done.returncode == 0, done.stderr
-        assert onnx_file.read_metadata(out).precision == "fp16"
 
     def test_a_damaged_source_is_refused(self, fp32: Path, write_onnx: Any, tmp_path: Path) -> None:
         content = bytearray(fp32.read_bytes())

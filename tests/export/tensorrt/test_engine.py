@@ -120,15 +120,6 @@ class TestFiles:
         assert result.onnx[0].metadata.unverified == "exported with --no-verify"
         assert check_engine(result.engines[0].path).metadata.unverified == "exported with --no-verify"
 
-    def test_what_is_made_from_an_unverified_file_says_so(
-        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path
-    ) -> None:
-        write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", verify=False)
-        result = build(tmp_path / "c.onnx")
-        doubt = "made from c.onnx, which was exported with --no-verify"
-        assert onnx_file.read_metadata(result.onnx[0].path).unverified == doubt
-        assert check_engine(result.engines[0].path).metadata.unverified == doubt
-
 
 class TestFromACheckpoint:
     def test_fp32_and_fp16_files_and_the_engine_in_one_export_and_the_engine_is_found_again(
@@ -153,23 +144,20 @@ class TestFromACheckpoint:
 
 
 class TestAnEngineThatIsThere:
-    def test_the_same_again_is_reused_and_reported(self, again: Path) -> None:
+    def test_the_same_is_reused_and_its_sidecar_follows_the_onnx_file(self, again: Path, make_pictures: Any) -> None:
         messages: list[str] = []
-        before = (again.parent / ENGINE).stat().st_mtime_ns
+        before, sidecar = (again.parent / ENGINE).stat().st_mtime_ns, sidecar_path(again.parent / ENGINE).read_bytes()
         (reused,) = build(again, report=messages.append).engines
-        assert reused.reused
-        assert reused.path.stat().st_mtime_ns == before
         assert any(line.startswith("Reusing") and ENGINE in line for line in messages)
-
-    def test_its_sidecar_follows_the_onnx_file(self, again: Path, make_pictures: Any) -> None:
+        assert sidecar_path(reused.path).read_bytes() == sidecar
+        # the same graph in a file with another report
         make_pictures(again.parent / "images", 12)
-        before = (again.parent / ENGINE).read_bytes()
         (reused,) = build(again, options={"images": again.parent / "images"}).engines
         assert reused.reused
-        assert reused.path.read_bytes() == before
-        sidecar = check_engine(reused.path)
-        assert sidecar.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
-        assert sidecar.metadata.verification["pictures"] == "12 photographs of images"
+        assert reused.path.stat().st_mtime_ns == before
+        followed = check_engine(reused.path)
+        assert followed.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
+        assert followed.metadata.verification["pictures"] == "12 photographs of images"
 
     @pytest.mark.parametrize(
         "change", ["options", "rebuild", "damaged", "no sidecar", "class names", "builder", "network"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opal_deploy.artifact.engine_file import BatchRange
-from opal_deploy.errors import MissingExtra, UsageError
+from opal_deploy.errors import UsageError
 from opal_deploy.export.tensorrt.options import (
     BuildOptions,
     EngineRequest,
@@ -33,60 +33,50 @@ def choose(installed: dict[str, str], driver: Driver, builder: str | None, *name
     return [(t.builder, t.sm) for t in choose_engine_targets(builder, names, driver, installed.get)]
 
 
-@pytest.mark.parametrize(
-    ("installed", "driver", "builder", "names", "engines"),
-    [
-        pytest.param(BOTH, L4, None, [], [("tensorrt", "sm89")], id="TensorRT and a GPU"),
-        pytest.param(PROPER, H200, None, [], [("tensorrt", "sm90")], id="an H200 with TensorRT"),
-        pytest.param(PROPER, H200, None, ["h100"], [("tensorrt", "sm90")], id="the target is the GPU that is here"),
-        pytest.param(BOTH, NO_GPU, None, [], [("tensorrt-rtx", "sm80")], id="no GPU"),
-        pytest.param(RTX, NO_GPU, None, [], [("tensorrt-rtx", "sm80")], id="a laptop"),
-        pytest.param(RTX, L4, None, [], [("tensorrt-rtx", "sm89")], id="for the GPU that is here"),
-        pytest.param(BOTH, L4, None, ["a100"], [("tensorrt-rtx", "sm80")], id="for another GPU"),
-        pytest.param(BOTH, L4, "tensorrt-rtx", [], [("tensorrt-rtx", "sm89")], id="RTX is forced"),
-        pytest.param(BOTH, L4, "tensorrt", [], [("tensorrt", "sm89")], id="TensorRT is forced"),
-        pytest.param(
-            RTX, NO_GPU, None, ["a100", "sm80", "RTX 4090", "t4", "8.6"],
-            [("tensorrt-rtx", sm) for sm in ("sm80", "sm89", "sm75", "sm86")], id="several, each once",
-        ),
-        pytest.param(RTX, H200, None, ["current"], [("tensorrt-rtx", "sm90")], id="whatever is here"),
-    ],
-)  # fmt: skip
-def test_the_rule(installed: Any, driver: Driver, builder: Any, names: Any, engines: Any) -> None:
+THE_RULE: dict[str, tuple[dict[str, str], Driver, str | None, list[str], list[tuple[str, str]]]] = {
+    "TensorRT and a GPU": (BOTH, L4, None, [], [("tensorrt", "sm89")]),
+    "an H200 with TensorRT": (PROPER, H200, None, [], [("tensorrt", "sm90")]),
+    "the target is the GPU that is here": (PROPER, H200, None, ["h100"], [("tensorrt", "sm90")]),
+    "no GPU": (BOTH, NO_GPU, None, [], [("tensorrt-rtx", "sm80")]),
+    "a laptop": (RTX, NO_GPU, None, [], [("tensorrt-rtx", "sm80")]),
+    "for the GPU that is here": (RTX, L4, None, [], [("tensorrt-rtx", "sm89")]),
+    "for another GPU": (BOTH, L4, None, ["a100"], [("tensorrt-rtx", "sm80")]),
+    "RTX is forced": (BOTH, L4, "tensorrt-rtx", [], [("tensorrt-rtx", "sm89")]),
+    "TensorRT is forced": (BOTH, L4, "tensorrt", [], [("tensorrt", "sm89")]),
+    "several, each once": (
+        RTX, NO_GPU, None, ["a100", "sm80", "RTX 4090", "t4", "8.6"],
+        [("tensorrt-rtx", sm) for sm in ("sm80", "sm89", "sm75", "sm86")],
+    ),
+    "whatever is here": (RTX, H200, None, ["current"], [("tensorrt-rtx", "sm90")]),
+}  # fmt: skip
+# what to say to whom, in one line
+UNBUILDABLE: dict[str, tuple[dict[str, str], Driver, str | None, list[str], str]] = {
+    "none": (NONE, NO_GPU, None, [], r"needs TensorRT for RTX.*pip install 'opal-deploy\[trt-rtx\]'"),
+    "none, with a GPU": (NONE, L4, None, [], r"opal-deploy\[trt-rtx\].*opal-deploy\[trt\]"),
+    "TensorRT without a GPU": (PROPER, NO_GPU, None, [], r"opal-deploy\[trt-rtx\]"),
+    "an H200": (RTX, H200, None, [], r"sm90 \(H100, H200\).*install TensorRT.*ONNX Runtime"),
+    "for an H100": (RTX, NO_GPU, None, ["h100"], "sm90 .*sm75, sm80, sm86, sm89, sm120, sm121;"),
+    "no GPU at all": (RTX, NO_GPU, None, ["pentium"], "'pentium': not a GPU that is known here"),
+    "too old": (RTX, NO_GPU, None, ["sm70"], "runs on sm75 and newer"),
+    "current without one": (RTX, NO_GPU, None, ["current"], "no GPU here .no NVIDIA driver"),
+    "forced and not installed": (RTX, L4, "tensorrt", [], r"tensorrt-cu13.*opal-deploy\[trt\]"),
+    "forced, no GPU": (PROPER, NO_GPU, "tensorrt", [], "builds on the GPU that is to run the engine"),
+    "forced, elsewhere": (BOTH, L4, "tensorrt", ["a100"], r"--target sm80: TensorRT builds for .*L4"),
+}
+
+
+@pytest.mark.parametrize("case", THE_RULE)
+def test_the_rule(case: str) -> None:
+    installed, driver, builder, names, engines = THE_RULE[case]
     assert choose(installed, driver, builder, *names) == engines
 
 
-@pytest.mark.parametrize(
-    ("installed", "driver", "builder", "names", "line"),
-    [
-        pytest.param(
-            NONE, NO_GPU, None, [], r"needs TensorRT for RTX.*pip install 'opal-deploy\[trt-rtx\]'", id="none"
-        ),
-        pytest.param(NONE, L4, None, [], r"opal-deploy\[trt-rtx\].*opal-deploy\[trt\]", id="none, with a GPU"),
-        pytest.param(PROPER, NO_GPU, None, [], r"opal-deploy\[trt-rtx\]", id="TensorRT without a GPU"),
-        pytest.param(RTX, H200, None, [], r"sm90 \(H100, H200\).*install TensorRT.*ONNX Runtime", id="an H200"),
-        pytest.param(RTX, NO_GPU, None, ["h100"], "sm90 .*sm75, sm80, sm86, sm89, sm120, sm121;", id="for an H100"),
-        pytest.param(RTX, NO_GPU, None, ["pentium"], "'pentium': not a GPU that is known here", id="no GPU at all"),
-        pytest.param(RTX, NO_GPU, None, ["current"], "no GPU here .no NVIDIA driver", id="current without one"),
-        pytest.param(RTX, L4, "tensorrt", [], r"tensorrt-cu13.*opal-deploy\[trt\]", id="forced and not installed"),
-        pytest.param(
-            PROPER, NO_GPU, "tensorrt", [], "builds on the GPU that is to run the engine", id="forced, no GPU"
-        ),
-        pytest.param(
-            BOTH, L4, "tensorrt", ["a100"], r"--target sm80: TensorRT builds for .*L4", id="forced, elsewhere"
-        ),
-    ],
-)
-def test_what_cannot_be_built_is_one_line(installed: Any, driver: Driver, builder: Any, names: Any, line: str) -> None:
+@pytest.mark.parametrize("case", UNBUILDABLE)
+def test_what_cannot_be_built_is_one_line(case: str) -> None:
+    installed, driver, builder, names, line = UNBUILDABLE[case]
     with pytest.raises(UsageError, match=line) as error:
         choose(installed, driver, builder, *names)
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_builder_names_the_extra() -> None:
-    with pytest.raises(MissingExtra) as error:
-        choose(RTX, L4, "tensorrt")
-    assert error.value.extra == "trt"
 
 
 @pytest.mark.parametrize(
