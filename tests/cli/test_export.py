@@ -16,8 +16,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
 needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
@@ -35,15 +33,14 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_becomes_a_file_beside_it(opal: Any, exact_model: Path, tmp_path: Path) -> None:
-    shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "c.pt")
-    done = opal("export", "c.pt", "--json", "--threads", "1", cwd=tmp_path)
+def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Any, folder: Path) -> None:
+    done = opal("export", "c.onnx", "--precision", "fp16", "--json", "--threads", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["path"] == "c.onnx"
+    assert document["path"] == "c.fp16.onnx"
     assert document["verification"]["passed"] is True
     assert "Verified on 64 images: largest differences: logit" in done.stderr
-    assert names(tmp_path) == ["c.onnx", "c.pt"]
+    assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 
 def _write_foreign(path: Path) -> None:
@@ -106,8 +103,30 @@ def test_options_that_do_not_fit_the_checkpoint_are_one_line(
     assert not (tmp_path / "c.onnx").exists()
 
 
+def test_a_graph_that_fails_its_gate_exits_with_4_and_leaves_nothing(
+    opal: Any, exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from opal_deploy.export import checkpoint_source
+
+    trace = checkpoint_source.trace
+
+    def faulty(graph: Any) -> onnx.ModelProto:
+        model = trace(graph)
+        (weight,) = [t for t in model.graph.initializer if t.name.endswith("projection.weight")]
+        weight.raw_data = b"\0" * len(weight.raw_data)
+        return model
+
+    monkeypatch.setattr(checkpoint_source, "trace", faulty)
+    done = opal("export", exact_model.with_suffix(".pt"), "--out", "c.onnx", "--threads", "1", cwd=tmp_path)
+    assert done.returncode == 4
+    assert done.stderr.splitlines()[-1].startswith("opal-deploy: c.onnx was not written")
+    assert "Traceback" not in done.stderr
+    assert names(tmp_path) == []
+
+
 def test_no_verify_is_on_record_and_infer_repeats_it(opal: Any, folder: Path, make_pictures: Any) -> None:
-    assert opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder).returncode == 0
+    exported = opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder)
+    assert "NOT VERIFIED: exported with --no-verify" in exported.stderr
     make_pictures(folder / "in", 1)
     inferred = opal("infer", "in", "--model", "c.fp16.onnx", cwd=folder)
     assert inferred.returncode == 0
@@ -159,15 +178,6 @@ class TestEngines:
         done = opal("export", "c.onnx", "--trt", *SMALL, cwd=folder, blocked=("torch", "torchvision"))
         assert done.returncode == 0, done.stderr
         assert "c.fp16.sm80.rtx.engine" in names(folder)
-
-    def test_what_is_made_from_an_unverified_file_says_so(self, opal: Any, exact_model: Path, tmp_path: Path) -> None:
-        call = ("export", exact_model.with_suffix(".pt"), "--no-verify", "--out", "c.onnx")
-        assert opal(*call, cwd=tmp_path).returncode == 0
-        done = opal("export", "c.onnx", "--trt", *SMALL, cwd=tmp_path)
-        doubt = "made from c.onnx, which was exported with --no-verify"
-        assert f"NOT VERIFIED: {doubt}" in done.stderr
-        assert onnx_file.read_metadata(tmp_path / "c.fp16.onnx").unverified == doubt
-        assert check_engine(tmp_path / "c.fp16.sm80.rtx.engine").metadata.unverified == doubt
 
     def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(self, folder: Path) -> None:
         # the signal comes at a moment when native code is running

@@ -120,6 +120,15 @@ class TestFiles:
         assert result.onnx[0].metadata.unverified == "exported with --no-verify"
         assert check_engine(result.engines[0].path).metadata.unverified == "exported with --no-verify"
 
+    def test_what_is_made_from_an_unverified_file_says_so(
+        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path
+    ) -> None:
+        write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", verify=False)
+        result = build(tmp_path / "c.onnx")
+        doubt = "made from c.onnx, which was exported with --no-verify"
+        assert onnx_file.read_metadata(result.onnx[0].path).unverified == doubt
+        assert check_engine(result.engines[0].path).metadata.unverified == doubt
+
 
 class TestFromACheckpoint:
     def test_fp32_and_fp16_files_and_the_engine_in_one_export_and_the_engine_is_found_again(

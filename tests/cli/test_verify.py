@@ -1,0 +1,53 @@
+"""`opal-deploy verify M`: the test vectors that a model carries, and the ways in which a file is not the one it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.files import compute_sha256
+
+CPU = ("--device", "cpu", "--threads", "1")
+
+
+def test_an_intact_file_passes(opal: Any, exact_model: Path) -> None:
+    digest = compute_sha256(exact_model)
+    done = opal("verify", exact_model, *CPU, "--json", "--expect-sha256", digest.upper())
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["passed"], document["images"], document["sha256"]) == (True, 4, digest)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "message"),
+    [
+        ("none", 2, "this is not the file you were told of"),
+        ("flipped", 2, "do not match the digest"),
+        # edited and given a new digest: the digest is right, the outputs are not
+        ("edited", 4, "does not reproduce its own test vectors"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(
+    opal: Any, exact_model: Path, tmp_path: Path, change: str, code: int, message: str
+) -> None:
+    path, content = tmp_path / "m.onnx", bytearray(exact_model.read_bytes())
+    content[len(content) // 4] ^= 0x10 if change == "flipped" else 0
+    path.write_bytes(content)
+    if change == "edited":
+        model, metadata = onnx.load(exact_model), onnx_file.read_metadata(exact_model)
+        (weight,) = [t for t in model.graph.initializer if t.name.endswith("projection.weight")]
+        weight.raw_data = b"\0" * len(weight.raw_data)
+        (entry,) = model.metadata_props
+        entry.value = entry.value.replace(metadata.file_sha256, "0" * 64)
+        onnx.save(model, path)
+        onnx_file.embed_digest(path)
+    done = opal("verify", path, *CPU, *(["--expect-sha256", "0" * 64] if change == "none" else []))
+    assert done.returncode == code
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("opal-deploy: ")
+    assert message in line
