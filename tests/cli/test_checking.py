@@ -1,4 +1,4 @@
-"""`opal-deploy verify RESULTS` and `opal-deploy diff`: what one runs before believing, and before replacing."""
+"""`opal-deploy verify RESULTS` and `opal-deploy diff`, run before a record is believed or a model replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Opal = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def run(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `in/` and what `infer` made of it in `out/`."""
+    """A folder with `in/` and the results of `infer` in `explanations/`."""
     folder = tmp_path_factory.mktemp("run")
     make_pictures(folder / "in", 3)
     (folder / "in/broken.png").write_bytes((folder / "in/000.png").read_bytes()[:200])
@@ -38,20 +38,17 @@ def half_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return out
 
 
-def test_records_carry_what_sha256sum_says(run: Path, exact_model: Path) -> None:
+def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
+    sha256 = compute_sha256(exact_model)
     lines = [json.loads(line) for line in (run / "explanations/results.jsonl").read_text("utf-8").splitlines()]
     assert [line["file_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
-    assert {line["model_sha256"] for line in lines} == {compute_sha256(exact_model)}
-    summary = json.loads((run / "explanations/summary.json").read_text())
-    assert summary["model"]["sha256"] == compute_sha256(exact_model)
-
-
-def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
+    assert {line["model_sha256"] for line in lines} == {sha256}
+    assert json.loads((run / "explanations/summary.json").read_text())["model"]["sha256"] == sha256
     done = opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["records"], report["checked"], report["different"], report["findings"]) == (4, 4, 0, [])
-    assert report["model_sha256"] == compute_sha256(exact_model)
+    assert report["model_sha256"] == sha256
 
 
 def test_a_sample_says_how_to_take_it_again(opal: Opal, run: Path, exact_model: Path) -> None:
@@ -67,22 +64,15 @@ def test_a_changed_record_ends_in_4_and_is_named(opal: Opal, run: Path, exact_mo
     record = json.loads(lines[1])
     record["evidence"][0]["box"][0] += 1
     lines[1] = json.dumps(record)
-    # run.json is not beside it: what it says has to be given
+    # run.json is not beside it: its options have to be given
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    arguments = [tmp_path, "--model", exact_model, "--root", run, "--min-margin", "0.3"]
-    done = opal("verify", *arguments)
+    done = opal("verify", tmp_path, "--model", exact_model, "--root", run, "--min-margin", "0.3")
     assert done.returncode == 4, done.stderr
     assert f"line 2, {record['image']}: evidence[0].box is recorded as" in done.stderr.splitlines()[-1]
 
 
-def test_another_model_is_refused(opal: Opal, run: Path, half_model: Path) -> None:
-    done = opal("verify", "explanations", "--model", half_model, cwd=run)
-    assert done.returncode == 4, done.stderr
-    assert "it was made by another model" in done.stderr
-
-
-def test_calls_that_make_no_sense_say_so(opal: Opal, run: Path, exact_model: Path) -> None:
-    for arguments, said in (
+def test_wrong_calls_are_refused(opal: Opal, run: Path, exact_model: Path) -> None:
+    for arguments, message in (
         (["verify", "explanations"], "give it with --model"),
         (["verify", exact_model, "in"], "only records are checked"),
         (["diff", exact_model, exact_model], "a model answers images"),
@@ -90,7 +80,7 @@ def test_calls_that_make_no_sense_say_so(opal: Opal, run: Path, exact_model: Pat
     ):
         done = opal(*arguments, cwd=run)
         assert done.returncode == 2, done.stderr
-        assert said in done.stderr
+        assert message in done.stderr
 
 
 def test_a_model_has_not_changed_against_its_own_results(opal: Opal, run: Path, exact_model: Path) -> None:
@@ -103,9 +93,9 @@ def test_a_model_has_not_changed_against_its_own_results(opal: Opal, run: Path, 
 
 
 def test_half_precision_against_full(opal: Opal, run: Path, exact_model: Path, half_model: Path) -> None:
-    arguments = ["diff", exact_model, half_model, "in", "--json", "--tolerance", "0", "--out", "page.html"]
-    done = opal(*arguments, cwd=run)
-    assert done.returncode == 0, done.stderr
+    arguments = ["diff", exact_model, half_model, "in", "--json", "--tolerance", "0", "--fail-on", "any"]
+    done = opal(*arguments, "--out", "page.html", cwd=run)
+    assert done.returncode == 4, done.stderr
     report = json.loads(done.stdout)
     # three answers whose last digits differ; the broken file is broken for both
     assert report["changed"] == 3
@@ -113,5 +103,6 @@ def test_half_precision_against_full(opal: Opal, run: Path, exact_model: Path, h
     assert report["kinds"]["class"] == report["kinds"]["error"] == 0
     assert 0 < report["largest_contribution_change"] < 2e-2
     assert (run / "page.html").read_text("utf-8").count("<img ") == 6
-    done = opal("diff", exact_model, half_model, "in", "--tolerance", "0", "--fail-on", "any", cwd=run)
-    assert done.returncode == 4
+    done = opal("verify", "explanations", "--model", half_model, cwd=run)
+    assert done.returncode == 4, done.stderr
+    assert "it was made by another model" in done.stderr

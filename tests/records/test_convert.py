@@ -1,7 +1,9 @@
-"""Records for other programs, against examples worked out by hand."""
+"""Records as tables, COCO and Label Studio, against examples worked out by hand."""
 
 from __future__ import annotations
 
+import csv
+import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -12,12 +14,16 @@ from xml.etree import ElementTree
 import pytest
 
 import opal_deploy
-from opal_deploy.records import label_config, to_coco, to_label_studio
+from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
+from opal_deploy.inference.sources.annotations import read_boxes
+from opal_deploy.inference.sources.items import Item
+from opal_deploy.records import label_config, tables, to_coco, to_label_studio
 from opal_deploy.records.record import Record, error_record
-from opal_deploy.records.tables import to_table
+from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, to_table, write_table
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]
-ANSWER: Any = {"class_id": 1, "label": "birch <b>", "logit": -0.5, "cosine": 0.875}
+ANSWER: Any = {"class_id": 1, "label": 'birch, "<b>"\n', "logit": -0.1 - 0.2, "cosine": 0.875}
+LABEL = ANSWER["label"]
 OK: Record = {
     "schema": 1,
     "image": "a\\\\b.jpg",
@@ -28,23 +34,127 @@ OK: Record = {
     "height": 50,
     "prediction": ANSWER,
     "margin": 0.25,
-    "top": [ANSWER],
+    "top": [ANSWER, {**ANSWER, "class_id": 0, "cosine": None}],
     "evidence": [
         {"slot": 0, "channel": 2, "cell": [0, 1], "score": 0.5, "contribution": 0.5, "box": [50.0, 0.0, 100.0, 12.5]},
-        {"slot": 1, "channel": 3, "cell": [3, 3], "score": 0.25, "contribution": 0.375, "box": [150.0, 37.5, 200, 50],
+        {"slot": 1, "channel": 3, "cell": [3, 3], "score": 0.25, "contribution": None, "box": [150.0, 37.5, 200, 50],
          "name": "beak"},
     ],
+    "truth": "ash",
 }  # fmt: skip
-FAILED = error_record("c\\xff.jpg", "truncated_image", "cut")
-WITHOUT_EVIDENCE: Record = {**OK, "image": None, "margin": None}
+FAILED = error_record("c\\xff.jpg", "truncated_image", "it ends early")
+WITHOUT_EVIDENCE: Record = {**OK, "image": None, "margin": None, "truth": LABEL}
 del WITHOUT_EVIDENCE["evidence"]
+RECORDS = [OK, FAILED, WITHOUT_EVIDENCE]
+
+
+def read_parquet(out: Path) -> Any:
+    return pytest.importorskip("pyarrow.parquet").read_table(out / "results.parquet")
+
+
+def test_parquet_has_the_documented_columns_and_values(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    write_table(RECORDS, tmp_path, "parquet")
+    table = read_parquet(tmp_path)
+    types = {"string": "string", "int32": "int32", "float64": "double", "bool": "bool"}
+    assert table.column_names == [*COLUMNS, *LISTS]
+    assert [str(field.type) for field in table.schema][: len(COLUMNS)] == [types[t] for t in COLUMNS.values()]
+    first, second, third = table.to_pylist()
+    assert first["image"] == OK["image"]
+    assert (first["class_id"], first["label"], first["logit"]) == (1, LABEL, ANSWER["logit"])
+    assert first["top"] == OK["top"]
+    assert first["evidence"][0] == {
+        "slot": 0, "name": None, "channel": 2, "row": 0, "col": 1, "score": 0.5, "contribution": 0.5,
+        "x0": 50.0, "y0": 0.0, "x1": 100.0, "y1": 12.5,
+    }  # fmt: skip
+    assert first["evidence"][1]["contribution"] is None
+    assert [row["correct"] for row in (first, second, third)] == [False, None, True]
+    assert (second["error_code"], second["error_message"]) == ("truncated_image", "it ends early")
+    assert {second[name] for name in ("class_id", "label", "margin", "width", "overlay", "truth")} == {None}
+    assert (second["top"], second["evidence"]) == (None, None)
+
+
+def test_csv_has_the_same_columns_with_lists_as_json(tmp_path: Path) -> None:
+    write_table(RECORDS, tmp_path, "csv")
+    with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
+        reader = csv.DictReader(stream)
+        first, second, third = reader
+        assert reader.fieldnames == [*COLUMNS, *LISTS]
+    assert (first["label"], float(first["logit"])) == (LABEL, ANSWER["logit"])
+    assert json.loads(first["top"]) == OK["top"]
+    assert json.loads(first["evidence"])[0]["x1"] == 100.0
+    assert [row["correct"] for row in (first, second, third)] == ["false", "", "true"]
+    assert (second["status"], second["error_code"], second["evidence"]) == ("error", "truncated_image", "")
+
+
+def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    for records in ([], [{**OK, "truth": "\udcff"}]):
+        for kind in tables.FORMATS:
+            write_table(records, tmp_path, kind)  # type: ignore[arg-type]
+        text = (tmp_path / "results.csv").read_text("utf-8")
+        assert read_parquet(tmp_path).column_names == [*COLUMNS, *LISTS]
+        assert text.startswith(",".join([*COLUMNS, *LISTS]) + "\n")
+        assert [row["truth"] for row in read_parquet(tmp_path).to_pylist()] == ["\\udcff"] * len(records)
+        assert text.count("\\udcff") == len(records)
+
+
+def test_many_records_are_written_group_by_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(tables, "_GROUP_ROWS", 2)
+    write_table(RECORDS, tmp_path, "parquet")
+    file = parquet.ParquetFile(tmp_path / "results.parquet")
+    assert (file.metadata.num_row_groups, file.read().num_rows) == (2, 3)
+
+
+def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(tables._WRITERS, "csv", fail)
+    with pytest.raises(StoppedEarly, match=r"No space left on device.*all records are in results.jsonl"):
+        write_table(RECORDS, tmp_path, "csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_formats_are_checked_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_formats(["csv", "csv"]) == ("csv",)
+    with pytest.raises(UsageError, match="--format 'xml': expected parquet or csv"):
+        check_formats(["xml"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    # csv is written by Python itself
+    assert check_formats(["csv"]) == ("csv",)
+    with pytest.raises(MissingExtra, match=r"opal-deploy\[tables\]"):
+        check_formats(["parquet"])
+    with pytest.raises(MissingExtra, match=r"pip install 'opal-deploy\[pandas\]'"):
+        opal_deploy.to_pandas([OK])
+
+
+def test_pandas_has_a_row_an_image_or_a_row_a_slot() -> None:
+    columns, rows = to_table([OK, FAILED])
+    assert columns == [*COLUMNS, *LISTS]
+    assert [row["label"] for row in rows] == [LABEL, None]
+    assert [row["file_sha256"] for row in rows] == ["0" * 64, None]
+    columns, rows = to_table(RECORDS, "evidence")
+    assert [[row[name] for name in ("slot", "row", "col", "x0", "name")] for row in rows] == [
+        [0, 0, 1, 50.0, None],
+        [1, 3, 3, 150.0, "beak"],
+    ]
+    # each column once
+    assert all(sorted(row) == sorted(columns) for row in rows)
+    pytest.importorskip("pandas")
+    frame = opal_deploy.to_pandas([OK, FAILED])
+    assert list(frame.columns) == [*COLUMNS, *LISTS]
+    assert frame["margin"].tolist()[0] == 0.25
+    assert opal_deploy.to_pandas([OK], "evidence")["name"].tolist()[1:] == ["beak"]
+    assert len(opal_deploy.to_pandas([])) == 0
 
 
 def test_coco_by_class() -> None:
-    found = to_coco([FAILED, OK])
-    assert found["images"] == [{"id": 1, "file_name": "a\\b.jpg", "width": 200, "height": 50}]
-    assert found["categories"] == [{"id": 2, "name": "birch <b>", "supercategory": ""}]
-    assert found["annotations"][0] == {
+    document = to_coco([FAILED, OK])
+    assert document["images"] == [{"id": 1, "file_name": "a\\b.jpg", "width": 200, "height": 50}]
+    assert document["categories"] == [{"id": 2, "name": LABEL, "supercategory": ""}]
+    assert document["annotations"][0] == {
         "id": 1,
         "image_id": 1,
         "category_id": 2,
@@ -52,39 +162,35 @@ def test_coco_by_class() -> None:
         "area": 625.0,
         "iscrowd": 0,
         "score": 0.5,
-        "attributes": {"label": "birch <b>", "slot": 0, "channel": 2, "cell": [0, 1], "contribution": 0.5},
+        "attributes": {"label": LABEL, "slot": 0, "channel": 2, "cell": [0, 1], "contribution": 0.5},
     }
-    assert [annotation["id"] for annotation in found["annotations"]] == [1, 2]
-    assert found["info"]["images_without_an_answer"] == 1
+    assert [annotation["id"] for annotation in document["annotations"]] == [1, 2]
+    assert document["info"]["images_without_an_answer"] == 1
 
 
 def test_coco_by_slot() -> None:
-    found = to_coco([OK], "slot")
-    assert found["categories"] == [
-        {"id": 3, "name": "birch <b> slot 0", "supercategory": "birch <b>"},
-        {"id": 4, "name": "beak", "supercategory": "birch <b>"},
+    document = to_coco([OK], "slot")
+    assert document["categories"] == [
+        {"id": 3, "name": f"{LABEL} slot 0", "supercategory": LABEL},
+        {"id": 4, "name": "beak", "supercategory": LABEL},
     ]
-    assert [annotation["category_id"] for annotation in found["annotations"]] == [3, 4]
+    assert [annotation["category_id"] for annotation in document["annotations"]] == [3, 4]
 
 
 def test_coco_boxes_are_read_back_as_they_were(tmp_path: Path) -> None:
-    from opal_deploy.inference.sources.annotations import read_boxes
-    from opal_deploy.inference.sources.items import Item
-
     one: Record = {**OK, "image": "a.jpg", "evidence": OK["evidence"][:1]}
     (tmp_path / "coco.json").write_text(json.dumps(to_coco([one])))
     assert read_boxes(tmp_path / "coco.json").find(Item(Path("a.jpg"), "a.jpg")) == (50.0, 0.0, 100.0, 12.5)
 
 
 def test_label_studio() -> None:
-    task, failed, plain = to_label_studio([OK, FAILED, WITHOUT_EVIDENCE], "/data/local-files/?d=")
+    task, failed, plain = to_label_studio(RECORDS, "/data/local-files/?d=")
     assert task["data"] == {"image": "/data/local-files/?d=a\\b.jpg"}
     (prediction,) = task["predictions"]
     assert prediction["score"] == 0.25
     choice, first, second = prediction["result"]
     assert choice == {
-        "id": "class", "type": "choices", "from_name": "class", "to_name": "image",
-        "value": {"choices": ["birch <b>"]},
+        "id": "class", "type": "choices", "from_name": "class", "to_name": "image", "value": {"choices": [LABEL]},
     }  # fmt: skip
     assert first["value"] == {
         "x": 25.0, "y": 0.0, "width": 25.0, "height": 25.0, "rotation": 0, "rectanglelabels": ["slot 0"],
@@ -98,44 +204,15 @@ def test_label_studio() -> None:
 
 
 def test_the_labelling_interface_names_what_the_tasks_use() -> None:
+    # a line break in an XML attribute reads as a space
     tree = ElementTree.fromstring(label_config([OK, FAILED]))
-    assert [choice.get("value") for choice in tree.iter("Choice")] == ["birch <b>"]
+    assert [choice.get("value") for choice in tree.iter("Choice")] == [LABEL.replace("\n", " ")]
     assert [label.get("value") for label in tree.iter("Label")] == ["slot 0", "slot 1"]
     used = {part["from_name"] for part in to_label_studio([OK])[0]["predictions"][0]["result"]}
     assert used == {tree.find("Choices").get("name"), tree.find("RectangleLabels").get("name")}  # type: ignore[union-attr]
 
 
-def test_rows_an_image_and_rows_a_slot() -> None:
-    columns, rows = to_table([OK, FAILED])
-    assert {"image", "label", "margin", "error_code", "file_sha256", "model_sha256", "evidence"} <= set(columns)
-    assert [row["label"] for row in rows] == ["birch <b>", None]
-    assert [row["file_sha256"] for row in rows] == ["0" * 64, None]
-    columns, rows = to_table([OK, FAILED, WITHOUT_EVIDENCE], "evidence")
-    assert [[row[name] for name in ("slot", "row", "col", "x0", "name")] for row in rows] == [
-        [0, 0, 1, 50.0, None],
-        [1, 3, 3, 150.0, "beak"],
-    ]
-    assert all(sorted(row) == sorted(columns) for row in rows)
-
-
-def test_pandas_has_the_same_rows() -> None:
-    pytest.importorskip("pandas")
-    frame = opal_deploy.to_pandas([OK, FAILED])
-    assert list(frame.columns) == to_table([OK])[0]
-    assert frame["margin"].tolist()[0] == 0.25
-    assert len(opal_deploy.to_pandas([OK], "evidence")) == 2
-    assert len(opal_deploy.to_pandas([])) == 0
-
-
-def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(opal_deploy.MissingExtra, match=r"pip install 'opal-deploy\[pandas\]'"):
-        opal_deploy.to_pandas([OK])
-
-
-def test_the_cli_converts(opal: Opal, tmp_path: Path) -> None:
+def test_the_command_converts(opal: Opal, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (OK, FAILED)))
     done = opal("convert", tmp_path, "--to", "coco", "--categories", "slot")
     assert json.loads(done.stdout) == to_coco([OK, FAILED], "slot")
@@ -147,22 +224,18 @@ def test_the_cli_converts(opal: Opal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--to", "xml"], "expected coco or label-studio"),
         (["--to", "coco", "--categories", "part"], "expected class or slot"),
         (["--to", "coco", "--config", "c.xml"], "only --to label-studio"),
+        (["--to", "coco"], "line 2 is not a whole record"),
     ],
 )
-def test_the_cli_refuses_what_it_does_not_know(opal: Opal, tmp_path: Path, arguments: list[str], said: str) -> None:
-    (tmp_path / "results.jsonl").write_text(json.dumps(OK) + "\n")
+def test_wrong_calls_and_damaged_files_are_refused(
+    opal: Opal, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "results.jsonl").write_text(json.dumps(OK) + "\n{}\n")
     done = opal("convert", tmp_path, *arguments)
     assert done.returncode == 2
-    assert said in done.stderr
-
-
-def test_a_damaged_file_is_named_by_its_line(opal: Opal, tmp_path: Path) -> None:
-    (tmp_path / "results.jsonl").write_text(json.dumps(OK) + "\n{}\n")
-    done = opal("convert", tmp_path, "--to", "coco")
-    assert done.returncode == 2
-    assert "line 2 is not a whole record" in done.stderr
+    assert message in done.stderr
