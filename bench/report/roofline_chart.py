@@ -26,17 +26,19 @@ def draw_roofline(rows: Sequence[Row]) -> Iterator[Chart]:
             groups.setdefault(title, []).append(row)
     for title, members in groups.items():
         if roofs := _get_roofs(members):
-            yield _draw_roofs(f"Roofline, {title}" if len(groups) > 1 else "Roofline", _get_intensities(members), roofs)
+            unit = "TOP/s" if title.startswith("int8") else "TFLOP/s"
+            full_title = f"Roofline, {title}" if len(groups) > 1 else "Roofline"
+            yield _draw_roofs(full_title, unit, _get_intensities(members), roofs)
 
 
-def _draw_roofs(title: str, parts: dict[str, dict[str, float]], roofs: dict[Roof, str]) -> Chart:
+def _draw_roofs(title: str, unit: str, parts: dict[str, dict[str, float]], roofs: dict[Roof, str]) -> Chart:
     networks = list(dict.fromkeys(name for intensities in parts.values() for name in intensities))
     values = [value for intensities in parts.values() for value in intensities.values()]
     values += [flops / bandwidth for flops, bandwidth in roofs]
     x = Axis(min(values) / 2.5, max(values) * 2.5, 0.1, 0.97, logarithmic=True)
     floor = min(_attain(roof, x.low) for roof in roofs) / 1.5
     y = Axis(floor / 1e12, max(flops for flops, _ in roofs) * 1.6 / 1e12, PLOT_HEIGHT + 60, 16, logarithmic=True)
-    elements = draw_axes(x, y, label_ticks(x.ticks(6)), "arithmetic intensity, FLOPs per byte", "TFLOP/s at most")
+    elements = draw_axes(x, y, label_ticks(x.ticks(6)), "arithmetic intensity, FLOPs per byte", f"{unit} at most")
     for series, roof in enumerate(roofs):
         ends = sorted({x.low, roof[0] / roof[1], x.high})
         places = [(x(value), y(_attain(roof, value) / 1e12)) for value in ends]

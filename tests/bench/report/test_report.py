@@ -140,6 +140,15 @@ def test_charts_are_written_as_files(every_kind: list[Measurement], tmp_path: Pa
             assert (np.asarray(image) == (0, 114, 178)).all(axis=2).sum() > 500
 
 
+def test_the_roofline_of_integers_is_in_operations(one: Callable[..., Measurement]) -> None:
+    roof = {"name": "NVIDIA L4", "flops": 242e12, "bytes_per_second": 3e11}
+    line = one("roofline", {"intensity": Figure(60.0, "FLOPs/byte")}, case={"batch": 1}, details={"ceilings": [roof]})
+    assert line.target is not None
+    for precision, unit in (("int8", "TOP/s at most"), ("fp16", "TFLOP/s at most")):
+        rows = number_rows([replace(line, target=replace(line.target, precision=precision))])
+        assert unit in draw_charts("roofline", rows)[0].svg
+
+
 def test_figures_of_charts_stand_in_tables_too(page: str) -> None:
     text = Elements(re.sub(r"<svg.*?</svg>", "", page, flags=re.S)).text
     for figure in ("0.972", "[0.968, 0.977]", "19.44", "57.87", "37.19", "512", "23.51 M"):
