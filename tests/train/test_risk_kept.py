@@ -64,7 +64,7 @@ def test_the_curve_is_kept_from_training_to_inspect(
     inspect(best)
     said = capsys.readouterr().err
     line = next(line for line in said.splitlines() if line.startswith("risk"))
-    assert "9 val pictures: error" in line
+    assert "9 val images: error" in line
     assert "levels" not in said
 
 
