@@ -27,7 +27,7 @@ def no_report(message: str) -> None:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How ONNX files are made and verified.
+    """The options of making and verifying ONNX files.
 
     Attributes:
         input_kind: input of the graph; see `Metadata.input_kind`.

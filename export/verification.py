@@ -55,11 +55,11 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class LayerError:
-    """How far one layer's values are from the float32 graph's.
+    """The deviation of one layer's values from the float32 graph's.
 
     Attributes:
         layer: operator and name.
-        relative: RMS of the difference over the RMS of the float32 values; NaN or infinite where the layer overflows.
+        relative: RMS of the difference over the RMS of the float32 values; infinite where the layer overflows.
         largest: largest absolute float32 value.
     """
 

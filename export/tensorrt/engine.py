@@ -51,7 +51,7 @@ class ExportedEngine:
 
 @dataclass(frozen=True)
 class _OnnxInput:
-    """The ONNX file that engines are built from: its path now, its final name, its bytes and what is in them."""
+    """The ONNX file that engines are built from: current path, final name, metadata, bytes, digest of its graph."""
 
     path: Path
     name: str

@@ -43,7 +43,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How an engine is built; None leaves an option to the builder.
+    """The options of an engine's build; None leaves an option to the builder.
 
     Attributes:
         batch: batch sizes that the engine takes, and the one to tune for.

@@ -24,8 +24,6 @@ from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.synthetic import example_images
 
-# the data that lies beside the project, not in it
-SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>", "Wren", "Jay", "Crow"]
 
 MakeCheckpoint = Callable[..., Checkpoint]
@@ -135,8 +133,6 @@ def fp32(write_onnx: WriteOnnx, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
-def photographs() -> Path:
-    folder = SHARED_DATA / "cub_mini" / "images"
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}")
-    return folder
+def photographs(cub_mini: Path) -> Path:
+    """A folder of photographs, one subfolder a class."""
+    return cub_mini / "images"
