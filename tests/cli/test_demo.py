@@ -20,7 +20,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_records(data: Path, results: Path, box_of: str | None, label: str | None = None) -> None:
-    """One record a test picture whose one box is the named part's own, or the whole picture."""
+    """Write one record per test image, whose one box is the named part's, or nearly nothing."""
     with results.open("w") as stream:
         for annotation in read_annotations(data):
             if not annotation.image.startswith("test/"):
@@ -37,26 +37,19 @@ def _write_records(data: Path, results: Path, box_of: str | None, label: str | N
 
 def test_boxes_on_a_part_count_where_it_distinguishes_the_species(drawn: Path, tmp_path: Path) -> None:
     _write_records(drawn, tmp_path / "results.jsonl", "crest")
-
     found = measure_evidence(drawn, tmp_path / "results.jsonl")
-
     tests = [a for a in read_annotations(drawn) if a.image.startswith("test/")]
     assert found.any_part == 1.0
     assert found.distinguishing == sum(a.parts["crest"].distinguishing for a in tests) / len(tests)
 
-
-def test_boxes_on_nothing_count_for_nothing(drawn: Path, tmp_path: Path) -> None:
     _write_records(drawn, tmp_path / "results.jsonl", None)
-
     found = measure_evidence(drawn, tmp_path / "results.jsonl")
-
     assert (found.any_part, found.distinguishing) == (0.0, 0.0)
     assert 0 < found.control_distinguishing < found.control_any < 1
 
 
-def test_wrong_answers_are_not_judged(drawn: Path, tmp_path: Path) -> None:
+def test_wrong_answers_are_not_measured(drawn: Path, tmp_path: Path) -> None:
     _write_records(drawn, tmp_path / "results.jsonl", "crest", label="no such species")
-
     with pytest.raises(UsageError, match="no test image was classified correctly"):
         measure_evidence(drawn, tmp_path / "results.jsonl")
 

@@ -148,7 +148,7 @@ class Card:
             "size": [self.width, self.height],
             "overlay": self.overlay,
             "sheet": self.sheet,
-            "wide": self.overlay_width,
+            "overlay_width": self.overlay_width,
         }
 
 

@@ -76,13 +76,13 @@
   function photo(position) {
     const row = rows[position], d = details(position), address = source(position);
     if (row[STATUS] === FAILED) return null;
-    if (!address) return el("p", { class: "nopicture" }, "no image kept");
+    if (!address) return el("p", { class: "no-image" }, "no image kept");
     const boxes = d.slots.length ? "with the evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
     const figure = el("figure", { class: "photo" }, image), ratio = d.size[0] / d.size[1];
     figure.style.aspectRatio = d.size[0] + " / " + d.size[1];
     figure.style.maxWidth = "calc(18rem * " + ratio + ")";
-    if (config.image_mode === "files") image.style.width = 100 * d.wide + "%";
+    if (config.image_mode === "files") image.style.width = 100 * d.overlay_width + "%";
     image.src = address;
     return figure;
   }
