@@ -109,7 +109,7 @@ def test_a_distance_of_parts_shows_their_sum() -> None:
     assert found.difference is None
 
 
-def test_collapse_is_counted_and_said() -> None:
+def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it() -> None:
     found = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], cells=[4, 4, 4])
     assert found.predicted.distinct_cells == 1
     assert all(slot.shared for slot in found.predicted.slots)
@@ -118,9 +118,6 @@ def test_collapse_is_counted_and_said() -> None:
     assert two.predicted.distinct_cells == 2
     assert [slot.shared for slot in two.predicted.slots] == [True, False, True]
     assert two.cautions() == []
-
-
-def test_an_answer_that_one_slot_carries_is_doubted() -> None:
     assert any("slot 0 alone" in caution for caution in of_scores([0.9, 0.1], [0.4, 0.4]).cautions())
 
 
