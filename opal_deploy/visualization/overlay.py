@@ -95,11 +95,6 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     return canvas
 
 
-def encode_overlay(image: Image.Image, record: Record, quality: int = 90) -> bytes:
-    """Return what `draw_overlay` draws as JPEG."""
-    return encode_jpeg(draw_overlay(image, record), quality)
-
-
 def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
     """Return an image as JPEG with colour at full resolution, which thin coloured lines need.
 

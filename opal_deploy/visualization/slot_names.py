@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.errors import UsageError
-from opal_deploy.records.record import Record, Slot
 
 _MAX_LENGTH = 100
 
@@ -79,15 +78,3 @@ def _parse_class(path: Path, label: str, class_id: int, table: Any, count: int) 
             )
         names[class_id, int(key)] = name.strip()
     return names
-
-
-def add_slot_names(record: Record, names: SlotNames) -> Record:
-    """Return the record with a `name` in each evidence slot that has one; the given record is not changed."""
-    if "evidence" not in record or "prediction" not in record or not names:
-        return record
-    class_id = record["prediction"]["class_id"]
-    named: list[Slot] = []
-    for slot in record["evidence"]:
-        name = names.name(class_id, slot["slot"])
-        named.append(slot if name is None else {**slot, "name": name})
-    return {**record, "evidence": named}

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.records.record import error_record
-from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_overlay, photograph_size, pixel_box
+from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_jpeg, photograph_size, pixel_box
 from opal_deploy.visualization.palette import slot_color
 
 SIZE = (500, 400)
@@ -167,13 +167,13 @@ def test_other_modes_are_drawn_as_rgb(make_record) -> None:
 
 def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record) -> None:
     record = make_record(SIZE)
-    decoded = Image.open(io.BytesIO(encode_overlay(Image.new("RGB", SIZE, "#777"), record)))
+    decoded = Image.open(io.BytesIO(encode_jpeg(draw_overlay(Image.new("RGB", SIZE, "#777"), record))))
     assert decoded.format == "JPEG"
     assert np.abs(np.subtract(decoded.getpixel((302, 200)), slot_color(1))).max() < 40
 
 
 def test_threads_draw_the_same_picture(make_record) -> None:
     jobs = [(photograph((200 + 10 * i, 300)), make_record((200 + 10 * i, 300))) for i in range(8)]
-    alone = [encode_overlay(*job) for job in jobs]
+    alone = [encode_jpeg(draw_overlay(*job)) for job in jobs]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda job: encode_overlay(*job), jobs)) == alone
+        assert list(pool.map(lambda job: encode_jpeg(draw_overlay(*job)), jobs)) == alone

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.visualization.slot_names import SlotNames, add_slot_names, read_slot_names
+from opal_deploy.visualization.slot_names import read_slot_names
 
 CLASSES = ("ash", "birch", "oak")
 
@@ -38,13 +37,3 @@ def test_a_wrong_name_is_refused_in_one_line(tmp_path: Path, text: str, complain
     with pytest.raises(UsageError, match=complaint) as error:
         read_slot_names(names_file(tmp_path, text), CLASSES, 3)
     assert "\n" not in str(error.value)
-
-
-def test_a_record_gets_names_beside_its_evidence_and_nothing_else_changes(make_record: Any) -> None:
-    record = make_record((200, 200))
-    before = [dict(slot) for slot in record["evidence"]]
-    named = add_slot_names(record, SlotNames({(record["prediction"]["class_id"], 2): "beak", (99, 0): "x"}))
-    assert [slot.get("name") for slot in named["evidence"]] == [None, None, "beak"]
-    assert record["evidence"] == before
-    assert {**named, "evidence": before} == record
-    assert add_slot_names(record, SlotNames()) is record

@@ -150,7 +150,7 @@ def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
     """Return the photograph of an overlay as JPEG of at most 480 x 640 pixels, or a little more to spare a resize.
 
     Args:
-        overlay: what `draw_overlay` or `encode_overlay` returned.
+        overlay: what `draw_overlay` returned, as an image or as JPEG.
         record: the overlay's record.
     """
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay

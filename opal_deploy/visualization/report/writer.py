@@ -124,8 +124,8 @@ class ReportWriter:
 
         Args:
             record: of any status.
-            overlay: what `encode_overlay` or `draw_overlay` returned for the record, or its thumbnail; None for a card
-                without an image. Not used where images are files.
+            overlay: what `draw_overlay` returned for the record, as an image or as JPEG, or its thumbnail; None for a
+                card without an image. Not used where images are files.
 
         Raises:
             ValueError: the report is closed already, or the record has neither a prediction nor an error.

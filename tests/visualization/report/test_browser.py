@@ -13,7 +13,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from opal_deploy.records.record import error_record
-from opal_deploy.visualization.overlay import encode_overlay
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportWriter, make_thumbnail
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -237,7 +237,7 @@ def test_drawings_beside_the_page_appear_without_their_legends(
             record = make_record(size, image=f"{i}.jpg")
             record["overlay"] = f"overlays/{i:06}-{i}.jpg"
             photograph = Image.new("RGB", size, (10, 20, 200))
-            (tmp_path / record["overlay"]).write_bytes(encode_overlay(photograph, record))
+            (tmp_path / record["overlay"]).write_bytes(encode_jpeg(draw_overlay(photograph, record)))
             writer.add(record, None)
     page = open_page(tmp_path / "report.html")
     for _ in range(2):

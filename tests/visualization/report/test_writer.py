@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.records.record import error_record
-from opal_deploy.visualization.overlay import draw_overlay, encode_overlay
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportWriter, choose_image_mode, make_thumbnail
 from opal_deploy.visualization.report.page import read_asset, to_json
 
@@ -308,7 +308,8 @@ def test_a_model_without_evidence_has_cards_that_say_so(write: Page, answer_with
 def test_a_thumbnail_is_the_photograph_alone(make_record, size, expected, encoded: bool) -> None:
     record = make_record(size, [(0, 0)])
     image = Image.new("RGB", size, (10, 20, 120))
-    overlay = encode_overlay(image, record) if encoded else draw_overlay(image, record)
+    overlay = draw_overlay(image, record)
+    overlay = encode_jpeg(overlay) if encoded else overlay
     small = Image.open(io.BytesIO(make_thumbnail(overlay, record)))
     assert small.size == expected
     # the last row and column are still the photograph, not the legend's paper
