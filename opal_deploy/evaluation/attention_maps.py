@@ -1,4 +1,4 @@
-"""Where attention maps come from: a network in PyTorch, or whatever a graph or an engine was exported with."""
+"""Attention maps of a model: from a network in PyTorch, or from a session of a checkpoint or exported model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INPUT_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class MapSource:
-    """A model as the part figures use it.
+    """A model as consistency, stability and purity are measured on it.
 
     Attributes:
         prototypes_per_class: m.
@@ -45,7 +45,7 @@ class MapSource:
 
 
 def from_network(network: OpalNetwork) -> MapSource:
-    """A network on its device, in eval mode from here on."""
+    """Return the source of a network on its device; leaves the network in eval mode."""
     network.eval()
     device = next(network.parameters()).device
 
@@ -70,7 +70,10 @@ def from_network(network: OpalNetwork) -> MapSource:
 
 
 def from_session(session: Session) -> MapSource:
-    """A loaded model; a checkpoint gives its maps always, an exported model only what it was exported with."""
+    """Return the source of a session.
+
+    A checkpoint always gives attention maps; an exported model only if it has them as an output.
+    """
     metadata = session.metadata
     run, run_normalised = session.run, None
     if isinstance(session, TorchSession) or metadata.input_kind == "float32":
@@ -100,7 +103,7 @@ class _TakesNormalised(Protocol):
 
 
 def _why_undefined(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
-    """Why none of the figures is defined; empty if they are."""
+    """Return the reason why no figure is defined for this model; empty if they are."""
     reason = ""
     if evidence == "none":
         reason = "the model has no prototypes (evidence none); only models with anchors have"
@@ -111,7 +114,7 @@ def _why_undefined(evidence: str, input_size: tuple[int, int]) -> dict[str, str]
 
 
 def _missing_outputs(metadata: Metadata) -> dict[str, str]:
-    """What an exported model lacks, and the command that makes one with it."""
+    """Return, per figure, which output an exported model lacks and the command that exports it."""
     source = metadata.source.get("file", "CHECKPOINT")
     reasons = {}
     if "attention" not in metadata.outputs:

@@ -1,6 +1,6 @@
 """Prototype consistency and stability, by the protocol of Huang et al. 2023 (paper, Supp. E.3).
 
-A image is cropped to its box and squashed to 224 x 224. Each of the m attention maps of its true class is upsampled
+An image is cropped to its box and squashed to 224 x 224. Each of the m attention maps of its true class is upsampled
 to 224 x 224, and the region that the prototype looks at is the square around the maximum of that *upsampled* map. It is
 not the square around the centre of the strongest cell: the two differ, since bicubic interpolation moves the maximum
 towards strong neighbours. A part is hit if it is visible and inside the region. All fifteen parts count, left and right
@@ -27,14 +27,14 @@ _NOISE = 2
 
 
 def true_class_maps(attention: FloatArray, labels: NDArray[np.int64], prototypes_per_class: int) -> NDArray[np.float32]:
-    """float32 [N, m, H, W], the true classes' maps, from attention [N, K, H, W] and labels [N]."""
+    """Return the maps of the true classes, float32 [N, m, H, W], of attention [N, K, H, W] and labels [N]."""
     channels = labels[:, None] * prototypes_per_class + np.arange(prototypes_per_class)  # [N, m]
     chosen: NDArray[np.float32] = attention[np.arange(len(labels))[:, None], channels]
     return chosen
 
 
 def upsample(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]:
-    """Maps float32 [N, m, H, W] to [N, m, size, size], bicubic as OpenCV's INTER_CUBIC has it.
+    """Upsample maps float32 [N, m, H, W] to [N, m, size, size], bicubic as OpenCV's INTER_CUBIC.
 
     That is a = -0.75, half-pixel centres, the border replicated.
     """
@@ -45,7 +45,7 @@ def upsample(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.float32]:
 
 
 def peak_locations(maps: NDArray[np.float32], size: int = 224) -> NDArray[np.int64]:
-    """int64 [N, m, 2], (y, x) of the maximum of each map upsampled to size x size; of equal ones the first, row-major.
+    """Return the maximum (y, x) of each upsampled map, int64 [N, m, 2]; of equal ones the first, row-major.
 
     Args:
         maps: float32 [N, m, H, W].
@@ -62,7 +62,7 @@ def part_hits(
     visible: NDArray[np.bool_],
     size: int = 224,
 ) -> NDArray[np.bool_]:
-    """bool [N, m, P]: whether a visible part lies in a prototype's region, its edges included.
+    """Return whether a visible part lies in a prototype's region, edges included: bool [N, m, P].
 
     Args:
         centres: [N, m, 2], (y, x), see `peaks`.
@@ -79,7 +79,7 @@ def part_hits(
 
 
 def consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
-    """Percentage, 0 ... 100, of prototypes that hit one and the same part on at least 80 % of their class's images.
+    """Return the percentage, 0 ... 100, of prototypes that hit one part on at least 80 % of their class's images.
 
     A part counts over the images on which it is visible; one that never is, is never hit. Classes without images
     have no say.
@@ -100,7 +100,7 @@ def consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDAr
 
 
 def stability(clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
-    """Percentage, 0 ... 100: mean over prototypes of the share of images on which noise changes none of its hits.
+    """Return the mean percentage, 0 ... 100, of images on which noise changes none of a prototype's hits.
 
     Args:
         clean, noisy: [N, m, P], hits without and with noise; on each image the prototypes of its own class.
@@ -112,11 +112,11 @@ def stability(clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArra
 
 
 def add_noise(images: FloatArray, first: int, seed: int) -> FloatArray:
-    """`images` plus N(0, 0.2) clipped to +-0.25.
+    """Return `images` plus noise from N(0, 0.2), clipped to +-0.25.
 
     Args:
         images: float32 [N, 3, H0, W0], normalised.
-        first: number of the first image within the data set: a image's noise depends on seed and number alone, not
+        first: number of the first image within the data set: an image's noise depends on seed and number alone, not
             on the batch that it is in.
         seed: 0 or more.
     """

@@ -1,8 +1,4 @@
-"""Figures of a trained network, from its outputs. numpy and scikit-learn only.
-
-The figures that need no annotation but the label: of a network, a graph or an engine alike.
-
-Do two models, of which one should be the other in another precision or engine, say and show the same?"""
+"""Metrics that need labels only, from a model's outputs; numpy and scikit-learn."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from opal_deploy.statistics.risk import compute_risk_curve
 
 
 def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Share of images, 0 ... 1, whose largest logit is their label's.
+    """Return the share of images, 0 ... 1, whose largest logit is their label's.
 
     Args:
         logits: [N, C], N at least 1.
@@ -28,7 +24,7 @@ def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
 
 
 def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> float:
-    """Share of images, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class wins.
+    """Return the share of images, 0 ... 1, whose label is among the k largest logits; of equal ones the lower class.
 
     Args:
         logits: [N, C], N at least 1.
@@ -40,7 +36,7 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
 
 
 def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Unweighted mean, 0 ... 1, of the classes' F1 = 2 TP / (2 TP + FP + FN).
+    """Return the unweighted mean, 0 ... 1, of the classes' F1 = 2 TP / (2 TP + FP + FN).
 
     Over the classes that are a label or an answer at least once, as scikit-learn has it by default.
 
@@ -56,7 +52,7 @@ def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
 def margins(
     logits: NDArray[np.float32], scores: NDArray[np.float32], prototypes_per_class: int, epsilon: float
 ) -> NDArray[np.float64]:
-    """Cosine of the answer minus that of the runner-up by logit, float64 [N]: what records call `margin`.
+    """Return the cosine of the predicted class minus that of the runner-up by logit, float64 [N].
 
     Args:
         logits: [N, C], C at least 2.
@@ -72,7 +68,7 @@ def margins(
 
 
 def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Counts int64 [C, C]: entry (t, p) is how many images of class t were taken for class p.
+    """Return counts int64 [C, C]: entry (t, p) is how many images of class t were predicted as class p.
 
     Args:
         logits: [N, C].
@@ -85,7 +81,7 @@ def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> 
 
 
 def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    """Mean over images of -log softmax(logits)[label], in nats.
+    """Return the mean over images of -log softmax(logits)[label], in nats.
 
     Args:
         logits: [N, C], N at least 1.
@@ -99,7 +95,7 @@ def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> flo
 def collapse_per_image(
     argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
 ) -> NDArray[np.float64]:
-    """SPC (paper, Supp. D.1), float64 [N], 0 ... 1: 0 when a class's slots peak in different cells, 1 when in one.
+    """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
     Per image of class c: 1 - (number of different cells among the true class's m channels - 1) / (m - 1).
 
@@ -121,7 +117,7 @@ def collapse_per_image(
 def spatial_prototype_collapse(
     argmax: NDArray[np.int32], labels: NDArray[np.int64], prototypes_per_class: int
 ) -> float:
-    """Mean of `collapse_by_picture` over N images, at least 1."""
+    """Return the mean of `collapse_per_image` over N images, at least 1."""
     return float(collapse_per_image(argmax, labels, prototypes_per_class).mean())
 
 
@@ -132,7 +128,7 @@ RISK = "risk"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures over N images.
+    """The metrics of N images.
 
     Attributes:
         images: N.
@@ -155,7 +151,7 @@ class Evaluation:
     risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
-        """For checkpoints and JSON: `<prefix>_accuracy` and so on, the collapse as it is; what is None is left out."""
+        """Return the metrics under their JSON keys, `<prefix>_accuracy` and so on; None is left out."""
         figures = {
             f"{prefix}_accuracy": self.accuracy,
             f"{prefix}_top5": self.top5,
@@ -176,7 +172,7 @@ def compute_metrics(
     prototypes_per_class: int = 1,
     margins: NDArray[np.float64] | None = None,
 ) -> Evaluation:
-    """Every figure that these outputs suffice for.
+    """Return every metric that these outputs suffice for.
 
     Args:
         logits: [N, C], N at least 1.
@@ -204,7 +200,7 @@ def compute_metrics(
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two models on the same N images.
+    """How far two models agree on the same N images.
 
     Attributes:
         images: N.
@@ -220,12 +216,12 @@ class Agreement:
     largest_cosine_difference: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 def compare_outputs(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
-    """Compare two models' answers for the same images, row for row; their classes are the same."""
+    """Compare two models' outputs for the same images, row for row; both have the same classes."""
     (ours, mine), (theirs, other) = first, second
     answers = ours.logits.argmax(axis=1)
     same = float((answers == theirs.logits.argmax(axis=1)).mean())

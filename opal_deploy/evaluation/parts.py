@@ -1,9 +1,7 @@
-"""How well prototypes stand for the parts of CUB's birds: consistency, stability and purity in one pass.
+"""Consistency, stability (Huang et al. 2023) and part purity (PIP-Net, Nauta et al. 2023) on CUB's parts, in one pass.
 
-Part purity, as PIP-Net defines it (Nauta et al. 2023): do a channel's best images show one and the same part?
-
-For each channel the ten images with its highest scores are taken, of whatever class, and on each the 32 x 32 patch of
-its strongest cell. The channel's purity is the largest share, over parts, of those images whose patch holds the part.
+Purity: for each channel the ten images with its highest scores are taken, of whatever class, and in each the 32 x 32
+patch of its strongest cell. The purity is the largest share, over parts, of images whose patch holds the part.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from opal_deploy.runtime.session import ImageBatch
 
 @dataclass(frozen=True)
 class PartFigures:
-    """Figures over the images of a split, in percent as the paper's tables have them.
+    """Consistency, stability and purity over the images of a split, in percent as in the paper's tables.
 
     Attributes:
         consistency: see `regions.consistency`; None where it cannot be measured.
@@ -50,7 +48,7 @@ class PartFigures:
     unavailable: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a figure that could not be measured is null, and `unavailable` says why."""
+        """Return the figures for JSON; one that could not be measured is null, and `unavailable` has the reason."""
         figures: dict[str, Any] = {
             CONSISTENCY: self.consistency,
             STABILITY: self.stability,
@@ -63,7 +61,7 @@ class PartFigures:
 
 
 class PartMeter:
-    """Collects over the batches of a data set what the three figures need; a `Watch`.
+    """Accumulates what the three figures need over the batches of a data set; a `BatchCallback`.
 
     Args:
         source: the model.
@@ -79,7 +77,7 @@ class PartMeter:
         self._noisy: list[NDArray[np.bool_]] = []
 
     def __call__(self, first: int, pixels: ImageBatch, outputs: Outputs) -> None:
-        """See `Watch`."""
+        """Add a batch; see `BatchCallback`."""
         source = self._source
         if CONSISTENCY not in source.unavailable:
             self._clean.append(self._hits(first, outputs))
@@ -89,7 +87,7 @@ class PartMeter:
             self._noisy.append(self._hits(first, outputs))
 
     def figures(self, scores: FloatArray | None, argmax: NDArray[np.int32] | None) -> PartFigures:
-        """After the last batch; `scores` and `argmax`: [N, K] of all images."""
+        """Return the figures after the last batch, of scores and argmax [N, K] of all images."""
         source, labels = self._source, self._labels
         consistency = stability = purity = purity_std = None
         if self._clean:
@@ -118,7 +116,7 @@ class PartMeter:
 def measure_parts(
     network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: ProgressCallback | None = None
 ) -> PartFigures:
-    """The three figures of a network on its device, over the test images; leaves it in eval mode.
+    """Measure the three figures of a network on its device over the test images; leaves it in eval mode.
 
     Raises:
         UsageError: the data set has no part locations or no test images, the input is not 224 x 224, or the network
@@ -147,7 +145,7 @@ _SIDES = ("left ", "right ")
 def merge_sides(
     names: tuple[str, ...], present: NDArray[np.bool_], visible: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """`left X` and `right X` as one part X: there if either is, visible if either is.
+    """Merge `left X` and `right X` into one part X: present if either is, visible if either is.
 
     Args:
         names: P names.
@@ -163,7 +161,7 @@ def merge_sides(
 
 
 def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int], size: int = 224) -> NDArray[np.int64]:
-    """int64 [..., 4], (x0, y0, x1, y1) in pixels of the size x size input, PATCH on a side, from flat cells [...].
+    """Return boxes int64 [..., 4], (x0, y0, x1, y1) in input pixels, PATCH on a side, of flat cells [...].
 
     The patches are spread evenly; those of the last row and column end at the image's edge.
     """
@@ -185,7 +183,7 @@ def purity_by_channel(
     names: tuple[str, ...],
     size: int = 224,
 ) -> NDArray[np.float64]:
-    """Purities float64 [K], 0 ... 1; 0 where no part is visible on any of the channel's images.
+    """Return purities float64 [K], 0 ... 1; 0 where no part is visible on any of the channel's images.
 
     Args:
         scores: [N, K]; of equal ones the earlier image comes first.

@@ -1,15 +1,14 @@
-"""Does the evidence lie where the species differ? Boxes of an explanation against the annotated parts.
+"""Boxes of explanations against the annotated parts of the generated data set.
 
 A box **covers** a part if it holds at least a quarter of the part's box. A distinguishing part spans at most two cells
-of a 7x7 grid each way, and of two cells some cell always holds half: a quarter is what one well placed cell is sure to
-hold, wherever the grid happens to cut the part.
+of a 7x7 grid each way, and one of two cells always holds half: a quarter is what one well placed cell is sure to hold,
+wherever the grid cuts the part.
 
-A share means little without its **control**: what a box on a random cell of the same creature would have scored. It is
-the exact mean over all cells that are at least a quarter foreground, not a sample of them. A method that merely finds
-the creature scores like its control. (Where between a tenth and two fifths that threshold lies moves the control of 8
-species at 160x160 by about 0.04 at most, on grids of 7x7, 5x5 and 4x4, where it is about 0.23, 0.32 and 0.43.)
-
-The generated data set in `evaluate`: where its parts are, and what the boxes of right answers cover."""
+Every share stands beside its **control**: the same share for a box on a random cell of the creature, as the exact mean
+over all cells that are at least a quarter foreground. A method that merely finds the creature scores like its control.
+(Moving that threshold between a tenth and two fifths moves the control of 8 species at 160x160 by about 0.04 at most;
+it is about 0.23, 0.32 and 0.43 on grids of 7x7, 5x5 and 4x4.)
+"""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ NO_PART = "none"
 
 @dataclass(frozen=True)
 class BoxHits:
-    """What the boxes of one image cover.
+    """The parts that the boxes of one image cover.
 
     Attributes:
         species: the image's class.
@@ -62,7 +61,7 @@ class BoxHits:
 
 @dataclass(frozen=True)
 class EvidenceSummary:
-    """`Hits` of many images together. All shares are 0 ... 1, of boxes; an image counts as often as it has boxes.
+    """`BoxHits` of many images. Shares are 0 ... 1, of boxes; an image counts as often as it has boxes.
 
     Attributes:
         images, boxes: how many were looked at.
@@ -118,7 +117,7 @@ def count_box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, in
 
 
 def summarize_hits(hits: Sequence[BoxHits]) -> EvidenceSummary:
-    """Add up the hits of many images.
+    """Return the summary of many images' hits.
 
     Raises:
         UsageError: there is not a single box among them.
@@ -147,7 +146,7 @@ def summarize_hits(hits: Sequence[BoxHits]) -> EvidenceSummary:
 
 
 def cell_foreground(annotation: Annotation, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Share of foreground in each cell of a grid over the whole image: float64 [H, W], 0 ... 1.
+    """Return the share of foreground in each cell of a grid over the whole image: float64 [H, W], 0 ... 1.
 
     Exact for any grid: a pixel that a cell's edge cuts counts for both cells by area.
 
@@ -162,14 +161,14 @@ def cell_foreground(annotation: Annotation, grid: tuple[int, int]) -> NDArray[np
 
 
 def _overlaps(length: int, cells: int) -> NDArray[np.float64]:
-    """[cells, length]: which share of each cell each pixel makes up, along one side of the image."""
+    """Return the share of each cell that each pixel makes up along one side of the image: [cells, length]."""
     edges, pixels = np.linspace(0, length, cells + 1), np.arange(length)
     shared = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
     return np.asarray(shared.clip(min=0) * (cells / length), dtype=np.float64)
 
 
 def _foreground_boxes(annotation: Annotation, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Boxes [B, 4] of the cells that count as on the creature: never none, for lack of any the fullest ones."""
+    """Return boxes [B, 4] of the cells on the creature; if there is none, of the cells with the most foreground."""
     share = cell_foreground(annotation, grid)
     rows, columns = np.nonzero(share >= min(FOREGROUND, share.max()) - 1e-9)
     height, width = annotation.height / grid[0], annotation.width / grid[1]
@@ -177,7 +176,7 @@ def _foreground_boxes(annotation: Annotation, grid: tuple[int, int]) -> NDArray[
 
 
 def _shares(boxes: NDArray[np.float64], parts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[B, P]: which share of each part's box [P, 4] each box [B, 4] holds."""
+    """Return the share of each part's box [P, 4] that each box [B, 4] holds: [B, P]."""
     low = np.maximum(boxes[:, None, :2], parts[None, :, :2])
     high = np.minimum(boxes[:, None, 2:], parts[None, :, 2:])
     return np.asarray(
@@ -189,7 +188,7 @@ PARTS = "generated_parts"
 
 
 def has_annotations(data: DataSet) -> bool:
-    """Whether `data` is a generated set: its parts file lies in its folder."""
+    """Return whether `data` is a generated data set, which has a parts file in its folder."""
     try:
         return (data.root / PARTS_FILE).is_file()
     except OSError:
@@ -197,7 +196,7 @@ def has_annotations(data: DataSet) -> bool:
 
 
 def match_annotations(data: DataSet, samples: list[Sample]) -> list[Annotation]:
-    """The annotations of `samples`, row for row.
+    """Return the annotations of `samples`, row for row.
 
     Raises:
         UsageError: the parts file is damaged, or says nothing of one of them.
@@ -218,7 +217,7 @@ def match_annotations(data: DataSet, samples: list[Sample]) -> list[Annotation]:
 def evaluate_part_coverage(
     measured: EvaluationResult, annotations: list[Annotation], metadata: Metadata
 ) -> EvidenceSummary | None:
-    """What the evidence boxes of correctly answered images cover, by slot; None if there is nothing to judge.
+    """Return which parts the evidence boxes of correctly predicted images cover, by slot.
 
     That is: no answer was right, or the model's evidence is not single cells.
     """
@@ -238,12 +237,12 @@ def evaluate_part_coverage(
 
 
 def part_coverage_document(summary: EvidenceSummary) -> dict[str, Any]:
-    """For JSON."""
+    """Return the summary for JSON."""
     return asdict(summary)
 
 
 def format_part_coverage(summary: EvidenceSummary) -> Iterator[str]:
-    """Shares, and for each species what each of its slots looks at."""
+    """Yield the shares as a line, and for each species a line with the parts that each slot covers."""
     yield (
         f"boxes on a distinguishing part {summary.distinguishing:.1%} (random cells of the creature "
         f"{summary.control_distinguishing:.1%}), on any part {summary.any_part:.1%} ({summary.control_any:.1%}); "
@@ -258,7 +257,7 @@ def format_part_coverage(summary: EvidenceSummary) -> Iterator[str]:
 
 
 def part_coverage_table(summary: EvidenceSummary) -> tuple[list[str], list[list[str | int | float]]]:
-    """The slot-to-part confusion matrix as a table: its header, and a row for each slot of each species."""
+    """Return header and rows of slot_parts.csv: a row for each slot of each species, a column for each part."""
     names = sorted({part for slots in summary.slots.values() for parts in slots for part in parts})
     rows: list[list[str | int | float]] = [
         [species, number, *(parts.get(name, 0.0) for name in names)]

@@ -1,4 +1,4 @@
-"""A data set's images through a model: decoded in threads ahead of it, prepared as everywhere else."""
+"""Run a data set's images through a model: decoded ahead in threads, prepared as in inference."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from opal_deploy.preprocess.geometry import Geometry
 
 
 class BatchCallback(Protocol):
-    """Sees each batch while its attention maps are there."""
+    """Receives each batch while its attention maps are in memory."""
 
     def __call__(self, first: int, pixels: Pixels, outputs: Outputs) -> None:
-        """Image number `first` and those after it: uint8 [N, H0, W0, 3], and what the model answered."""
+        """Receive images uint8 [N, H0, W0, 3], the number of the first one in the data set, and the model's outputs."""
         ...
 
 
@@ -39,7 +39,7 @@ def predict_samples(
     report: ProgressCallback | None = None,
     model: str = "the model",
 ) -> Outputs:
-    """Everything but the attention maps, of which a whole data set's are too large to keep.
+    """Return the outputs for all samples without attention maps, which are too large to keep for a data set.
 
     Args:
         run: uint8 [N, H0, W0, 3] to outputs.
@@ -53,7 +53,7 @@ def predict_samples(
         model: what it is called, for errors.
 
     Raises:
-        UsageError: names a image that cannot be used, or the first whose logits are not finite.
+        UsageError: names an image that cannot be used, or the first whose logits are not finite.
     """
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
     found: list[Outputs] = []
@@ -71,7 +71,7 @@ def predict_samples(
 
 
 def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
-    """Refuse logits of which argmax and mean would still make figures, at the first batch that has some."""
+    """Raise UsageError if a row of logits is not finite; argmax and means would hide it."""
     finite = np.isfinite(outputs.logits).all(axis=1)
     if not finite.all():
         raise UsageError(
@@ -83,10 +83,10 @@ def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
 def prepared_batches(
     requests: Iterable[Request], size: tuple[int, int], batch: int, workers: int
 ) -> Iterator[tuple[Pixels, list[Geometry]]]:
-    """uint8 [n, H0, W0, 3] for up to `batch` images at a time, and how each was laid out.
+    """Yield uint8 [n, H0, W0, 3] for up to `batch` images at a time, with the geometry of each.
 
     Raises:
-        UsageError: names a image that cannot be used.
+        UsageError: names an image that cannot be used.
     """
 
     def prepared(request: Request) -> Prepared:

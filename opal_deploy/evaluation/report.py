@@ -1,7 +1,7 @@
-"""What `evaluate --out` writes: evaluation.json, and per model tables and images.
+"""The files of `evaluate --out`: evaluation.json, and tables and plots per model.
 
-Of every model confusion.csv, confusion.png and predictions.csv; of one with margins risk_coverage.csv and .png; of one
-measured on the generated set slot_parts.csv; with --faithfulness faithfulness.json and faithfulness.png.
+Every model: confusion.csv, confusion.png, predictions.csv. With margins: risk_coverage.csv and .png. On the generated
+data set: slot_parts.csv. With --faithfulness: faithfulness.json and faithfulness.png.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMED, _COUNTED = 40, 15
 
 
 def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
-    """Whether `folder` may be made, before anything is read or made.
+    """Check that `folder` may be created, before anything is read or created.
 
     Raises:
         UsageError: it lies in `data`, where it would be read as a class, or holds an evaluation and `overwrite` is off.
@@ -50,7 +50,7 @@ def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
 
 
 def create_folder(folder: Path) -> None:
-    """Make `folder`, before anything is measured that could not be kept.
+    """Create `folder`, before anything is measured that could not be kept.
 
     Raises:
         UsageError: it cannot be made.
@@ -62,7 +62,7 @@ def create_folder(folder: Path) -> None:
 
 
 def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
-    """`folder` itself for one model, a folder each in it for several: named as the file, numbered where names meet."""
+    """Return `folder` for one model; for several a subfolder each, named as the file, numbered on collision."""
     if len(models) == 1:
         return [folder]
     names = [model.name for model in models]
@@ -72,18 +72,18 @@ def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
 
 
 def write_evaluation(folder: Path, document: Any) -> None:
-    """evaluation.json: what `--json` prints."""
+    """Write evaluation.json, the document that `--json` prints."""
     write_json(folder / EVALUATION, document)
 
 
 def write_model(
     folder: Path, measured: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path
 ) -> None:
-    """The three files of one model.
+    """Write confusion.csv, confusion.png and predictions.csv of one model.
 
-    Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \\xff.
+    Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \xff.
 
-    confusion.csv: rows truth, columns answers, counts. predictions.csv: one line a image, `rank` 1 where the label
+    confusion.csv: rows truth, columns answers, counts. predictions.csv: one line an image, `rank` 1 where the label
     has the largest logit; cosine and margin are empty for models without prototypes.
 
     Args:
@@ -110,25 +110,25 @@ def write_model(
 
 
 def write_risk(folder: Path, curve: RiskCurve, threshold: Threshold | None) -> None:
-    """risk_coverage.csv, a row for each threshold that makes a difference, and its image."""
+    """Write risk_coverage.csv, a row for each threshold that makes a difference, and its plot."""
     _write_rows(folder / RISK, *risk.curve_table(curve))
     risk.draw_curve(curve, threshold, folder / RISK_IMAGE)
 
 
 def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
-    """slot_parts.csv: for each species and slot, the share of right answers in which a part is the most covered."""
+    """Write slot_parts.csv: per species and slot, how often each part is the most covered in right predictions."""
     _write_rows(folder / SLOT_PARTS, *part_coverage_table(summary))
 
 
 def write_faithfulness(folder: Path, found: Faithfulness, title: str) -> None:
-    """faithfulness.json, and its curves as faithfulness.png."""
+    """Write faithfulness.json, and its curves as faithfulness.png."""
     write_json(folder / FAITHFULNESS, found.to_dict())
     with atomic_write(folder / CURVES) as temporary:
         tables.draw_curves(found, title, temporary)
 
 
 def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
-    """A PNG of the confusion matrix, each row as shares of its truth; names at the axes and counts where they fit.
+    """Write a PNG of the confusion matrix in shares of each row, with class names and counts where they fit.
 
     Args:
         counts: [C, C], rows truth; a class without images is an empty row.

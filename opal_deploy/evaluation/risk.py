@@ -1,4 +1,4 @@
-"""Knowing when not to answer, in `evaluate`: the risk-coverage curve over the margin, a threshold for an error rate."""
+"""Risk over coverage in `evaluate`: the curve over the margin, and the threshold for an error rate."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from opal_deploy.statistics.risk import RiskCurve, Threshold, compute_risk_curve
 
 
 def compute_margin_curve(measured: EvaluationResult) -> RiskCurve | None:
-    """None for a model without anchors: it has no margins."""
+    """Return the risk-coverage curve over the margin; None for a model without anchors, which has no margins."""
     if measured.margins is None:
         return None
     return compute_risk_curve(measured.margins, measured.outputs.logits.argmax(axis=1) == measured.labels)
 
 
 def check_support(images: int, target: float) -> None:
-    """Refuse a target that so few images cannot support, before any model runs.
+    """Refuse an error rate that so few images cannot support, before any model runs.
 
     Raises:
         UsageError: they cannot, whatever the model.
@@ -33,7 +33,7 @@ def check_support(images: int, target: float) -> None:
 
 
 def format_curve(curve: RiskCurve) -> Iterator[str]:
-    """The curve in a line for a person."""
+    """Yield the curve as a line of text."""
     summary = curve.summary()
     shares = ", ".join(
         f"{share:.1%} at {100 * float(rate):g} %" for rate, share in summary["coverage_at_error"].items()
@@ -45,7 +45,7 @@ def format_curve(curve: RiskCurve) -> Iterator[str]:
 
 
 def format_threshold(found: Threshold) -> Iterator[str]:
-    """What was chosen for a wanted error rate, or why nothing was."""
+    """Yield the threshold chosen for an error rate, or the reason why there is none."""
     target = f"an error rate of at most {100 * found.target:g} %"
     if found.min_margin is None:
         yield f"no --min-margin is known to give {target}: {found.reason}"
@@ -58,14 +58,14 @@ def format_threshold(found: Threshold) -> Iterator[str]:
 
 
 def curve_table(curve: RiskCurve) -> tuple[list[str], list[list[str | int | float]]]:
-    """Header and rows of risk_coverage.csv: a threshold each, the strictest first."""
+    """Return header and rows of risk_coverage.csv, one row per threshold, the strictest first."""
     numbers = zip(curve.margins.tolist(), curve.answered.tolist(), curve.wrong.tolist(), strict=True)
     table: list[list[str | int | float]] = [[t, k, k / curve.images, e, e / k] for t, k, e in numbers]
     return ["min_margin", "answered", "coverage", "wrong", "error"], table
 
 
 def draw_curve(curve: RiskCurve, threshold: Threshold | None, path: Path) -> None:
-    """A PNG: error rate over coverage, and the threshold that was chosen."""
+    """Write a PNG of the error rate over coverage, with the chosen threshold."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

@@ -1,4 +1,4 @@
-"""The trainer's figures for a deployed model: what a graph or engine makes of a data set, in any session."""
+"""Metrics of a deployed model: a data set run in any session, of a checkpoint, an ONNX file or an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BOXES = "the protocol crops to the boxes; leave --no-boxes out"
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """A model on N images.
+    """The metrics and outputs of a model on N images.
 
     Attributes:
         evaluation: the figures that need labels only.
@@ -40,7 +40,7 @@ class EvaluationResult:
     margins: NDArray[np.float64] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Return all metrics for JSON."""
         return {**self.evaluation.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
 
 
@@ -56,7 +56,7 @@ def evaluate_session(
     report: ProgressCallback | None = None,
     model: str = "the model",
 ) -> EvaluationResult:
-    """Figures over `samples` (at least one).
+    """Evaluate a session on `samples` (at least one).
 
     Args:
         session: of a model whose classes are those of the samples' labels.
@@ -69,7 +69,7 @@ def evaluate_session(
         model: what it is called, for errors.
 
     Raises:
-        UsageError: names a image that cannot be used, or the first whose logits are not finite.
+        UsageError: names an image that cannot be used, or the first whose logits are not finite.
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)

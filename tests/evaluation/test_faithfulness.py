@@ -235,7 +235,7 @@ def test_passes_are_counted_and_no_more_than_was_said(two_cell_pictures: list[Sa
     assert found.passes == sum(session.batches)
     assert max(session.batches) == 5
     assert found.passes <= max_forward_passes(12, session.metadata, ("mean",))
-    # of a image: itself and seven changes; deletion of no cell, of 1 and 2 with 5 orders, of which two end alike; as
+    # of an image: itself and seven changes; deletion of no cell, of 1 and 2 with 5 orders, of which two end alike; as
     # many insertions. A random cell may be another class's too
     assert 12 * 25 < found.passes <= 12 * (1 + 7 + 2 * (1 + 5 * 2 - 1))
     assert done == [(4, 12), (8, 12), (12, 12)]

@@ -1,4 +1,4 @@
-"""The confusion matrix as a image, and where an evaluation's files go."""
+"""The confusion matrix as an image, and where an evaluation's files go."""
 
 from __future__ import annotations
 

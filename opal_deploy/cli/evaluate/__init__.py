@@ -1,4 +1,4 @@
-"""`opal-deploy evaluate`: how good is a model, and are its explanations true, in the engine that will run it?"""
+"""`opal-deploy evaluate`: accuracy and explanation metrics of models, in the runtime that will run them."""
 
 from opal_deploy.cli.evaluate.command import evaluate
 

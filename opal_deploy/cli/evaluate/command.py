@@ -1,4 +1,4 @@
-"""The verb: checks everything that can be checked first, then measures one model after the other."""
+"""The command: checks everything that can be checked first, then evaluates one model after the other."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _options(
 
 
 def _check_wanted(path: Path, theirs: Metadata, options: _Options) -> None:
-    """Raise UsageError for what a model cannot be measured by, before anything is read."""
+    """Raise UsageError for metrics that a model or data set does not support, before anything is read."""
     from opal_deploy.evaluation.faithfulness.measure import check_evidence
 
     if options.faithfulness:
@@ -242,7 +242,7 @@ def _add_risk(run: Run, options: _Options, folder: Path | None) -> None:
 
 
 def _add_parts(run: Run, annotations: list[Annotation] | None, folder: Path | None) -> None:
-    """What the boxes cover, on the generated set."""
+    """Add the coverage of parts on the generated data set."""
     from opal_deploy.evaluation import pointing, report
 
     if annotations is None:
@@ -291,7 +291,7 @@ def _add_faithfulness(
 
 
 def _with_estimate(advance: Advance, advice: str | None) -> Advance:
-    """`advance` that says once how long a slow measurement will take; None: never."""
+    """Return an `advance` that once prints how long a slow measurement will take, with `advice` to shorten it."""
     started: list[float] = []
 
     def report(done: int, total: int | None = None, note: str = "") -> None:

@@ -1,4 +1,4 @@
-"""`evaluate --faithfulness`: one model's evidence cells taken away, and how far several models agree."""
+"""`evaluate --faithfulness` and the agreement of several models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_faithfulness(
     seed: int,
     report: Advance,
 ) -> Faithfulness:
-    """Measures, and says before how many forward passes it may take."""
+    """Measure a model's faithfulness; prints first how many forward passes it may take."""
     from opal_deploy.evaluation.faithfulness.measure import choose_samples, max_forward_passes, measure_faithfulness
     from opal_deploy.evaluation.faithfulness.rankings import choose_foreground
 
@@ -56,7 +56,7 @@ def run_faithfulness(
 
 
 def _heat(path: Path, device: str) -> HeatMap | None:
-    """Grad-CAM for a checkpoint; exported models have no gradients."""
+    """Return Grad-CAM for a checkpoint, None for exported models, which have no gradients."""
     from opal_deploy.artifact.files import model_kind
 
     if model_kind(path) != "checkpoint":
@@ -69,7 +69,7 @@ def _heat(path: Path, device: str) -> HeatMap | None:
 
 
 def print_agreements(runs: list[Run]) -> list[list[dict[str, Any]]]:
-    """For each model how far it agrees with each before it, on the same images; said, and for JSON."""
+    """Print and return, for each model, how far it agrees with each model before it."""
     from opal_deploy.evaluation.metrics import compare_outputs
 
     documents: list[list[dict[str, Any]]] = []

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def open_model(path: Path, device: str, threads: int | None) -> Session:
-    """The model in the engine that runs it."""
+    """Open a model in the runtime that runs it."""
     from opal_deploy.runtime.select import open_sessions
 
     return open_sessions(path, device=device, threads=threads)[0]
 
 
 def read_model_metadata(path: Path) -> Metadata:
-    """What a model says of itself, without an engine: a second one's mistake is found before the first one runs.
+    """Return a model's metadata without opening a runtime, so that a wrong second model is found before the first runs.
 
     Raises:
         UsageError: not one of ours, or damaged.
@@ -42,7 +42,11 @@ def read_model_metadata(path: Path) -> Metadata:
 
 
 def check_classes(path: Path, names: list[str], data_set: DataSet) -> None:
-    """Raises UsageError: the model's classes are not the data set's, in its order."""
+    """Check that the model's classes are those of the data set, in the same order.
+
+    Raises:
+        UsageError: they are not.
+    """
     from opal_deploy.datasets.samples import pluralize
 
     theirs = data_set.class_names
@@ -64,7 +68,7 @@ def check_classes(path: Path, names: list[str], data_set: DataSet) -> None:
 
 
 def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, boxes: bool) -> None:
-    """Say so where the model is measured on images cropped in another way than those it was trained on."""
+    """Warn if the model is evaluated on images cropped in another way than those it was trained on."""
     measured = data_set.crop if boxes else None
     if trained == measured:
         return
@@ -77,7 +81,11 @@ def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, bo
 
 
 def select_samples(data_set: DataSet, split: str) -> list[Sample]:
-    """Of one split. Raises UsageError: there are none."""
+    """Return the samples of a split.
+
+    Raises:
+        UsageError: there are none.
+    """
     samples: list[Sample] = getattr(data_set, split)
     if not samples:
         raise UsageError(f"{data_set.root}: it has no {split} images; choose another --split")

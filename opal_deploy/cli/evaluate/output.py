@@ -1,4 +1,4 @@
-"""What `evaluate` says on a terminal: a few lines a model, and one table of several."""
+"""Terminal output of `evaluate`: a few lines per model, and one table of several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One model's figures, and in what it ran.
+    """The metrics of one model, and the runtime that ran it.
 
     Attributes:
         path: of the model.
@@ -32,13 +32,13 @@ class Run:
     further: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self, split: str, *, boxes: bool) -> dict[str, Any]:
-        """For JSON."""
+        """Return the document for JSON."""
         head = {"model": str(self.path), "session": self.session, "boxes": boxes}
         return {**head, **self.measured.to_dict(split), **self.further}
 
 
 def print_figures(run: Run, split: str, *, boxes: bool) -> None:
-    """A few lines on one model."""
+    """Print a few lines on one model."""
     from opal_deploy.datasets.samples import pluralize
 
     found, parts = run.measured.evaluation, run.measured.parts
@@ -70,7 +70,7 @@ def print_figures(run: Run, split: str, *, boxes: bool) -> None:
 
 
 def print_table(runs: list[Run]) -> None:
-    """One line a model, all figures in percent but the cross-entropy."""
+    """Print one line per model, metrics in percent except the cross-entropy."""
     rows = [["model", "top-1", "top-5", "macro F1", "loss", "collapse", "consistency", "stability", "purity"]]
     for run in runs:
         found, parts = run.measured.evaluation, run.measured.parts
@@ -102,7 +102,7 @@ def print_table(runs: list[Run]) -> None:
 
 
 def _figure(value: float | None, spread: float | None = None, *, digits: int = 1) -> str:
-    """A percentage with its standard deviation; a dash where there is none."""
+    """Return a percentage with its standard deviation; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if spread is None else f"{value:.{digits}f}±{spread:.{digits}f}"

@@ -1,4 +1,4 @@
-"""From what happened to single images to figures with intervals, each control compared image by image."""
+"""Figures with confidence intervals from the curves of single images, each control paired image by image."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from opal_deploy.statistics.intervals import Mean, mean_with_interval
 
 @dataclass(frozen=True)
 class Advantage:
-    """By how much the evidence, in order of contribution, beats another order: paired, positive where it does.
+    """By how much the evidence, ranked by contribution, beats another ranking: paired, positive where it does.
 
-    Where a image has fewer cells for the other order, the evidence counts with its first so many cells only.
+    Where an image has fewer cells for the other order, the evidence counts with its first so many cells only.
 
     Attributes:
         deletion: the other's deletion area minus the evidence's.
@@ -33,13 +33,13 @@ class Advantage:
 
 @dataclass(frozen=True)
 class RankingFigures:
-    """One order with one fill, over the images that have it.
+    """One ranking with one baseline, over the images that have it.
 
     Attributes:
         fill, order: which.
         images: how many images.
         cells: mean number of cells that were removed.
-        deletion, insertion: mean cosine after 0, 1, ..., m steps; a image with fewer cells stays where it then is.
+        deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells stays where it then is.
         deletion_area, insertion_area, drop: see `Path`.
         kept: share of images that are still answered with the class when all its cells are removed.
         overlap: mean share of the cells that are evidence.
@@ -60,7 +60,7 @@ class RankingFigures:
     better: Advantage | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures under their JSON keys."""
         document: dict[str, Any] = {
             "fill": self.fill,
             "order": self.order,
@@ -85,7 +85,7 @@ class RankingFigures:
 
 
 def summarize_rankings(paths: Sequence[Curves], fills: Sequence[Baseline], steps: int) -> list[RankingFigures]:
-    """By fill, then in the order of `ORDERS`; an order that no image has is left out.
+    """Return the figures by baseline, then in the order of `RANKINGS`; a ranking that no image has is left out.
 
     Args:
         paths: of N images, at least 1.
@@ -138,7 +138,7 @@ def _summarize(fill: Baseline, order: str, both: list[tuple[Curve, Curve]], step
 
 @dataclass(frozen=True)
 class StabilityFigures:
-    """One change of the images.
+    """The stability of cells under one change of the images.
 
     Attributes:
         change: which.
@@ -152,7 +152,7 @@ class StabilityFigures:
     answer: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures under their JSON keys."""
         return {
             "change": self.change,
             "same_cell": self.exactly.to_dict(),
@@ -162,7 +162,7 @@ class StabilityFigures:
 
 
 def summarize_stability(kept: Sequence[dict[str, SlotStability]]) -> list[StabilityFigures]:
-    """Of N images, at least 1."""
+    """Return the figures of each change over N images, at least 1."""
     return [
         StabilityFigures(
             change,

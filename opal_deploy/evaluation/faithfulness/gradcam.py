@@ -1,4 +1,4 @@
-"""Grad-CAM (Selvaraju et al. 2017): where a network in PyTorch looks, by its gradients; a control here, no evidence."""
+"""Grad-CAM (Selvaraju et al. 2017) of a network in PyTorch, as a control for the evidence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from opal_deploy.runtime.session import ImageBatch
 
 
 class HeatMap(Protocol):
-    """Says for each cell how much it speaks for a class."""
+    """Computes the relevance of every cell for a class."""
 
     def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """uint8 [n, H0, W0, 3] and class ids [n] to float32 [n, H * W], larger is hotter."""
+        """Return relevances float32 [n, H * W] for images uint8 [n, H0, W0, 3] and class ids [n]."""
         ...
 
 
@@ -33,7 +33,7 @@ class GradCam:
         self._device = next(network.parameters()).device
 
     def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See `HeatMap`."""
+        """Return the maps of the given classes; see `HeatMap`."""
         pixels = torch.from_numpy(normalise(images, IMAGENET_MEAN, IMAGENET_STD)).to(self._device)
         with torch.no_grad():
             features = self._network.backbone(pixels)

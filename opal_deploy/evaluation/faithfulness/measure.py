@@ -1,6 +1,4 @@
-"""The whole measurement of one model, a batch of images at a time.
-
-A few images for what is too slow to do with all: as evenly over the classes as they allow, the same every time."""
+"""The measurement of one model's faithfulness, a batch of images at a time."""
 
 from __future__ import annotations
 
@@ -42,13 +40,13 @@ NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """One model's figures.
+    """The faithfulness figures of one model.
 
     Attributes:
         images: how many images.
         available: how many images the data set has.
         prototypes_per_class: m, the most cells that are removed.
-        cells: mean number of different cells of a image, d.
+        cells: mean number of different cells of an image, d.
         passes: forward passes that it took, counted in images.
         control: what the random cells are.
         orders: curves and areas by fill and order.
@@ -69,7 +67,7 @@ class Faithfulness:
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures under their JSON keys."""
         return {
             "images": self.images,
             "of_images": self.available,
@@ -86,7 +84,7 @@ class Faithfulness:
 
 
 def check_evidence(metadata: Metadata, model: str) -> None:
-    """Whether a model has cells to remove.
+    """Check that a model has single cells as evidence, which can be removed.
 
     Raises:
         UsageError: no single cell is its evidence, or it has one class only.
@@ -100,7 +98,7 @@ def check_evidence(metadata: Metadata, model: str) -> None:
 
 
 def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Baseline]) -> int:
-    """No more forward passes than this: every slot in another cell, and no set of cells shared by two orders."""
+    """Return the most forward passes a measurement takes: no two slots or rankings share a cell."""
     each = len(RANKINGS) * 2 * metadata.prototypes_per_class * len(fills)
     return images * (1 + len(image_changes(0)) + each)
 
@@ -119,12 +117,12 @@ def measure_faithfulness(
     seed: int = 0,
     report: ProgressCallback | None = None,
 ) -> Faithfulness:
-    """Curves, controls and stability of one model.
+    """Measure deletion and insertion curves, controls and stability of one model.
 
     Args:
         session: of a model that `check` accepts.
         samples: the data set's images.
-        chosen: indices of those to measure on, at least one. What is random for a image depends on `seed` and its
+        chosen: indices of those to measure on, at least one. What is random for an image depends on `seed` and its
             index, not on the others.
         foreground: for the random control.
         boxes: crop to the samples' boxes.
@@ -136,7 +134,7 @@ def measure_faithfulness(
         report: called with images done and in all.
 
     Raises:
-        UsageError: names a image that cannot be used, or the model's logits are no numbers.
+        UsageError: names an image that cannot be used, or the model's logits are no numbers.
     """
     metadata, runner = session.metadata, Perturber(session, batch)
     moved: list[Curves] = []
@@ -183,7 +181,7 @@ def measure_faithfulness(
 
 
 def choose_samples(samples: list[Sample], limit: int) -> list[int]:
-    """Indices into `samples`, rising: `limit` of them, or all if there are no more.
+    """Return ascending indices of `limit` samples, or of all if there are no more; the same every time.
 
     No class has two images more than another that has some left; within a class they lie evenly over its images in
     their order.
@@ -206,5 +204,5 @@ def choose_samples(samples: list[Sample], limit: int) -> list[int]:
 
 
 def _evenly(number: int, share: int) -> list[int]:
-    """`share` different places of `number`."""
+    """Return `share` different indices spread evenly over `number`."""
     return [int(place) for place in (np.arange(share) * number) // max(share, 1)]

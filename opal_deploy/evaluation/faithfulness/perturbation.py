@@ -1,8 +1,7 @@
-"""Images through a session in batches, counted.
+"""Deletion and insertion: the cosine of the predicted class while cells are removed from an image, or put back.
 
-What a removed cell is painted over with. Each has its own way of being unnatural, so three are offered.
-
-Deletion and insertion: the predicted class's cosine while cells are taken from a image, or put back into none."""
+Each baseline that removed cells are painted with is unnatural in its own way, so three are offered.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from opal_deploy.runtime.session import Session
 
 
 class Perturber:
-    """A session, a batch size, and how many images went through so far.
+    """Runs images through a session in batches, and counts them.
 
     Attributes:
         passes: forward passes, counted in images.
@@ -33,14 +32,16 @@ class Perturber:
         self.passes = 0
 
     def run(self, images: NDArray[np.uint8]) -> Outputs:
-        """uint8 [n, H0, W0, 3], any n of at least 1."""
+        """Return the outputs for images uint8 [n, H0, W0, 3], n at least 1."""
         return Outputs.concatenate(
             [self._once(images[first : first + self._batch]) for first in range(0, len(images), self._batch)]
         )
 
     def cosines(self, wanted: Iterable[tuple[ImageArray, int]]) -> Iterator[tuple[float, bool]]:
-        """For images with a class each: the class's cosine, and whether it is the answer. As few as fit a batch are
-        held at a time."""
+        """Yield, for pairs of an image and a class, the class's cosine and whether it is predicted.
+
+        At most a batch of images is held at a time.
+        """
         metadata = self._session.metadata
         stream = iter(wanted)
         while group := list(itertools.islice(stream, self._batch)):
@@ -57,7 +58,7 @@ class Perturber:
         outputs = self._session.run(images)
         if not np.isfinite(outputs.logits).all():
             raise UsageError(
-                "its logits for a image with cells taken away are not finite numbers, so its faithfulness cannot be "
+                "its logits for an image with cells taken away are not finite numbers, so its faithfulness cannot be "
                 "measured; its precision is too low, export fp32"
             )
         return outputs
@@ -72,7 +73,7 @@ _STREAM = 12
 
 
 def baseline_image(image: ImageArray, fill: Baseline, grid: tuple[int, int], *, seed: int, index: int) -> ImageArray:
-    """The whole image as `fill` has it, of which removed cells take their part: uint8 [H0, W0, 3].
+    """Return the image that removed cells are taken from: uint8 [H0, W0, 3].
 
     `blur`: Gaussian, with a standard deviation of half a cell's smaller side: a cell's colours stay, its shapes go.
     `mean`: the image's mean colour. `noise`: normal, of the image's mean and standard deviation in each channel; it
@@ -90,7 +91,7 @@ def baseline_image(image: ImageArray, fill: Baseline, grid: tuple[int, int], *, 
 
 
 def replace_cells(image: ImageArray, paint: ImageArray, cells: frozenset[int], grid: tuple[int, int]) -> ImageArray:
-    """`image` with the rectangles of `cells`, flat row-major in `grid`, as in `paint`; all cells give `paint`."""
+    """Return `image` with the rectangles of `cells` (flat row-major in `grid`) taken from `paint`."""
     rows, cols = grid
     y, x = (np.rint(np.linspace(0, length, n + 1)).astype(int) for length, n in zip(image.shape, grid, strict=False))
     if len(cells) == rows * cols:
@@ -105,7 +106,7 @@ def replace_cells(image: ImageArray, paint: ImageArray, cells: frozenset[int], g
 
 @dataclass(frozen=True)
 class Curve:
-    """One image, one fill, one order: what happened at each step.
+    """The deletion and insertion curves of one image, one baseline and one ranking.
 
     Attributes:
         deletion: float64 [k + 1], cosine with the first 0, 1, ..., k cells removed.
@@ -121,31 +122,31 @@ class Curve:
 
     @property
     def steps(self) -> int:
-        """k, how many cells were removed."""
+        """The number of cells removed, k."""
         return len(self.deletion) - 1
 
     def first(self, steps: int) -> Curve:
-        """The same way, ended after so many of its cells; `kept` and `overlap` are those of its end."""
+        """Return the curve cut after `steps` cells; `kept` and `overlap` stay those of the whole curve."""
         return replace(self, deletion=self.deletion[: steps + 1], insertion=self.insertion[: steps + 1])
 
     @property
     def drop(self) -> float:
-        """How far the cosine fell with all k cells removed."""
+        """The drop of the cosine with all k cells removed."""
         return float(self.deletion[0] - self.deletion[-1])
 
     @property
     def deletion_area(self) -> float:
-        """Mean cosine on the way from no cell to k cells removed: small where the first cells matter most."""
+        """The mean cosine from no cell to k cells removed; small if the first cells matter most."""
         return trapezoid_area(self.deletion)
 
     @property
     def insertion_area(self) -> float:
-        """Mean cosine on the way from no cell to k cells put back: large where the first cells matter most."""
+        """The mean cosine from no cell to k cells put back; large if the first cells matter most."""
         return trapezoid_area(self.insertion)
 
 
 def trapezoid_area(curve: NDArray[np.float64]) -> float:
-    """By trapezoids over 0 ... 1, whatever the number of steps [k + 1], k at least 1."""
+    """Return the area under a curve float64 [k + 1] over 0 ... 1 by the trapezoidal rule, k at least 1."""
     return float((curve[:-1] + curve[1:]).mean() / 2)
 
 
@@ -162,7 +163,7 @@ def perturbation_curves(
     fills: Sequence[Baseline],
     seed: int,
 ) -> list[Curves]:
-    """Every order with every fill, for n images. A set of removed cells is run once, whichever orders lead to it.
+    """Return the curves of every ranking with every baseline for n images; equal sets of removed cells run once.
 
     Args:
         runner: the model.

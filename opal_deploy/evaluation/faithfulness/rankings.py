@@ -1,6 +1,7 @@
-"""Which cells are taken away, and in which order: the evidence, its reverse, and controls of as many cells.
+"""Rankings of cells for removal: the evidence, its reverse, and controls with as many cells.
 
-Which cells show the thing itself: a control that also removes empty sky would be too easy to beat."""
+Random controls are drawn from cells that show the object, since removing background would be too easy to beat.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _STREAM = 11
 
 @dataclass(frozen=True)
 class Rankings:
-    """One image's cells, flat row-major, in the order in which they are removed or put back.
+    """The cells of one image, flat row-major, in the order in which they are removed or put back.
 
     Attributes:
         predicted: the class that the untouched image is answered with.
@@ -45,7 +46,7 @@ class Rankings:
 
 
 def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> tuple[int, ...]:
-    """The different cells of a class's slots, by what their slots add to the class's cosine, the most first.
+    """Return the different cells of a class's slots by their contribution to the class's cosine, the largest first.
 
     Slots that share a cell add up. This is the slots' `contribution` for the Euclidean head, and what the measured
     cosine is made of whatever the distance.
@@ -72,7 +73,7 @@ def build_rankings(
     index: int,
     heat: NDArray[np.float32] | None = None,
 ) -> Rankings:
-    """The orders of image `row` of a batch.
+    """Return the rankings of image `row` of a batch.
 
     `random` draws from the foreground's cells that are not evidence, of which a small creature may have fewer than d.
     `runner-up` and `another class` take the cells of those classes' slots as they are, evidence or not: a class that
@@ -114,7 +115,7 @@ def build_rankings(
 class Foreground:
     """Attributes:
     name: what the control's random cells are, for a person.
-    cells: a image's number in its data set and how it was laid out -> bool [H * W].
+    cells: an image's number in its data set and how it was laid out -> bool [H * W].
     """
 
     name: str
@@ -124,9 +125,9 @@ class Foreground:
 def choose_foreground(
     samples: list[Sample], annotations: list[Annotation] | None, grid: tuple[int, int], *, boxes: bool
 ) -> Foreground:
-    """The best that is known of these images: drawn masks, else boxes, else nothing, and then every cell counts.
+    """Return the best known foreground: drawn masks, else boxes, else every cell.
 
-    A cell counts from a quarter of foreground on; a image without any such cell counts whole.
+    A cell counts from a quarter of foreground on; an image without any such cell counts whole.
 
     Args:
         samples: N images.
@@ -159,7 +160,7 @@ def _select_foreground(shares: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _share_in_box(box: Box, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """[H, W]: which share of each cell of the whole image lies in a box."""
+    """Return the share of each cell of the whole image that lies in a box: [H, W]."""
 
     def along(low: float, high: float, length: int, cells: int) -> NDArray[np.float64]:
         edges = np.linspace(0, length, cells + 1)

@@ -1,4 +1,4 @@
-"""Do the cells stay where they are when the image hardly changes?"""
+"""Stability of cells: whether a slot's argmax stays when the image hardly changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STREAM = 13
 
 @dataclass(frozen=True)
 class SlotStability:
-    """One image, one change. Shares are of the m slots of the class that the untouched image is answered with.
+    """One image under one change. Shares are of the m slots of the class predicted for the unchanged image.
 
     Attributes:
         exactly: share of slots whose cell is the same (after a flip: the mirrored one).
@@ -38,7 +38,7 @@ Change = Callable[[ImageArray, int], ImageArray]
 
 
 def image_changes(seed: int) -> dict[str, Change]:
-    """What is done to the model's input, by name; noise depends on `seed` and the image's number only."""
+    """Return the changes of the model's input by name; noise depends on `seed` and the image's number only."""
     return {
         "JPEG quality 90": lambda image, _: _recompressed(image, 90),
         "JPEG quality 75": lambda image, _: _recompressed(image, 75),
@@ -58,7 +58,7 @@ def measure_stability(
     metadata: Metadata,
     seed: int,
 ) -> list[dict[str, SlotStability]]:
-    """Every change of n images, by name.
+    """Return the stability of n images under every change, by name.
 
     Args:
         runner: the model.
@@ -101,7 +101,7 @@ def _recompressed(image: ImageArray, quality: int) -> ImageArray:
 
 
 def _resized(image: ImageArray) -> ImageArray:
-    """One pixel wider and higher, and back."""
+    """Return the image resized to one pixel more each way, and back."""
     height, width = image.shape[:2]
     larger = Image.fromarray(image).resize((width + 1, height + 1), Image.Resampling.BILINEAR)
     return np.asarray(larger.resize((width, height), Image.Resampling.BILINEAR))

@@ -1,4 +1,4 @@
-"""A model's faithfulness as text for a terminal, and as a figure of the curves."""
+"""Faithfulness as text for a terminal and as a plot of the curves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def format_lines(found: Faithfulness) -> Iterable[str]:
-    """What a person reads on a terminal."""
+    """Yield the lines that the terminal shows."""
     yield (
         f"faithfulness on {found.images} of {found.available} images, {found.passes:,} forward passes: the answer's "
         f"cosine while its {found.cells:.1f} different cells (mean; m = {found.prototypes_per_class}) are removed from "
@@ -87,7 +87,7 @@ def _aligned(rows: list[list[str]]) -> Iterable[str]:
 
 
 def draw_curves(found: Faithfulness, title: str, path: Path) -> None:
-    """A PNG of the curves: deletion above, insertion below, a column a fill."""
+    """Write a PNG of the curves: deletion above, insertion below, a column per baseline."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
