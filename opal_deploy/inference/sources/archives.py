@@ -21,7 +21,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, cast
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources.byte_ranges import LOCAL_SIGNATURE, ByteRange, FileFingerprint, ZipLocalHeader
@@ -38,15 +38,8 @@ _UNSUPPORTED_SUFFIXES = (".7z", ".rar", ".tar.lz4", ".tar.zst", ".tzst")
 
 _Decompressor = Callable[[BinaryIO], object]
 _DECOMPRESSORS: tuple[_Decompressor, ...] = (gzip.open, bz2.open, lzma.open)
-# headers that hold a long name or attributes of the next member
-_TAR_EXTENSIONS = (
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-)
-_MAX_TAR_EXTENSION = 1 << 20
+# bytes of a header's long name or attributes
+_MAX_TAR_HEADER = 1 << 20
 
 _ENCRYPTED, _SIZE_FOLLOWS, _UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
 _UNIX = 3
@@ -130,38 +123,33 @@ def _oversized(size: int) -> ImageError:
     )
 
 
-class _EndOfTar(Exception):
-    """The block of zeros that ends a tar was read."""
+class _HeaderReader:
+    """The stream from which `TarFile` reads headers.
+
+    `TarFile.next` returns None at the end and for a damaged header; the last block that it read tells which.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.seek, self.tell = stream.seek, stream.tell
+        self.last_block = b""
+
+    def read(self, size: int) -> bytes:
+        """Read a block, or the data of a header that holds a long name or attributes of the next member."""
+        if size > _MAX_TAR_HEADER:
+            raise ArchiveError(f"a header claims {size:,} bytes for a name or attributes")
+        self.last_block = self._stream.read(size)
+        return self.last_block
 
 
-class _TarInfo(tarfile.TarInfo):
-    """A tar member's header; both the end and a damaged header raise, where `TarFile.next` returns None for either."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        if not buf:
-            raise ArchiveError("it ends without the mark of its end")
-        if buf == bytes(tarfile.BLOCKSIZE):
-            raise _EndOfTar
-        try:
-            member = super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            raise ArchiveError(f"a header is damaged: {error}") from None
-        if member.type in _TAR_EXTENSIONS and member.size > _MAX_TAR_EXTENSION:
-            raise ArchiveError(f"a header claims {member.size:,} bytes for a name or attributes")
-        return member
-
-
-def _open_tar(stream: BinaryIO) -> tarfile.TarFile:
-    stream.seek(0)
-    return tarfile.TarFile(fileobj=stream, tarinfo=_TarInfo, encoding="utf-8", errors="surrogateescape")
+def _open_tar(reader: _HeaderReader) -> tarfile.TarFile:
+    """Open a tar, which reads its first header."""
+    return tarfile.TarFile(fileobj=cast(BinaryIO, reader), encoding="utf-8", errors="surrogateescape")
 
 
 def _is_tar(stream: BinaryIO, decompress: _Decompressor | None) -> bool:
     try:
-        _open_tar(_decompressed(stream, decompress))
-    except _EndOfTar:
-        return True
+        _open_tar(_HeaderReader(_decompressed(stream, decompress)))
     except Exception:  # parsers and decompressors raise nearly anything for another kind of file
         return False
     return True
@@ -179,8 +167,10 @@ def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
         ArchiveError: a header is damaged or missing.
     """
     last_offset = -1
+    stream.seek(0)
+    reader = _HeaderReader(stream)
     try:
-        tar = _open_tar(stream)
+        tar = _open_tar(reader)
         while (member := tar.next()) is not None:
             # a negative size would lead back to earlier members, for ever
             if member.size < 0 or member.offset_data <= last_offset:
@@ -189,13 +179,14 @@ def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
             # TarFile keeps every header that it has read
             tar.members.clear()  # type: ignore[attr-defined]
             yield member
-    except _EndOfTar:
-        return
     except ArchiveError:
         raise
     except Exception as error:  # as in `_is_tar`
         raise ArchiveError(str(error) or type(error).__name__) from None
-    raise ArchiveError("a header is damaged")
+    if not reader.last_block:
+        raise ArchiveError("it ends without the mark of its end")
+    if reader.last_block != bytes(tarfile.BLOCKSIZE):
+        raise ArchiveError("a header is damaged")
 
 
 def _read_tar(archive: Path, file: BinaryIO, decompress: _Decompressor | None, skipped: Skipped) -> Iterator[Item]:
