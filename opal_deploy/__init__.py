@@ -61,7 +61,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    # numpy and Pillow are imported by whoever explains pictures, not by `opal-deploy --help`
+    # numpy and Pillow are imported when an image is explained, not by `opal-deploy --help`
     if name in _LAZY:
         import importlib
 

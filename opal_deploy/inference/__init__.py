@@ -13,6 +13,5 @@ In the order in which an image passes them:
     service      images that come one by one, for servers
     explanation  records that show themselves in a notebook
     sheets       evidence sheets
-    atlas        the best patches of every slot over many images
     timing       seconds by stage and by thread
 """

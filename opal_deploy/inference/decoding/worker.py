@@ -61,7 +61,7 @@ def main() -> None:
     memory_at_start = _resident_bytes()
     responses.write(READY)
     responses.flush()
-    # what libraries print about odd files from here on is for nobody
+    # drop what libraries print about odd files from here on
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
         source, box = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
