@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
@@ -30,7 +30,7 @@ def predict_stream(
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield one result a request, in the order of the requests.
 
     Args:

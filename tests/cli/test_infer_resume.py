@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+Opal = Callable[..., subprocess.CompletedProcess[str]]
 MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 IMAGES = 100
 
@@ -33,8 +34,8 @@ def many(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> P
 class Infer:
     """`infer` on these pictures, in a folder of its own."""
 
-    def __init__(self, cwd: Path, model: Path, pictures: Path) -> None:
-        self.cwd = cwd
+    def __init__(self, cwd: Path, model: Path, pictures: Path, opal: Opal) -> None:
+        self.cwd, self._opal = cwd, opal
         (cwd / "in").symlink_to(pictures)
         self._fixed = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"]
 
@@ -53,8 +54,10 @@ class Infer:
             **options,
         )
 
-    def __call__(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        with self.start(*arguments, **options) as process:
+    def __call__(self, *arguments: str, out: str = "out", before: str = "") -> subprocess.CompletedProcess[str]:
+        if not before:
+            return self._opal("infer", *self._fixed, "--out", out, *arguments, cwd=self.cwd)
+        with self.start(*arguments, before=before, out=out) as process:
             stdout, stderr = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
@@ -73,15 +76,15 @@ class Infer:
 
 
 @pytest.fixture
-def infer(tmp_path: Path, exact_model: Path, many: Path) -> Infer:
-    return Infer(tmp_path, exact_model, many)
+def infer(tmp_path: Path, exact_model: Path, many: Path, opal: Opal) -> Infer:
+    return Infer(tmp_path, exact_model, many, opal)
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path) -> Path:
+def clean(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path, opal: Opal) -> Path:
     """The output of a run that nothing happened to."""
     cwd = tmp_path_factory.mktemp("clean")
-    done = Infer(cwd, exact_model, many)("--explain", "--format", "csv")
+    done = Infer(cwd, exact_model, many, opal)("--explain", "--format", "csv")
     assert done.returncode == 3, done.stderr
     return cwd / "out"
 
@@ -143,7 +146,7 @@ MOMENTS = {
     "between an overlay and its name": "import pathlib; pathlib.Path.replace = die\n",
     "in the report": "import opal_deploy.visualization.report as r; r.ReportWriter._head = die\n",
     "in a table": "import opal_deploy.records.tables as t; t._WRITERS['csv'] = die\n",
-    "before the summary": "import opal_deploy.inference.run.directory as f; f.RunFolder.end = die\n",
+    "before the summary": "import opal_deploy.inference.run.directory as f; f.RunDirectory.write_summary = die\n",
 }
 
 
@@ -166,8 +169,11 @@ def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
     with infer.start("--explain", "--format", "csv") as process:
         infer.wait_for(5, process)
         process.send_signal(number)
+        sent = time.monotonic()
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
+    assert time.monotonic() - sent < 5
+    assert said.splitlines()[-1] == "opal-deploy: interrupted"
     assert "Traceback" not in said
     count = infer.count()
     assert 5 <= count < IMAGES
@@ -219,9 +225,9 @@ def test_a_second_process_is_refused_in_one_line(infer: Infer) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path) -> Path:
+def stopped(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path, opal: Opal) -> Path:
     """The output of a run that stopped after a few records."""
-    first = Infer(tmp_path_factory.mktemp("stopped"), exact_model, many)
+    first = Infer(tmp_path_factory.mktemp("stopped"), exact_model, many, opal)
     done = first("--max-errors", "0")
     assert done.returncode == 5, done.stderr
     assert 0 < first.count() < IMAGES
@@ -306,13 +312,12 @@ def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer: Infer,
 
 
 def test_without_out_the_unfinished_run_goes_on_and_a_finished_one_is_left(
-    tmp_path: Path, exact_model: Path, many: Path
+    tmp_path: Path, exact_model: Path, many: Path, opal: Opal
 ) -> None:
     (tmp_path / "in").symlink_to(many)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", MAIN, "infer", "in/", "--model", str(exact_model), *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return opal("infer", "in/", "--model", exact_model, "--threads", "1", *arguments, cwd=tmp_path)
 
     assert call("--max-errors", "0").returncode == 5
     assert call().returncode == 3

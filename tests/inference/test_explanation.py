@@ -1,186 +1,115 @@
-"""The explanation is the computation: records hold the forward pass's own numbers."""
+"""Records print in one line, show themselves in a notebook, and stay plain dictionaries."""
 
 from __future__ import annotations
 
-import math
+import copy
+import json
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, cast
 
-import numpy as np
 import pytest
+from PIL import Image
 
-from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.types import InferenceOptions, Request
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Geometry, compute_geometry
-from opal_deploy.preprocess.resize import to_input
-from opal_deploy.records.record import Record, contributions
-from opal_deploy.runtime.onnx_session import OnnxSession
+import opal_deploy
+from opal_deploy.inference.explanation import Explanation, Explanations, to_explanations
+from opal_deploy.records.record import Record, error_record
 
-# below this lead of the best cell over the second, float32 cannot tell which is which
-TIE = 1e-4
-
-
-def explained(session: OnnxSession, paths: list[Path], **options: object) -> list[Record]:
-    requests = (Request(path.name, path) for path in paths)
-    return [r.record for r in predict_stream(requests, [session], InferenceOptions(**options))]  # type: ignore[arg-type]
+ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
+HOSTILE = "<script>alert(1)</script>\"'\n&.png"
 
 
 @pytest.fixture(scope="module")
-def pictures(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return make_pictures(tmp_path_factory.mktemp("pictures"), 12)
+def model(exact_model: Path) -> opal_deploy.Model:
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
-@pytest.fixture(scope="module")
-def found(exact_session: OnnxSession, pictures: list[Path]) -> list[Record]:
-    return explained(exact_session, pictures)
+def page(shown: Any) -> list[tuple[str, dict[str, str | None]]]:
+    """The elements that a browser would make of what a notebook is given."""
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Parser().feed(shown._repr_html_())
+    return found
 
 
-def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path) -> int:
-    """Compares records with PyTorch's forward pass; returns how many cells were compared."""
-    from opal_deploy.runtime.torch_session import TorchSession
-
-    reference = TorchSession(checkpoint, device="cpu")
-    about = reference.metadata
-    m, compared = about.prototypes_per_class, 0
-    for path, record in zip(paths, records, strict=True):
-        image = decode(path)
-        answer = reference.run_reference(to_input(image, compute_geometry(image), about.input_size)[None])
-        logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
-        assert cells is not None
-        assert scores is not None
-        assert answer.top2_margin is not None
-        predicted = record["prediction"]["class_id"]
-        assert predicted == int(logits.argmax())
-        assert record["prediction"]["logit"] == pytest.approx(float(logits[predicted]), abs=1e-4)
-        geometry = Geometry.whole(*image.size)
-        for slot, shown in enumerate(record["evidence"]):
-            channel = predicted * m + slot
-            assert (shown["slot"], shown["channel"]) == (slot, channel)
-            assert shown["score"] == pytest.approx(float(scores[0, channel]), abs=1e-5)
-            if answer.top2_margin[0, channel] > TIE:
-                cell = divmod(int(cells[0, channel]), about.grid[1])
-                assert tuple(shown["cell"]) == cell
-                assert shown["box"] == list(geometry.cell_box(*cell, about.grid))
-                compared += 1
-    return compared
-
-
-def test_boxes_and_scores_are_pytorchs_own_maximisers(
-    found: list[Record], pictures: list[Path], exact_model: Path
+def test_a_record_is_a_plain_dictionary_in_every_respect(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
 ) -> None:
-    compared = agrees_with_torch(found, pictures, exact_model.with_suffix(".pt"))
-    assert compared > 0.9 * 3 * len(pictures)
+    paths = make_pictures(tmp_path, 2)
+    record, both = model.explain(paths[0]), model.explain(paths)
+    plain = json.loads(json.dumps(record))
+    assert record == plain
+    assert both == [plain, model.explain(paths[1])]
+    assert json.dumps(record) == json.dumps(dict(record))
+    assert repr(record) == repr(dict(record))
+    assert copy.deepcopy(record) == record
+    assert isinstance(both, list)
 
 
-@pytest.mark.data
-def test_boxes_and_scores_are_pytorchs_own_maximisers_on_photographs(
-    exact_session: OnnxSession, exact_model: Path, photographs: list[Path]
+def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
 ) -> None:
-    chosen = photographs[::27]
-    compared = agrees_with_torch(explained(exact_session, chosen), chosen, exact_model.with_suffix(".pt"))
-    assert compared > 0.9 * 3 * len(chosen)
+    paths = [*make_pictures(tmp_path, 2), tmp_path / "none.jpg"]
+    both = model.explain(paths)
+    line = str(both[0])
+    answer = both[0]["prediction"]
+    assert line == f"{paths[0]}: {answer['label']}, cosine {answer['cosine']:.4f}, margin {both[0]['margin']:.4f}"
+    assert str(both).splitlines() == [str(record) for record in both]
+    assert str(both[2]).endswith("none.jpg: error not_found: no such file")
 
 
-def test_contributions_add_up_to_the_cosine(found: list[Record]) -> None:
-    for record in found:
-        total = sum(slot["contribution"] or 0.0 for slot in record["evidence"])
-        assert total == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
-
-
-def test_logits_are_minus_the_distance_that_the_cosine_gives(found: list[Record]) -> None:
-    for answer in (answer for record in found for answer in record["top"]):
-        cosine = answer["cosine"]
-        assert cosine is not None
-        assert answer["logit"] == pytest.approx(-math.sqrt(2 - 2 * cosine), abs=1e-5)
-
-
-def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
-    exact_session: OnnxSession, found: list[Record], pictures: list[Path]
+def test_a_notebook_shows_the_drawing_and_each_slot(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
 ) -> None:
-    image = decode(pictures[0])
-    outputs = exact_session.run(to_input(image, compute_geometry(image), (96, 96))[None])
-    assert outputs.scores is not None
-    s = outputs.scores[0].astype(np.float64)
-    z = s / np.linalg.norm(s)
-    for answer in found[0]["top"]:
-        anchor = np.zeros(12)
-        anchor[answer["class_id"] * 3 : answer["class_id"] * 3 + 3] = 1 / math.sqrt(3)
-        assert answer["cosine"] == pytest.approx(float(z @ anchor), abs=1e-7)
+    (path,) = make_pictures(tmp_path, 1)
+    record = model.explain(path)
+    tags = page(record)
+    (image,) = [attributes for tag, attributes in tags if tag == "img"]
+    assert (image["src"] or "").startswith("data:image/jpeg;base64,")
+    assert image["alt"] == str(record)
+    assert [tag for tag, _ in tags].count("tr") == 1 + len(record["evidence"])
 
 
-def test_the_answers_are_ranked_and_the_margin_is_the_lead(found: list[Record]) -> None:
-    for record in found:
-        logits = [answer["logit"] for answer in record["top"]]
-        assert logits == sorted(logits, reverse=True)
-        assert record["prediction"] == record["top"][0]
-        first, second = record["top"][0]["cosine"], record["top"][1]["cosine"]
-        assert first is not None
-        assert second is not None
-        assert record["margin"] == first - second
-
-
-@pytest.mark.parametrize("top", [1, 2, 4, 9])
-def test_top_limits_the_listed_classes_not_the_margin(
-    exact_session: OnnxSession, pictures: list[Path], found: list[Record], top: int
+def test_a_file_that_is_another_by_now_is_not_shown(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
 ) -> None:
-    for limited, full in zip(explained(exact_session, pictures[:3], top=top), found, strict=False):
-        assert limited["top"] == full["top"][:top]
-        assert limited["margin"] == full["margin"]
+    (path,) = make_pictures(tmp_path, 1)
+    record = model.explain(path)
+    Image.new("RGB", (96, 96)).save(path)
+    assert "img" not in [tag for tag, _ in page(record)]
+    assert "img" not in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
 
 
-def test_answers_below_the_margin_abstain_and_keep_everything_else(
-    exact_session: OnnxSession, pictures: list[Path], found: list[Record]
+def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    record = cast(dict[str, Any], {**model.explain(path), "image": HOSTILE})
+    record["prediction"] = {**record["prediction"], "label": HOSTILE}
+    record["evidence"][0]["name"] = HOSTILE
+    failed = cast(dict[str, Any], error_record(HOSTILE, "code", HOSTILE))
+    for shown in (
+        Explanation(record),
+        Explanation(failed),
+        to_explanations([cast(Record, record), cast(Record, failed)]),
+    ):
+        assert {tag for tag, _ in page(shown)} <= ELEMENTS
+        assert not any(name.startswith("on") for _, attributes in page(shown) for name in attributes)
+    assert "\n" not in str(Explanation(record))
+
+
+def test_a_long_list_names_the_number_of_the_others() -> None:
+    assert "and 10 more" in Explanations([error_record("a", "b", "c")] * 60)._repr_html_()
+
+
+def test_a_service_answers_with_the_same_objects(
+    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
 ) -> None:
-    margins = sorted(record["margin"] or 0.0 for record in found)
-    threshold = margins[len(margins) // 2]
-    again = explained(exact_session, pictures, min_margin=threshold)
-    assert [r["status"] for r in again] == ["abstained" if (r["margin"] or 0) < threshold else "ok" for r in found]
-    assert {r["status"] for r in again} == {"ok", "abstained"}
-    assert [{**r, "status": "ok"} for r in again] == found
-
-
-def test_labels_are_the_models(found: list[Record], exact_session: OnnxSession) -> None:
-    for answer in found[0]["top"]:
-        assert answer["label"] == exact_session.metadata.class_names[answer["class_id"]]
-
-
-def test_a_model_that_averages_has_cosines_and_no_cells(map_model: Path, pictures: list[Path]) -> None:
-    session = OnnxSession(map_model, device="cpu", threads=1)
-    for record in explained(session, pictures[:3]):
-        assert record["prediction"]["cosine"] is not None
-        assert record["margin"] is not None
-        assert "evidence" not in record
-
-
-def test_a_model_without_anchors_has_logits_only(linear_model: Path, pictures: list[Path]) -> None:
-    session = OnnxSession(linear_model, device="cpu", threads=1)
-    for record in explained(session, pictures[:3], min_margin=0.5):
-        assert record["status"] == "ok"
-        assert record["prediction"]["cosine"] is None
-        assert record["margin"] is None
-        assert "evidence" not in record
-
-
-BLOCK = np.array([0.5, 0.3, 0.1])
-A = 1 / math.sqrt(3)
-
-
-@pytest.mark.parametrize(
-    ("distance", "expected"),
-    [
-        ("l2", sum(BLOCK) * A),
-        ("l1", sum(abs(b - A) for b in BLOCK)),
-        ("l3", sum(abs(b - A) ** 3 for b in BLOCK)),
-        ("kl", sum(b * (math.log(b + 1e-8) - math.log(A + 1e-8)) for b in BLOCK)),
-    ],
-)
-def test_contributions_add_up_for_the_distances_that_are_sums(distance: str, expected: float) -> None:
-    parts = contributions(BLOCK, distance)
-    assert parts is not None
-    assert float(parts.sum()) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("distance", ["linf", "tropical"])
-def test_the_two_distances_of_extremes_have_no_contributions(distance: str) -> None:
-    assert contributions(BLOCK, distance) is None
+    (path,) = make_pictures(tmp_path, 1)
+    with model.serve() as service:
+        record = service.submit(path).result()
+    assert isinstance(record, Explanation)
+    assert record == model.explain(path)

@@ -1,4 +1,4 @@
-"""Pictures that come one by one, from many threads: as a server would use the library."""
+"""The service: images that come one by one, from many threads, as a server would use it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cell(record: Record) -> int:
     return row * 4 + col
 
 
-def ours() -> set[str]:
+def own_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("decode", "service-"))}
 
 
@@ -42,7 +42,7 @@ def model(exact_model: Path) -> opal_deploy.Model:
     return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
-def test_an_asyncio_program_answers_200_requests_as_explain_does(
+def test_an_asyncio_program_gets_200_records_as_explain_returns_them(
     model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
 ) -> None:
     paths: list[Path] = make_pictures(tmp_path, 40)
@@ -51,26 +51,26 @@ def test_an_asyncio_program_answers_200_requests_as_explain_does(
     assert expected[17]["status"] == "error"
 
     async def client(service: Service, first: int) -> list[Record]:
-        """One caller's requests, all in flight together; its answers in the order in which it asked."""
+        """One caller's requests, all in flight together; its records in the order of its requests."""
         futures = [service.submit(paths[(first + step) % 40], wait=False) for step in range(40)]
         return await asyncio.gather(*map(asyncio.wrap_future, futures))
 
     async def program(service: Service, firsts: list[int]) -> list[list[Record]]:
         return await asyncio.gather(*(client(service, first) for first in firsts))
 
-    answers: dict[int, list[Record]] = {}
+    received: dict[int, list[Record]] = {}
     with model.serve(batch=8) as service:
 
         def thread(firsts: list[int]) -> None:
-            answers.update(zip(firsts, asyncio.run(program(service, firsts)), strict=True))
+            received.update(zip(firsts, asyncio.run(program(service, firsts)), strict=True))
 
         threads = [threading.Thread(target=thread, args=(firsts,)) for firsts in ([0, 3], [11], [19, 30])]
         for each in threads:
             each.start()
         for each in threads:
             each.join(60)
-    assert sum(map(len, answers.values())) == 200
-    for first, found in answers.items():
+    assert sum(map(len, received.values())) == 200
+    for first, found in received.items():
         assert found == [expected[(first + step) % 40] for step in range(40)]
 
 
@@ -106,7 +106,7 @@ def test_explain_may_be_called_beside_a_service(bright_session: Callable) -> Non
         assert [cell(future.result(30)) for future in futures] == [s % 16 for s in range(40)]
 
 
-def test_what_waits_is_answered_in_full_batches_and_one_alone_without_company(bright_session: Callable) -> None:
+def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(bright_session: Callable) -> None:
     hold = threading.Event()
     session = bright_session(hold=hold)
     with Service([session], InferenceOptions(batch=4), max_wait=0.0) as service:
@@ -119,7 +119,7 @@ def test_what_waits_is_answered_in_full_batches_and_one_alone_without_company(br
     assert session.batches == [1, 4, 4, 1]
 
 
-def test_a_picture_waits_for_company_as_long_as_told(bright_session: Callable) -> None:
+def test_an_image_waits_for_others_up_to_max_wait(bright_session: Callable) -> None:
     session = bright_session()
     with Service([session], InferenceOptions(batch=3), max_wait=20) as service:
         started = time.monotonic()
@@ -146,7 +146,7 @@ def test_a_full_service_raises_or_waits(bright_session: Callable) -> None:
         assert [cell(future.result(30)) for future in [*taken, *late]] == list(range(6))
 
 
-def test_a_cancelled_picture_is_never_computed(bright_session: Callable) -> None:
+def test_a_cancelled_image_is_never_predicted(bright_session: Callable) -> None:
     hold = threading.Event()
     session = bright_session(hold=hold)
     with Service([session], InferenceOptions(batch=1), max_wait=0.0, capacity=4) as service:
@@ -166,8 +166,8 @@ def test_a_cancelled_picture_is_never_computed(bright_session: Callable) -> None
     assert session.batches == [1] * 6
 
 
-def test_closing_under_load_answers_what_was_taken_and_takes_no_more(bright_session: Callable) -> None:
-    before = ours()
+def test_closing_under_load_finishes_what_was_taken_and_refuses_more(bright_session: Callable) -> None:
+    before = own_threads()
     sessions = [bright_session(), bright_session()]
     service = Service(sessions, InferenceOptions(batch=4), capacity=64)
     taken: list[tuple[int, Future[Record]]] = []
@@ -195,13 +195,13 @@ def test_closing_under_load_answers_what_was_taken_and_takes_no_more(bright_sess
     assert all(future.done() for _, future in taken)
     assert all(cell(future.result()) == shade % 16 for shade, future in taken)
     assert sum(sum(session.batches) for session in sessions) == len(taken)
-    assert ours() == before
+    assert own_threads() == before
     service.close()
     with pytest.raises(RuntimeError, match="the service is closed"):
         service.submit(array(0))
 
 
-def test_a_lost_device_is_told_to_those_who_wait_and_the_next_may_do_better(bright_session: Callable) -> None:
+def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed(bright_session: Callable) -> None:
     session = bright_session(fails_at=0)
     with Service([session], InferenceOptions(batch=1)) as service:
         with pytest.raises(StoppedEarly, match="device was lost"):

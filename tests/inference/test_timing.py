@@ -1,8 +1,7 @@
-"""Where the time of a run goes: sums by stage and station that add up, whatever threads and errors do."""
+"""Times of a run: sums by stage and thread role that add up, whatever threads and errors do."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,14 +13,11 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import timed_open
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer, StageTimes
 from opal_deploy.inference.types import InferenceOptions, Request
-from opal_deploy.preprocess.decode import decode
 from opal_deploy.runtime.session import BatchTimes, ImageBatch
 
 
@@ -43,15 +39,13 @@ def burn(seconds: float) -> None:
 
 
 def test_a_stage_has_its_calls_its_seconds_and_its_processor_time() -> None:
-    clock = StageTimer()
+    timer = StageTimer()
     for _ in range(3):
-        with clock.stage("decode"):
+        with timer.stage("decode"):
             time.sleep(0.02)
-    with clock.stage("resize"):
+    with timer.stage("resize"):
         burn(0.03)
-
-    decoding, resizing = clock.read().stages
-
+    decoding, resizing = timer.read().stages
     assert (decoding.stage, decoding.calls) == ("decode", 3)
     assert decoding.wall >= 0.06
     assert decoding.cpu < 0.03
@@ -60,17 +54,16 @@ def test_a_stage_has_its_calls_its_seconds_and_its_processor_time() -> None:
 
 
 def test_a_stage_inside_another_takes_its_time_from_it() -> None:
-    clock = StageTimer()
+    timer = StageTimer()
     started = time.perf_counter()
-    with clock.stage("decode"):
+    with timer.stage("decode"):
         time.sleep(0.02)
-        with clock.stage("read"):
+        with timer.stage("read"):
             burn(0.05)
-        with clock.stage("read"):
+        with timer.stage("read"):
             time.sleep(0.01)
     elapsed = time.perf_counter() - started
-
-    times = clock.read()
+    times = timer.read()
     reading, decoding = times.stages
 
     assert (reading.stage, reading.calls, decoding.calls) == ("read", 2, 1)
@@ -81,79 +74,71 @@ def test_a_stage_inside_another_takes_its_time_from_it() -> None:
     assert reading.wall + decoding.wall <= elapsed
 
 
-def test_what_a_device_reports_of_itself_is_taken_from_the_stage_around_it() -> None:
-    clock = StageTimer()
+def test_attributed_time_is_taken_from_the_stage_around_it() -> None:
+    timer = StageTimer()
     started = time.perf_counter()
-    with clock.stage("compute"):
+    with timer.stage("compute"):
         time.sleep(0.05)
-        clock.attribute("transfer", 0.03)
+        timer.attribute("transfer", 0.03)
     elapsed = time.perf_counter() - started
-
-    times = clock.read()
-
+    times = timer.read()
     assert wall(times, "transfer") == 0.03
     assert 0.02 <= wall(times, "compute") <= elapsed - 0.03
 
 
 def test_an_exception_ends_its_stage_and_passes_through() -> None:
-    clock = StageTimer()
-    with pytest.raises(KeyError), clock.stage("decode"), clock.stage("read"):
+    timer = StageTimer()
+    with pytest.raises(KeyError), timer.stage("decode"), timer.stage("read"):
         raise KeyError
-    with clock.stage("draw"):
+    with timer.stage("draw"):
         time.sleep(0.01)
-
-    times = clock.read()
-
+    times = timer.read()
     assert {row.stage: row.calls for row in times.stages} == {"read": 1, "decode": 1, "draw": 1}
     # it is not counted as if it were still inside the one that failed
     assert wall(times, "draw") >= 0.01
 
 
-def test_threads_add_up_under_the_station_that_they_joined() -> None:
-    clock = StageTimer()
+def test_threads_add_up_under_their_role() -> None:
+    timer = StageTimer()
     barrier = threading.Barrier(3)
 
     def work(_: int) -> None:
         barrier.wait(10)
         for _ in range(200):
-            with clock.stage("decode"):
+            with timer.stage("decode"):
                 pass
 
-    with ThreadPoolExecutor(3, initializer=clock.register_thread, initargs=("decoders",)) as pool:
+    with ThreadPoolExecutor(3, initializer=timer.register_thread, initargs=("decoders",)) as pool:
         list(pool.map(work, range(3)))
-    with clock.stage("decode"):
+    with timer.stage("decode"):
         pass
-
-    times = clock.read()
-
+    times = timer.read()
     assert [(row.role, row.calls) for row in times.stages] == [("decoders", 600), ("loop", 1)]
     both = times.sum_stage("decode")
     assert both is not None
     assert both.calls == 601
 
 
-def test_waiting_is_told_apart_from_working() -> None:
-    clock = StageTimer()
-    with clock.waiting("disk"), clock.stage("write"):
+def test_waiting_is_no_stage() -> None:
+    timer = StageTimer()
+    with timer.waiting("disk"), timer.stage("write"):
         time.sleep(0.02)
-    with clock.waiting("pictures"):
+    with timer.waiting("pictures"):
         time.sleep(0.01)
-
-    times = clock.read()
-
+    times = timer.read()
     assert [what for what, _ in times.waits] == ["pictures", "disk"]
     assert dict(times.waits)["disk"] >= wall(times, "write") >= 0.02
 
 
-def test_a_clock_can_be_read_while_it_runs() -> None:
-    clock = StageTimer()
-    with clock.stage("decode"):
+def test_a_timer_can_be_read_while_it_runs() -> None:
+    timer = StageTimer()
+    with timer.stage("decode"):
         pass
-    with clock.stage("draw"):
-        assert [row.stage for row in clock.read().stages] == ["decode"]
+    with timer.stage("draw"):
+        assert [row.stage for row in timer.read().stages] == ["decode"]
 
 
-def test_the_null_clock_keeps_nothing() -> None:
+def test_the_no_op_timer_measures_nothing() -> None:
     NO_OP_TIMER.register_thread("decoders")
     with NO_OP_TIMER.stage("decode"), NO_OP_TIMER.waiting("disk"):
         NO_OP_TIMER.attribute("transfer", 1.0)
@@ -165,7 +150,6 @@ def test_a_run_times_every_stage_where_it_happens(tmp_path: Path, bright_session
     out = tmp_path / "out"
     out.mkdir()
     options = RunOptions(out, InferenceOptions(batch=4, workers=2), ReportOptions())
-
     summary = run(requests, [bright_session()], options)
 
     found = {(row.role, row.stage): row.calls for row in summary.times.stages}
@@ -185,13 +169,12 @@ def test_a_run_times_every_stage_where_it_happens(tmp_path: Path, bright_session
 
 
 @pytest.mark.parametrize(("workers", "sessions"), [(1, 1), (3, 2)])
-def test_no_station_is_busier_than_its_threads(
+def test_no_role_is_busier_than_its_threads(
     tmp_path: Path, bright_session: Callable, workers: int, sessions: int
 ) -> None:
     requests = (Request(str(n), photograph(tmp_path / f"{n}.jpg")) for n in range(24))
     out = tmp_path / "out"
     out.mkdir()
-
     summary = run(
         requests,
         [bright_session() for _ in range(sessions)],
@@ -199,8 +182,8 @@ def test_no_station_is_busier_than_its_threads(
     )
 
     threads = {"decoders": workers, "session": sessions, "loop": 1}
-    for station, count in threads.items():
-        spent = sum(row.wall for row in summary.times.stages if row.role == station)
+    for role, count in threads.items():
+        spent = sum(row.wall for row in summary.times.stages if row.role == role)
         assert 0 < spent <= summary.seconds * count
     assert sum(seconds for _, seconds in summary.times.waits) <= summary.seconds
 
@@ -213,81 +196,28 @@ def test_a_picture_decoded_again_for_its_overlay_is_timed_where_it_happens(
     out = tmp_path / "out"
     out.mkdir()
     requests = iter([Request("large.jpg", tmp_path / "large.jpg")])
-
     summary = run(requests, [bright_session()], RunOptions(out, InferenceOptions(), ReportOptions()))
 
     assert {row.stage for row in summary.times.select_role("drawers")} == {"read", "decode", "draw", "write"}
 
 
-def test_transfers_come_from_a_session_that_can_tell_and_only_when_asked_for(bright_session: Callable) -> None:
+def test_transfers_come_from_a_session_that_reports_them_and_only_by_option(bright_session: Callable) -> None:
     def staged(images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         time.sleep(0.03)
         return session.run(images), BatchTimes(0.01, 0.015, 0.005)
 
-    def timed(*, asked: bool) -> StageTimes:
-        clock = StageTimer()
+    def timed(*, time_transfers: bool) -> StageTimes:
+        timer = StageTimer()
         requests = (Request(str(n), Image.new("RGB", (40, 40))) for n in range(8))
-        list(predict_stream(requests, [session], InferenceOptions(batch=4, time_transfers=asked), clock))
-        return clock.read()
+        list(predict_stream(requests, [session], InferenceOptions(batch=4, time_transfers=time_transfers), timer))
+        return timer.read()
 
     session = bright_session()
-    assert timed(asked=True).sum_stage("transfer") is None
+    assert timed(time_transfers=True).sum_stage("transfer") is None
     session.run_staged = staged
-    assert timed(asked=False).sum_stage("transfer") is None
-    times = timed(asked=True)
+    assert timed(time_transfers=False).sum_stage("transfer") is None
+    times = timed(time_transfers=True)
     assert wall(times, "transfer") == pytest.approx(0.03)
     assert wall(times, "compute") >= 0.03
-
-
-def test_a_session_that_knows_no_transfers_has_none_invented(bright_session: Callable) -> None:
-    session = bright_session()
     session.run_staged = lambda images: (session.run(images), BatchTimes(None, 0.01, None))
-    clock = StageTimer()
-    requests = iter([Request("a", Image.new("RGB", (40, 40)))])
-    list(predict_stream(requests, [session], InferenceOptions(time_transfers=True), clock))
-    assert clock.read().sum_stage("transfer") is None
-
-
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.gif", "a.webp", "a.bmp"])
-def test_a_timed_file_has_the_pixels_of_an_untimed_one(tmp_path: Path, name: str) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
-    compression = {"compression": "tiff_lzw"} if name.endswith("tif") else {}
-    Image.fromarray(noise).save(tmp_path / name, **compression)
-    clock = StageTimer()
-
-    timed = decode(tmp_path / name, open_file=timed_open(clock))
-
-    assert timed.tobytes() == decode(tmp_path / name).tobytes()
-    assert clock.read().stages[0].stage == "read"
-
-
-@pytest.mark.data
-def test_every_odd_file_has_the_same_fate_timed_or_not(odd_images: Path) -> None:
-    def fate(path: Path, clock: StageTimer) -> object:
-        try:
-            return decode(path, open_file=timed_open(clock)).tobytes()
-        except ImageError as error:
-            return error.code, str(error).split(" object at ")[0]
-
-    paths = [path for path in sorted(odd_images.iterdir()) if path.name != "manifest.tsv"]
-    assert len(paths) == 149
-    clock = StageTimer()
-    assert [path.name for path in paths if fate(path, clock) != fate(path, NO_OP_TIMER)] == []
-
-
-@pytest.mark.timeout(20)
-def test_a_timed_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
-    with (tmp_path / "huge.jpg").open("wb") as stream:
-        # sparse: more than any memory, and no disk
-        stream.truncate(1 << 40)
-    with pytest.raises(ImageError) as caught:
-        decode(tmp_path / "huge.jpg", open_file=timed_open(StageTimer()))
-    assert caught.value.code == "not_an_image"
-
-
-def test_a_timed_file_is_closed(tmp_path: Path) -> None:
-    stream = timed_open(StageTimer())(photograph(tmp_path / "a.jpg"))
-    number = stream.fileno()
-    stream.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(number)
+    assert timed(time_transfers=True).sum_stage("transfer") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,9 +88,11 @@ def run(
         with ExitStack() as stack:
             stack.enter_context(interrupt.running())
             writer = stack.enter_context(RecordWriter(options.out / RESULTS, resume_point.size, resume_point.count))
-            results = predict_stream(
+            stream = predict_stream(
                 interrupt.stop_when_requested(requests), sessions, inference, timer, options.print_message
             )
+            # or its threads would live as long as an exception's traceback
+            results = stack.enter_context(closing(stream))
             if draws:
                 records = stack.enter_context(
                     draw_records(

@@ -1,4 +1,4 @@
-"""Decoders with a GPU: what it decodes, what it leaves to the CPU, and what its failing costs.
+"""The decoder pool with GPUs: the images that they decode, those left to the CPU, and the cost of a GPU that fails.
 
 The codec is the real one, on the CPU; where it has to fail, it is made to.
 """
@@ -31,7 +31,7 @@ pytest.importorskip("nvidia.nvimgcodec")
 INPUT = (32, 48)
 
 
-class Counting(GpuDecoder):
+class CountingDecoder(GpuDecoder):
     """Counts what it is given, and fails where a test says so."""
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Counting(GpuDecoder):
 
 
 @pytest.fixture
-def gpu() -> Counting:
-    return Counting()
+def gpu() -> CountingDecoder:
+    return CountingDecoder()
 
 
 def photograph(path: Path, width: int = 90) -> Path:
@@ -95,16 +95,16 @@ def on_cpu(**options: object) -> CpuDecoderPool:
 
 
 def assert_alike(found: Sequence[Prepared], expected: Sequence[Prepared], counts: int = 1) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.request, ours.geometry, ours.file_sha256, repr(ours.error)) == (
-            theirs.request, theirs.geometry, theirs.file_sha256, repr(theirs.error),
+    for one, other in zip(found, expected, strict=True):
+        assert (one.request, one.geometry, one.file_sha256, repr(one.error)) == (
+            other.request, other.geometry, other.file_sha256, repr(other.error),
         )  # fmt: skip
-        assert (ours.pixels is None) == (theirs.pixels is None)
-        if ours.pixels is not None and theirs.pixels is not None:
-            assert np.abs(ours.pixels.astype(int) - theirs.pixels).max() <= counts
+        assert (one.pixels is None) == (other.pixels is None)
+        if one.pixels is not None and other.pixels is not None:
+            assert np.abs(one.pixels.astype(int) - other.pixels).max() <= counts
 
 
-def test_jpegs_go_to_the_gpu_and_the_rest_to_the_cpu(gpu: Counting, jpegs: list[Path], tmp_path: Path) -> None:
+def test_jpegs_go_to_the_gpu_and_the_rest_to_the_cpu(gpu: CountingDecoder, jpegs: list[Path], tmp_path: Path) -> None:
     png = tmp_path / "picture.png"
     Image.open(jpegs[0]).save(png)
     (tmp_path / "text.jpg").write_text("not an image")
@@ -123,7 +123,7 @@ def test_jpegs_go_to_the_gpu_and_the_rest_to_the_cpu(gpu: Counting, jpegs: list[
 
 
 @pytest.mark.data
-def test_every_odd_image_has_the_verdict_that_it_has_on_the_cpu(gpu: Counting, odd_images: Path) -> None:
+def test_every_odd_image_has_the_verdict_that_it_has_on_the_cpu(gpu: CountingDecoder, odd_images: Path) -> None:
     sources = sorted(path for path in odd_images.rglob("*") if path.is_file())
     assert len(sources) > 100
     found = prepared(on_gpu(gpu), sources)
@@ -131,7 +131,7 @@ def test_every_odd_image_has_the_verdict_that_it_has_on_the_cpu(gpu: Counting, o
     assert sum(gpu.batches) > 10
 
 
-def test_what_the_codec_refuses_is_decoded_on_the_cpu(gpu: Counting, jpegs: list[Path]) -> None:
+def test_files_that_the_codec_refuses_are_decoded_on_the_cpu(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.refuse = {93, 95}
     assert_alike(prepared(on_gpu(gpu), jpegs), prepared(on_cpu(), jpegs))
     # those two are the CPU's own, bit for bit
@@ -140,7 +140,7 @@ def test_what_the_codec_refuses_is_decoded_on_the_cpu(gpu: Counting, jpegs: list
         np.testing.assert_array_equal(found[index].pixels, expected[index].pixels)
 
 
-def test_boxes_and_kept_pictures(gpu: Counting, jpegs: list[Path]) -> None:
+def test_boxes_and_kept_images(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     requests = [
         Request("crop", jpegs[0], (5.0, 6.0, 50.0, 60.0)),
         Request("outside", jpegs[0], (500.0, 6.0, 550.0, 60.0)),
@@ -152,35 +152,35 @@ def test_boxes_and_kept_pictures(gpu: Counting, jpegs: list[Path]) -> None:
         with decoders:
             results.append([decoders.submit(request).result(60) for request in requests])
     assert_alike(*results)
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours.image is None) == (theirs.image is None)
-        if ours.image is not None and theirs.image is not None:
-            assert ours.image.mode == "RGB"
-            np.testing.assert_array_equal(np.asarray(ours.image), np.asarray(theirs.image))
+    for one, other in zip(*results, strict=True):
+        assert (one.image is None) == (other.image is None)
+        if one.image is not None and other.image is not None:
+            assert one.image.mode == "RGB"
+            np.testing.assert_array_equal(np.asarray(one.image), np.asarray(other.image))
 
 
-def test_a_gpu_that_fails_costs_no_image_and_says_so_once(gpu: Counting, jpegs: list[Path]) -> None:
+def test_a_gpu_that_fails_costs_no_image_and_says_so_once(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-    said: list[str] = []
-    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append)
+    messages: list[str] = []
+    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=messages.append)
     found = prepared(decoders, jpegs)
     assert_alike(found, prepared(on_cpu(), jpegs), counts=0)
-    assert said == [
+    assert messages == [
         "decoding on cpu failed (CUDA error: an illegal memory access was encountered); "
         "images are decoded on the CPU from here on"
     ]
 
 
-def test_a_codec_that_refuses_everything_is_found_out(gpu: Counting, jpegs: list[Path]) -> None:
+def test_a_codec_that_refuses_everything_is_found_out(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.dead = True
-    said: list[str] = []
-    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append)
+    messages: list[str] = []
+    decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=messages.append)
     assert_alike(prepared(decoders, jpegs * 5), prepared(on_cpu(), jpegs * 5), counts=0)
-    (line,) = said
+    (line,) = messages
     assert "nvImageCodec decodes nothing there" in line
 
 
-def test_a_listener_that_fails_costs_nobody_a_picture(gpu: Counting, jpegs: list[Path]) -> None:
+def test_a_callback_that_fails_costs_no_image(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     def say(_: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -189,11 +189,11 @@ def test_a_listener_that_fails_costs_nobody_a_picture(gpu: Counting, jpegs: list
     assert all(entry.error is None for entry in found)
 
 
-def test_a_picture_on_which_the_gpu_fails_is_the_cpus_and_the_others_are_not(gpu: Counting, jpegs: list[Path]) -> None:
+def test_an_image_on_which_the_gpu_fails_goes_alone_to_the_cpu(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.gate.clear()
     gpu.fail_on = {94}
-    said: list[str] = []
-    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append) as decoders:
+    messages: list[str] = []
+    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=messages.append) as decoders:
         futures = [decoders.submit(Request(str(path), path)) for path in jpegs]
         time.sleep(0.3)
         gpu.gate.set()
@@ -203,26 +203,28 @@ def test_a_picture_on_which_the_gpu_fails_is_the_cpus_and_the_others_are_not(gpu
         assert decoders.submit(Request(None, jpegs[0])).result(60).error is None
         assert sum(gpu.batches) == before + 1
     assert_alike(found, prepared(on_cpu(), jpegs))
-    assert said == []
+    assert messages == []
 
 
 def test_a_gpu_that_fails_leaves_the_work_to_one_that_does_not(jpegs: list[Path]) -> None:
-    good, bad = Counting(), Counting()
+    good, bad = CountingDecoder(), CountingDecoder()
     bad.error = RuntimeError("gone")
-    said: list[str] = []
-    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(bad, good)), INPUT, print_message=said.append) as decoders:
+    messages: list[str] = []
+    with GpuDecoderPool(
+        InferenceOptions(workers=2, gpus=(bad, good)), INPUT, print_message=messages.append
+    ) as decoders:
         futures = [decoders.submit(Request(None, path)) for path in jpegs * 20]
         assert all(future.result(60).error is None for future in futures)
-    assert all(line == "decoding on cpu failed (gone); the other GPUs go on" for line in said)
+    assert all(line == "decoding on cpu failed (gone); the other GPUs go on" for line in messages)
     # all but what the bad one had when it failed
     assert sum(good.batches) >= len(futures) - 64
 
 
-def test_too_little_memory_means_fewer_at_a_time(gpu: Counting, jpegs: list[Path]) -> None:
+def test_too_little_memory_means_fewer_at_a_time(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.gate.clear()
     gpu.error, gpu.most = torch.OutOfMemoryError("CUDA out of memory"), 4
-    said: list[str] = []
-    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=said.append) as decoders:
+    messages: list[str] = []
+    with GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, print_message=messages.append) as decoders:
         futures = [decoders.submit(Request(None, path)) for path in jpegs for _ in range(3)]
         time.sleep(0.3)
         gpu.gate.set()
@@ -235,10 +237,10 @@ def test_too_little_memory_means_fewer_at_a_time(gpu: Counting, jpegs: list[Path
     with on_cpu() as cpu:
         expected = [cpu.submit(Request(None, path)).result() for path in jpegs for _ in range(3)]
     assert_alike(found, expected)
-    assert said == []
+    assert messages == []
 
 
-def test_what_waits_is_bounded_by_its_bytes(gpu: Counting, jpegs: list[Path]) -> None:
+def test_the_queue_is_bounded_by_bytes(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.gate.clear()
     size = max(path.stat().st_size for path in jpegs)
     decoders = on_gpu(gpu, workers=1)
@@ -252,7 +254,7 @@ def test_what_waits_is_bounded_by_its_bytes(gpu: Counting, jpegs: list[Path]) ->
     assert decoders._queue._bytes == 0
 
 
-def test_an_idle_pool_keeps_no_picture(gpu: Counting, jpegs: list[Path]) -> None:
+def test_an_idle_pool_keeps_no_image(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     with on_gpu(gpu) as decoders:
         kept = []
         for path in jpegs[:4]:
@@ -267,7 +269,7 @@ def test_an_idle_pool_keeps_no_picture(gpu: Counting, jpegs: list[Path]) -> None
         assert [ref() for ref in kept] == [None] * 4
 
 
-def test_files_that_wait_are_decoded_together(gpu: Counting, jpegs: list[Path]) -> None:
+def test_files_that_wait_are_decoded_together(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.gate.clear()
     with on_gpu(gpu) as decoders:
         futures = [decoders.submit(Request(None, path)) for path in jpegs]
@@ -279,7 +281,7 @@ def test_files_that_wait_are_decoded_together(gpu: Counting, jpegs: list[Path]) 
     assert len(gpu.batches) <= 3
 
 
-def test_what_is_cancelled_is_not_decoded_and_closing_leaves_nobody_waiting(gpu: Counting, jpegs: list[Path]) -> None:
+def test_cancelled_files_are_not_decoded_and_closing_ends_every_future(gpu: CountingDecoder, jpegs: list[Path]) -> None:
     gpu.gate.clear()
     decoders = on_gpu(gpu, workers=1)
     futures = [decoders.submit(Request(None, path)) for path in jpegs * 20]
@@ -299,34 +301,34 @@ def test_what_is_cancelled_is_not_decoded_and_closing_leaves_nobody_waiting(gpu:
 
 
 def test_two_gpus_share_the_work(jpegs: list[Path]) -> None:
-    first, second = Counting(), Counting()
+    first, second = CountingDecoder(), CountingDecoder()
     decoders = GpuDecoderPool(InferenceOptions(workers=2, gpus=(first, second)), INPUT)
     assert_alike(prepared(decoders, jpegs * 10), prepared(on_cpu(), jpegs * 10))
     assert sum(first.batches) + sum(second.batches) == 120
 
 
-def test_isolation_holds_for_what_the_cpu_decodes(gpu: Counting, jpegs: list[Path], tmp_path: Path) -> None:
+def test_isolation_holds_on_the_cpu(gpu: CountingDecoder, jpegs: list[Path], tmp_path: Path) -> None:
     png = tmp_path / "picture.png"
     Image.open(jpegs[0]).save(png)
     sources = [jpegs[0], png]
     assert_alike(prepared(on_gpu(gpu, isolate=True), sources), prepared(on_cpu(isolate=True), sources))
 
 
-def test_the_stages_of_a_gpu_are_the_decoders_stages(gpu: Counting, jpegs: list[Path]) -> None:
-    clock = StageTimer()
-    prepared(GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, clock), jpegs)
-    stages = {row.stage: row.calls for row in clock.read().select_role("decoders")}
+def test_the_stages_of_a_gpu_are_the_decoders_stages(gpu: CountingDecoder, jpegs: list[Path]) -> None:
+    timer = StageTimer()
+    prepared(GpuDecoderPool(InferenceOptions(workers=2, gpus=(gpu,)), INPUT, timer), jpegs)
+    stages = {row.stage: row.calls for row in timer.read().select_role("decoders")}
     assert stages["resize"] == len(gpu.batches)
     assert stages["decode"] == len(gpu.batches) + len(jpegs)
 
 
-def test_which_decoders_are_opened(gpu: Counting) -> None:
+def test_the_pool_fits_the_options(gpu: CountingDecoder) -> None:
     for options, expected in ((InferenceOptions(gpus=(gpu,)), GpuDecoderPool), (InferenceOptions(), CpuDecoderPool)):
         with open_decoder_pool(options, INPUT) as decoders:
             assert isinstance(decoders, expected)
 
 
-def test_a_bug_reaches_whoever_waits(gpu: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_raised_by_the_future(gpu: CountingDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Iterator[None]:
         raise KeyError("ours")
 

@@ -1,4 +1,4 @@
-"""Decode workers: the same pictures from threads and processes, and what a crash, a hang or a kill costs."""
+"""The decoder pool: the same images from threads and processes, and the cost of a crash, a hang or a kill."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_every_kind_of_source_and_box_is_prepared(tmp_path: Path, isolate: bool)
         ("hang", "decode_timeout", "1.5 s"),
     ],
 )
-def test_what_ends_a_decoder_costs_its_image_alone(
+def test_a_decoder_that_ends_costs_its_image_alone(
     tmp_path: Path, plugin: None, name: str, expected: str, says: str
 ) -> None:
     paths = [photograph(tmp_path / f"{n}.jpg") for n in range(8)]
@@ -164,9 +164,9 @@ def test_what_ends_a_decoder_costs_its_image_alone(
     assert says in str(found[2].error)
 
 
-def _until(something: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + 30
-    while not something():
+    while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)
 
@@ -178,7 +178,7 @@ def test_a_worker_killed_in_the_middle_costs_its_image_alone(tmp_path: Path, plu
     pid = tmp_path / "slow.txt"
     with CpuDecoderPool(processes(), INPUT) as decoders:
         futures = [decoders.submit(Request(path.name, path)) for path in paths]
-        _until(lambda: pid.exists() and pid.read_text() != "")
+        wait_until(lambda: pid.exists() and pid.read_text() != "")
         os.kill(int(pid.read_text()), signal.SIGKILL)
         found = [future.result(60) for future in futures]
     assert [code(entry) for entry in found] == [None, "decoder_crashed", None, None]
@@ -186,21 +186,21 @@ def test_a_worker_killed_in_the_middle_costs_its_image_alone(tmp_path: Path, plu
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no kill -9 here")
-def test_a_worker_killed_while_it_had_nothing_to_do_costs_nothing(tmp_path: Path) -> None:
+def test_an_idle_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     path = photograph(tmp_path / "a.jpg")
     with CpuDecoderPool(processes(), INPUT) as decoders:
         assert code(decoders.submit(Request("a", path)).result(60)) is None
         (child,) = children()
         child.kill()
         # all its threads, and without taking its exit status from who started it
-        _until(lambda: os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+        wait_until(lambda: os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
         assert code(decoders.submit(Request("a", path)).result(60)) is None
 
 
 def test_a_time_limit_is_for_each_image_not_for_all(tmp_path: Path) -> None:
-    paths = [photograph(tmp_path / f"{n}.jpg") for n in range(3)]
+    path = photograph(tmp_path / "a.jpg")
     with CpuDecoderPool(processes(decode_timeout=1.0), INPUT) as decoders:
-        for path in paths:
+        for _ in range(2):
             assert code(decoders.submit(Request("a", path)).result(60)) is None
             (child,) = children()
             # idle for longer than the limit
@@ -208,7 +208,7 @@ def test_a_time_limit_is_for_each_image_not_for_all(tmp_path: Path) -> None:
             assert children() == [child]
 
 
-def test_what_a_library_prints_does_not_end_up_in_an_answer(tmp_path: Path, plugin: None) -> None:
+def test_prints_of_a_library_do_not_end_up_in_a_response(tmp_path: Path, plugin: None) -> None:
     paths = [misbehaving(tmp_path / "chatter.jpg", "chatter"), photograph(tmp_path / "0.jpg")]
     assert [code(entry) for entry in prepare_all(processes(), paths)] == [None, None]
 
@@ -224,7 +224,7 @@ def test_a_worker_that_keeps_memory_is_replaced(tmp_path: Path, plugin: None) ->
     assert first.pid != second.pid
 
 
-def test_a_large_picture_leaves_no_memory_behind(tmp_path: Path) -> None:
+def test_a_large_image_leaves_no_memory_behind(tmp_path: Path) -> None:
     large = tmp_path / "large.png"
     Image.new("RGB", (9000, 8000), (9, 8, 7)).save(large, compress_level=1)
     with CpuDecoderPool(processes(), INPUT) as decoders:
@@ -234,7 +234,7 @@ def test_a_large_picture_leaves_no_memory_behind(tmp_path: Path) -> None:
     assert resident < 150 << 20
 
 
-def test_a_mistake_of_ours_is_raised_not_recorded(tmp_path: Path) -> None:
+def test_a_bug_is_raised_not_recorded(tmp_path: Path) -> None:
     request: Any = Request("bug", photograph(tmp_path / "a.jpg"), box="no box at all")
     with CpuDecoderPool(processes(), INPUT) as decoders, pytest.raises(RuntimeError, match="in a decode worker"):
         decoders.submit(request).result(60)
@@ -270,13 +270,13 @@ def test_a_worker_without_its_packages_says_which(tmp_path: Path, monkeypatch: p
             future.result(60)
 
 
-def test_what_the_processes_took_is_counted_as_if_it_were_here(tmp_path: Path) -> None:
+def test_the_time_of_processes_counts_as_that_of_threads(tmp_path: Path) -> None:
     paths = [photograph(tmp_path / f"{n}.jpg") for n in range(9)]
-    clock = StageTimer()
-    with CpuDecoderPool(processes(workers=2), INPUT, clock) as decoders:
+    timer = StageTimer()
+    with CpuDecoderPool(processes(workers=2), INPUT, timer) as decoders:
         for future in [decoders.submit(Request("a", path)) for path in paths]:
             future.result(60)
-    rows = {row.stage: row for row in clock.read().select_role("decoders")}
+    rows = {row.stage: row for row in timer.read().select_role("decoders")}
     assert set(rows) == {"read", "decode", "resize"}
     assert rows["decode"].calls == rows["resize"].calls == 9
     assert rows["decode"].wall > 0
@@ -339,13 +339,13 @@ def test_no_worker_outlives_a_parent_that_was_killed(tmp_path: Path, plugin: Non
     # one is in the middle of a picture, the other has nothing to do
     busy, idle = (misbehaving(tmp_path / f"{action}.jpg", action) for action in ("slow", "pid"))
     with _script(tmp_path, busy, idle) as process:
-        told = [tmp_path / "slow.txt", tmp_path / "pid.txt"]
-        _until(lambda: all(path.exists() and path.read_text() for path in told))
+        files = [tmp_path / "slow.txt", tmp_path / "pid.txt"]
+        wait_until(lambda: all(path.exists() and path.read_text() for path in files))
         worker = psutil.Process(int((tmp_path / f"{name}.txt").read_text()))
         process.kill()
         process.wait(30)
         # its own parent reaps it, or it is a zombie for a moment
-        _until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.skipif(not hasattr(os, "setsid"), reason="no signals of terminals here")

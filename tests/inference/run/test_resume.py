@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,8 +258,12 @@ def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(
 def test_a_limit_on_errors_counts_those_of_before(tmp_path: Path, pictures: Path, bright_session: Callable) -> None:
     for number in (2, 9, 15):
         (pictures / f"{number:02}.png").write_bytes(b"")
-    with pytest.raises(StoppedEarly, match=r"3 of 10 images failed, more than --max-errors 2; most often empty_file"):
+    with pytest.raises(
+        StoppedEarly, match=r"3 of 10 images failed, more than --max-errors 2; most often empty_file"
+    ) as stopped:
         whole(tmp_path / "out", pictures, bright_session(), max_errors=ErrorLimit(2))
+    assert stopped.tb is not None
+    assert not [t for t in threading.enumerate() if t.name.startswith(("decode", "session-"))]
     with pytest.raises(StoppedEarly, match="3 of 10 images failed"):
         whole(tmp_path / "out", pictures, bright_session(), max_errors=ErrorLimit(2))
     assert whole(tmp_path / "out", pictures, bright_session(), max_errors=ErrorLimit(4)).statuses["error"] == 4

@@ -1,8 +1,9 @@
-"""Records say which bytes they are about: the file's sha256, taken where it is read."""
+"""Preparing one image: the digest of its file, and reading that is timed apart from decoding."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,21 +12,31 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding import prepare
+from opal_deploy.inference.decoding.prepare import timed_open
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.preprocess.decode import decode
 from opal_deploy.records.record import Record
 
 
-def records(requests: list[Request], session: object, **options: object) -> list[Record]:
-    made = InferenceOptions(model_sha256="ab" * 32, **options)  # type: ignore[arg-type]
-    return [result.record for result in predict_stream(iter(requests), [session], made)]  # type: ignore[list-item]
+def predict(requests: list[Request], session: object, **options: object) -> list[Record]:
+    inference = InferenceOptions(model_sha256="ab" * 32, **options)  # type: ignore[arg-type]
+    return [result.record for result in predict_stream(iter(requests), [session], inference)]  # type: ignore[list-item]
 
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def photograph(path: Path) -> Path:
+    noise = np.random.default_rng(0).integers(0, 255, (200, 300, 3), np.uint8)
+    Image.fromarray(noise).save(path, "JPEG", quality=95)
+    return path
 
 
 @pytest.fixture
@@ -41,7 +52,7 @@ def test_a_file_and_its_bytes_have_the_files_digest(picture: Path, bright_sessio
     broken.write_bytes(picture.read_bytes()[:60])
     empty.touch()
     sources = [picture, str(picture), picture.read_bytes(), broken, empty]
-    found = records([Request("a", source) for source in sources], bright_session(), isolate=isolate)
+    found = predict([Request("a", source) for source in sources], bright_session(), isolate=isolate)
     assert [record["status"] for record in found] == ["ok"] * 3 + ["error"] * 2
     assert [record["file_sha256"] for record in found] == [sha256(picture)] * 3 + [sha256(broken), sha256(empty)]
     assert {record["model_sha256"] for record in found} == {"ab" * 32}
@@ -52,7 +63,7 @@ def test_what_has_no_file_or_none_that_can_be_read_has_no_digest(
     tmp_path: Path, bright_session: Callable, isolate: bool
 ) -> None:
     sources = [Image.new("RGB", (9, 9)), np.zeros((9, 9, 3), np.uint8), tmp_path / "none.jpg", tmp_path]
-    found = records([Request("a", source) for source in sources], bright_session(), isolate=isolate)
+    found = predict([Request("a", source) for source in sources], bright_session(), isolate=isolate)
     assert [record["file_sha256"] for record in found] == [None] * 4
     assert [record.get("error", {}).get("code") for record in found] == [None, None, "not_found", "not_a_file"]
 
@@ -62,12 +73,12 @@ def test_a_member_of_an_archive_has_the_members_digest(picture: Path, bright_ses
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as stream:
         stream.write(picture, "dir/a.png")
     (item,) = discover([str(archive)], Skipped())
-    (record,) = records([Request(item.name, item.source)], bright_session())
+    (record,) = predict([Request(item.name, item.source)], bright_session())
     assert record["file_sha256"] == sha256(picture)
 
 
 def test_digests_stand_before_what_was_found(picture: Path, bright_session: Callable) -> None:
-    (record,) = records([Request("a", picture)], bright_session())
+    (record,) = predict([Request("a", picture)], bright_session())
     assert list(record)[:5] == ["schema", "image", "status", "file_sha256", "model_sha256"]
 
 
@@ -77,11 +88,11 @@ def test_a_large_picture_is_hashed_too_and_what_is_far_too_long_is_not(
     size = picture.stat().st_size
     monkeypatch.setattr(prepare, "MAX_READ_BYTES", size - 1)
     monkeypatch.setattr(prepare, "MAX_HASHED_BYTES", size)
-    (record,) = records([Request("a", picture)], bright_session())
+    (record,) = predict([Request("a", picture)], bright_session())
     assert record["file_sha256"] == sha256(picture)
     with picture.open("ab") as stream:
         stream.write(b"\0")
-    (record,) = records([Request("a", picture)], bright_session())
+    (record,) = predict([Request("a", picture)], bright_session())
     assert (record["status"], record["file_sha256"]) == ("ok", None)
 
 
@@ -90,5 +101,53 @@ def test_a_file_of_any_length_that_is_no_picture_is_not_read(tmp_path: Path, bri
     with path.open("wb") as stream:
         # sparse: reading it would take hours
         stream.truncate(1 << 42)
-    (record,) = records([Request("a", path)], bright_session())
+    (record,) = predict([Request("a", path)], bright_session())
     assert (record["error"]["code"], record["file_sha256"]) == ("not_an_image", None)
+
+
+# ---- timed files
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.gif", "a.webp", "a.bmp"])
+def test_a_timed_file_has_the_pixels_of_an_untimed_one(tmp_path: Path, name: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), np.uint8)
+    compression = {"compression": "tiff_lzw"} if name.endswith("tif") else {}
+    Image.fromarray(noise).save(tmp_path / name, **compression)
+    timer = StageTimer()
+
+    timed = decode(tmp_path / name, open_file=timed_open(timer))
+
+    assert timed.tobytes() == decode(tmp_path / name).tobytes()
+    assert timer.read().stages[0].stage == "read"
+
+
+@pytest.mark.data
+def test_every_odd_file_has_the_same_fate_timed_or_not(odd_images: Path) -> None:
+    def fate(path: Path, timer: StageTimer) -> object:
+        try:
+            return decode(path, open_file=timed_open(timer)).tobytes()
+        except ImageError as error:
+            return error.code, str(error).split(" object at ")[0]
+
+    paths = [path for path in sorted(odd_images.iterdir()) if path.name != "manifest.tsv"]
+    assert len(paths) == 149
+    timer = StageTimer()
+    assert [path.name for path in paths if fate(path, timer) != fate(path, NO_OP_TIMER)] == []
+
+
+@pytest.mark.timeout(20)
+def test_a_timed_file_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    with (tmp_path / "huge.jpg").open("wb") as stream:
+        # sparse: more than any memory, and no disk
+        stream.truncate(1 << 40)
+    with pytest.raises(ImageError) as caught:
+        decode(tmp_path / "huge.jpg", open_file=timed_open(StageTimer()))
+    assert caught.value.code == "not_an_image"
+
+
+def test_a_timed_file_is_closed(tmp_path: Path) -> None:
+    stream = timed_open(StageTimer())(photograph(tmp_path / "a.jpg"))
+    number = stream.fileno()
+    stream.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)

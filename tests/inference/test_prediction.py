@@ -1,0 +1,177 @@
+"""The explanation is the computation: records hold the forward pass's own numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry
+from opal_deploy.preprocess.resize import to_input
+from opal_deploy.records.record import Record, contributions
+from opal_deploy.runtime.onnx_session import OnnxSession
+
+# below this lead of the best cell over the second, float32 cannot tell which is which
+TIE = 1e-4
+CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
+
+
+def explained(session: OnnxSession, paths: list[Path], **options: object) -> list[Record]:
+    requests = (Request(path.name, path) for path in paths)
+    return [r.record for r in predict_stream(requests, [session], InferenceOptions(**options))]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def pictures(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return make_pictures(tmp_path_factory.mktemp("pictures"), 12)
+
+
+@pytest.fixture(scope="module")
+def found(exact_session: OnnxSession, pictures: list[Path]) -> list[Record]:
+    return explained(exact_session, pictures)
+
+
+def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path) -> int:
+    """Compares records with PyTorch's forward pass; returns how many cells were compared."""
+    from opal_deploy.runtime.torch_session import TorchSession
+
+    reference = TorchSession(checkpoint, device="cpu")
+    about = reference.metadata
+    m, compared = about.prototypes_per_class, 0
+    for path, record in zip(paths, records, strict=True):
+        image = decode(path)
+        answer = reference.run_reference(to_input(image, compute_geometry(image), about.input_size)[None])
+        logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
+        assert cells is not None
+        assert scores is not None
+        assert answer.top2_margin is not None
+        predicted = record["prediction"]["class_id"]
+        assert predicted == int(logits.argmax())
+        assert record["prediction"]["logit"] == pytest.approx(float(logits[predicted]), abs=1e-4)
+        geometry = Geometry.whole(*image.size)
+        for slot, shown in enumerate(record["evidence"]):
+            channel = predicted * m + slot
+            assert (shown["slot"], shown["channel"]) == (slot, channel)
+            assert shown["score"] == pytest.approx(float(scores[0, channel]), abs=1e-5)
+            if answer.top2_margin[0, channel] > TIE:
+                cell = divmod(int(cells[0, channel]), about.grid[1])
+                assert tuple(shown["cell"]) == cell
+                assert shown["box"] == list(geometry.cell_box(*cell, about.grid))
+                compared += 1
+    return compared
+
+
+def test_boxes_and_scores_are_pytorchs_own_maximisers(
+    found: list[Record], pictures: list[Path], exact_model: Path
+) -> None:
+    compared = agrees_with_torch(found, pictures, exact_model.with_suffix(".pt"))
+    assert compared > 0.9 * 3 * len(pictures)
+
+
+@pytest.mark.data
+def test_boxes_and_scores_are_pytorchs_own_maximisers_on_photographs(
+    exact_session: OnnxSession, exact_model: Path, photographs: list[Path]
+) -> None:
+    chosen = photographs[::27]
+    compared = agrees_with_torch(explained(exact_session, chosen), chosen, exact_model.with_suffix(".pt"))
+    assert compared > 0.9 * 3 * len(chosen)
+
+
+def test_contributions_add_up_to_the_cosine(found: list[Record]) -> None:
+    for record in found:
+        total = sum(slot["contribution"] or 0.0 for slot in record["evidence"])
+        assert total == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
+
+
+def test_logits_are_minus_the_distance_that_the_cosine_gives(found: list[Record]) -> None:
+    for answer in (answer for record in found for answer in record["top"]):
+        cosine = answer["cosine"]
+        assert cosine is not None
+        assert answer["logit"] == pytest.approx(-math.sqrt(2 - 2 * cosine), abs=1e-5)
+
+
+def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
+    exact_session: OnnxSession, found: list[Record], pictures: list[Path]
+) -> None:
+    image = decode(pictures[0])
+    outputs = exact_session.run(to_input(image, compute_geometry(image), (96, 96))[None])
+    assert outputs.scores is not None
+    s = outputs.scores[0].astype(np.float64)
+    z = s / np.linalg.norm(s)
+    for answer in found[0]["top"]:
+        anchor = np.zeros(12)
+        anchor[answer["class_id"] * 3 : answer["class_id"] * 3 + 3] = 1 / math.sqrt(3)
+        assert answer["cosine"] == pytest.approx(float(z @ anchor), abs=1e-7)
+
+
+def test_the_answers_are_ranked_and_the_margin_is_the_lead(found: list[Record]) -> None:
+    for record in found:
+        assert all(a["label"] == CLASSES[a["class_id"]] for a in record["top"])
+        logits = [answer["logit"] for answer in record["top"]]
+        assert logits == sorted(logits, reverse=True)
+        assert record["prediction"] == record["top"][0]
+        first, second = record["top"][0]["cosine"], record["top"][1]["cosine"]
+        assert first is not None
+        assert second is not None
+        assert record["margin"] == first - second
+
+
+@pytest.mark.parametrize("top", [1, 2, 4, 9])
+def test_top_limits_the_listed_classes_not_the_margin(
+    exact_session: OnnxSession, pictures: list[Path], found: list[Record], top: int
+) -> None:
+    for limited, full in zip(explained(exact_session, pictures[:3], top=top), found, strict=False):
+        assert limited["top"] == full["top"][:top]
+        assert limited["margin"] == full["margin"]
+
+
+def test_answers_below_the_margin_abstain_and_keep_everything_else(
+    exact_session: OnnxSession, pictures: list[Path], found: list[Record]
+) -> None:
+    margins = sorted(record["margin"] or 0.0 for record in found)
+    threshold = margins[len(margins) // 2]
+    again = explained(exact_session, pictures, min_margin=threshold)
+    assert [r["status"] for r in again] == ["abstained" if (r["margin"] or 0) < threshold else "ok" for r in found]
+    assert {r["status"] for r in again} == {"ok", "abstained"}
+    assert [{**r, "status": "ok"} for r in again] == found
+
+
+@pytest.mark.parametrize("evidence", ["map", "none"])
+def test_a_model_without_single_cells_has_no_evidence(
+    request: pytest.FixtureRequest, pictures: list[Path], evidence: str
+) -> None:
+    path = request.getfixturevalue("map_model" if evidence == "map" else "linear_model")
+    for record in explained(OnnxSession(path, device="cpu", threads=1), pictures[:3], min_margin=-1.0):
+        assert record["status"] == "ok"
+        # without anchors there are logits only
+        assert (record["prediction"]["cosine"] is None) == (record["margin"] is None) == (evidence == "none")
+        assert "evidence" not in record
+
+
+BLOCK = np.array([0.5, 0.3, 0.1])
+A = 1 / math.sqrt(3)
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        ("l2", sum(BLOCK) * A),
+        ("l1", sum(abs(b - A) for b in BLOCK)),
+        ("l3", sum(abs(b - A) ** 3 for b in BLOCK)),
+        ("kl", sum(b * (math.log(b + 1e-8) - math.log(A + 1e-8)) for b in BLOCK)),
+    ],
+)
+def test_contributions_add_up_for_the_distances_that_are_sums(distance: str, expected: float) -> None:
+    parts = contributions(BLOCK, distance)
+    assert parts is not None
+    assert float(parts.sum()) == pytest.approx(expected, abs=1e-12)
+
+
+def test_distances_of_extremes_have_no_contributions() -> None:
+    assert contributions(BLOCK, "linf") is contributions(BLOCK, "tropical") is None
