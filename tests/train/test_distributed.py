@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,10 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
+from opal_deploy.train import loop
+from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.validation import evaluate
 
 
@@ -138,10 +142,11 @@ _train(*sys.argv[1:], "--save-every", "1", processes=2)
 """
 
 
-def test_more_processes_than_images_for_them_are_refused(folder: Path, tmp_path: Path) -> None:
-    found = _train(folder, tmp_path / "run", "--batch-size", "3", processes=2)
-    assert found.returncode != 0
-    assert "at least 2 images for each are needed; start fewer" in found.stderr
+def test_more_processes_than_images_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ProcessGroup(torch.device("cpu"), rank=0, size=2)
+    monkeypatch.setattr(loop, "join_process_group", lambda device: nullcontext(group))
+    with pytest.raises(UsageError, match="at least 2 images for each are needed; start fewer"):
+        loop.fit(read_dataset(folder), TrainOptions(batch_size=3), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
