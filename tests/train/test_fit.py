@@ -128,7 +128,7 @@ def test_linear_baseline_has_no_collapse_and_no_risk_curve(squares: DataSet, tmp
     assert result.test.spatial_prototype_collapse is None
     stored = checkpoint.load(result.best)
     assert "spatial_prototype_collapse" not in stored.metrics
-    assert checkpoint.describe(stored).risk == {}
+    assert checkpoint.build_metadata(stored).risk == {}
 
 
 def test_lowest_validation_loss_wins_without_test_images_too(
