@@ -4,7 +4,8 @@ out/train/<species>/0000.png ...   out/val/...   out/test/...
 out/classes.txt                    one species per line, in the order of their class ids
 out/parts.jsonl                    one JSON object per image, see `Annotation`; written last
 
-Pictures that are always at hand: what an exported graph is compared with PyTorch on."""
+`example_images` draws the images that an exported graph is compared with PyTorch on.
+"""
 
 from __future__ import annotations
 
