@@ -5,7 +5,7 @@
 #
 # WHEELS: a folder with the wheels that this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
 #         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
-#         (joblib, threadpoolctl), scipy and matplotlib (contourpy, cycler, fonttools, kiwisolver, pyparsing,
+#         (joblib, threadpoolctl), scipy; matplotlib of the trainer (contourpy, cycler, fonttools, kiwisolver, pyparsing,
 #         python_dateutil, six); psutil, nvidia_ml_py, ptflops; simplejpeg, cykooz_resizer; pyarrow, hypothesis
 #         (sortedcontainers); nvidia_nvimgcodec_cu13 and nvidia_nvjpeg (13.*). Each whole, or as `split` parts
 #         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
