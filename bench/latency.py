@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opal_deploy.bench.batch_timing import (
-    PERCENTILES,
-    BatchTiming,
-    build_failed_measurement,
-    time_batch,
-    time_stages,
-)
+from opal_deploy.bench.batch_timing import PERCENTILES, BatchTiming, build_failed_measurement, time_batch, time_stages
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Scalar
 from opal_deploy.bench.targets.loading import LoadedTarget

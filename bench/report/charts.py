@@ -20,16 +20,7 @@ from opal_deploy.bench.report.axes import (
     span_zero,
     split_series,
 )
-from opal_deploy.bench.report.drawing import (
-    Bar,
-    Chart,
-    Key,
-    Line,
-    Marker,
-    bar_opacity,
-    connect,
-    series_color,
-)
+from opal_deploy.bench.report.drawing import Bar, Chart, Key, Line, Marker, bar_opacity, connect, series_color
 from opal_deploy.bench.report.roofline_chart import draw_roofline
 from opal_deploy.bench.report.rows import Row, find_figure, get_backbone, get_batch, label_rows
 from opal_deploy.bench.tables import format_number, humanize, is_number

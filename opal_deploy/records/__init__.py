@@ -2,13 +2,13 @@
 
 `record` defines a record's fields and builds it from a model's outputs; `names` makes text of any file name; `schema`
 holds the published JSON schema. `opal_deploy.inference.run.results` writes records and reads them back,
-`opal_deploy.auditing` compares them, and `tables` (CSV, Parquet, pandas), `coco` and `label_studio` convert them.
+`opal_deploy.auditing` compares them. `tables` (CSV, Parquet, pandas) and `converters` (COCO, Label Studio) convert
+them.
 """
 
 from __future__ import annotations
 
-from opal_deploy.records.coco import to_coco
-from opal_deploy.records.label_studio import label_config, to_label_studio
+from opal_deploy.records.converters import label_config, to_coco, to_label_studio
 from opal_deploy.records.tables import to_pandas
 
 __all__ = ["label_config", "to_coco", "to_label_studio", "to_pandas"]

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opal_deploy.bench.roofline.ceiling import (
-    Ceiling,
-    compute_share,
-    find_by_driver_name,
-    find_device,
-    known_devices,
-)
+from opal_deploy.bench.roofline.ceiling import Ceiling, compute_share, find_by_driver_name, find_device, known_devices
 from opal_deploy.bench.roofline.work import BYTES_PER_ELEMENT, Layer, Work
 from opal_deploy.errors import UsageError
 

@@ -18,15 +18,7 @@ from opal_deploy.visualization.palette import slot_color
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
 from opal_deploy.visualization.sheet.images import draw_attention_map, enlarge
 from opal_deploy.visualization.sheet.layout import layout_sheet
-from opal_deploy.visualization.sheet.rendering import (
-    Bitmap,
-    Drawing,
-    Rect,
-    Text,
-    encode_png,
-    encode_svg,
-    render_png,
-)
+from opal_deploy.visualization.sheet.rendering import Bitmap, Drawing, Rect, Text, encode_png, encode_svg, render_png
 from opal_deploy.visualization.slot_names import SlotNames
 from opal_deploy.visualization.text import measure_text
 
