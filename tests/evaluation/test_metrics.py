@@ -1,50 +1,66 @@
-"""Figures, by hand."""
+"""Metrics by hand, margins beside those of the records, and the agreement of two models."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     Evaluation,
     accuracy,
     collapse_per_image,
+    compare_outputs,
     compute_metrics,
     confusion_matrix,
     cross_entropy,
     macro_f1,
+    margins,
     spatial_prototype_collapse,
     top_k_accuracy,
 )
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.record import build_record
 
-
-def _spc(argmax: list[list[int]], labels: list[int], m: int) -> float:
-    return spatial_prototype_collapse(np.array(argmax, np.int32), np.array(labels, np.int64), m)
+METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
 
 
 @pytest.mark.parametrize(
-    ("cells", "expected"),
+    ("cells", "labels", "m", "expected"),
     [
-        ([3, 8, 12, 0, 48], 0.0),  # five cells: no collapse
-        ([7, 7, 7, 7, 7], 1.0),  # one cell: complete collapse
-        ([7, 7, 9, 9, 9], 0.75),  # two cells: 1 - 1/4
-        ([9, 7, 9, 8, 7], 0.5),  # three cells, not side by side: 1 - 2/4
+        ([[3, 8, 12, 0, 48]], [0], 5, 0.0),
+        ([[7, 7, 7, 7, 7]], [0], 5, 1.0),
+        ([[7, 7, 9, 9, 9]], [0], 5, 0.75),
+        ([[9, 7, 9, 8, 7]], [0], 5, 0.5),
+        ([[1, 1, 4, 5]], [0], 2, 1.0),
+        ([[1, 1, 4, 5]], [1], 2, 0.0),
+        ([[1, 1, 4, 5]] * 2, [0, 1], 2, 0.5),
+        ([[4, 4, 4]], [1], 1, 0.0),
     ],
+    ids=["five cells", "one cell", "two cells", "three, apart", "class 0", "class 1", "mean", "one prototype"],
 )
-def test_collapse_counts_different_cells_of_the_class(cells: list[int], expected: float) -> None:
-    assert _spc([cells], [0], 5) == pytest.approx(expected)
+def test_collapse_counts_different_cells_of_the_true_class(
+    cells: list[list[int]], labels: list[int], m: int, expected: float
+) -> None:
+    assert spatial_prototype_collapse(np.array(cells, np.int32), np.array(labels), m) == pytest.approx(expected)
 
 
-def test_collapse_looks_at_the_true_class_only() -> None:
-    argmax = [[1, 1, 4, 5], [1, 1, 4, 5]]
-    assert _spc([argmax[0]], [0], 2) == 1.0
-    assert _spc([argmax[0]], [1], 2) == 0.0
-    assert _spc(argmax, [0, 1], 2) == 0.5
-
-
-def test_collapse_of_a_single_prototype_is_zero() -> None:
-    assert _spc([[4, 4, 4]], [1], 1) == 0.0
+@pytest.mark.parametrize("m", [2, 3, 5, 10])
+def test_collapse_is_the_papers_formula(m: int) -> None:
+    """SPC(x) = 1 - (|{(u_k, v_k): k in K_c}| - 1) / (|K_c| - 1), word by word."""
+    rng = np.random.default_rng(0)
+    argmax = rng.integers(0, 9, (40, 6 * m), dtype=np.int32)
+    labels = rng.integers(0, 6, 40)
+    expected = []
+    for cells, label in zip(argmax, labels, strict=True):
+        places = {divmod(int(cells[k]), 3) for k in range(label * m, label * m + m)}
+        expected.append(1 - (len(places) - 1) / (m - 1))
+    assert collapse_per_image(argmax, labels, m) == pytest.approx(np.array(expected))
+    assert spatial_prototype_collapse(argmax, labels, m) == pytest.approx(np.mean(expected))
 
 
 def test_accuracy_is_a_share() -> None:
@@ -60,60 +76,82 @@ def test_cross_entropy_is_torchs() -> None:
     assert cross_entropy(logits, labels) == pytest.approx(expected, rel=1e-5)
 
 
-def test_collapse_is_the_papers_formula() -> None:
-    """SPC(x) = 1 - (|{(u_k, v_k): k in K_c}| - 1) / (|K_c| - 1), word by word."""
-    rng = np.random.default_rng(0)
-    for m in (2, 3, 5, 10):
-        argmax = rng.integers(0, 9, (40, 6 * m), dtype=np.int32)
-        labels = rng.integers(0, 6, 40)
-        expected = []
-        for cells, label in zip(argmax, labels, strict=True):
-            places = {divmod(int(cells[k]), 3) for k in range(label * m, label * m + m)}
-            expected.append(1 - (len(places) - 1) / (m - 1))
-        assert collapse_per_image(argmax, labels, m) == pytest.approx(np.array(expected))
-        assert spatial_prototype_collapse(argmax, labels, m) == pytest.approx(np.mean(expected))
-
-
-def test_top_k_counts_labels_among_the_largest() -> None:
+def test_top_k_counts_labels_among_the_largest_and_gives_ties_to_the_lower_class() -> None:
     logits = np.array([[3.0, 2.0, 1.0, 0.0]] * 4, np.float32)
-    labels = np.array([0, 1, 2, 3])
-    assert [top_k_accuracy(logits, labels, k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    assert [top_k_accuracy(logits, np.arange(4), k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
+    ties, labels = np.zeros((2, 3), np.float32), np.array([1, 2])
+    assert top_k_accuracy(ties, labels, 2) == 0.5
+    assert top_k_accuracy(ties, labels, 1) == accuracy(ties, labels) == 0.0
 
 
-def test_top_k_gives_ties_to_the_lower_class_as_the_answer_does() -> None:
-    logits = np.zeros((2, 3), np.float32)
-    labels = np.array([1, 2])
-    assert top_k_accuracy(logits, labels, 2) == 0.5
-    assert top_k_accuracy(logits, labels, 1) == accuracy(logits, labels) == 0.0
+# label 0: predicted 0 0 1; label 1: predicted 1; label 2: predicted 0
+PREDICTIONS = np.eye(4, dtype=np.float32)[[0, 0, 1, 1, 0]]
+LABELS = np.array([0, 0, 0, 1, 2])
 
 
-# truth 0: answered 0 0 1; truth 1: answered 1; truth 2: answered 0
-ANSWERS = np.eye(4, dtype=np.float32)[[0, 0, 1, 1, 0]]
-TRUTHS = np.array([0, 0, 0, 1, 2])
-
-
-def test_confusion_has_truths_in_rows() -> None:
-    assert confusion_matrix(ANSWERS, TRUTHS).tolist() == [[2, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+def test_confusion_has_labels_in_rows() -> None:
+    assert confusion_matrix(PREDICTIONS, LABELS).tolist() == [[2, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_macro_f1_weighs_classes_alike() -> None:
-    # 0: 2*2 / (2*2 + 1 + 1); 1: 2*1 / (2*1 + 1 + 0); 2: none; 3 never occurs and has no say
-    assert macro_f1(ANSWERS, TRUTHS) == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
+    # 0: 2*2 / (2*2 + 1 + 1); 1: 2*1 / (2*1 + 1 + 0); 2: none; 3 never occurs and does not count
+    assert macro_f1(PREDICTIONS, LABELS) == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
 
 
-class TestFigures:
-    def test_collapse_has_its_spread_over_pictures(self) -> None:
-        argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
-        found = compute_metrics(ANSWERS[:2, :2], np.array([0, 1]), argmax, 2)
-        assert (found.spatial_prototype_collapse, found.spatial_prototype_collapse_std) == (0.5, 0.5)
+def test_the_document_has_no_metric_that_was_not_measured() -> None:
+    metrics = compute_metrics(PREDICTIONS, LABELS).to_dict("val")
+    assert list(metrics) == ["val_accuracy", "val_macro_f1", "val_loss", "val_images"]
+    assert metrics["val_accuracy"] == 0.6
+    assert Evaluation(6, 0.5, 0.5).to_dict("test") == {"test_accuracy": 0.5, "test_loss": 0.5, "test_images": 6}
 
-    def test_top_5_of_five_classes_says_nothing(self) -> None:
-        labels = np.zeros(3, np.int64)
-        assert compute_metrics(np.eye(3, 5, dtype=np.float32), labels).top5 is None
-        assert compute_metrics(np.eye(3, 6, dtype=np.float32), labels).top5 == 1.0
 
-    def test_what_there_is_not_is_left_out_of_the_document(self) -> None:
-        found = compute_metrics(ANSWERS, TRUTHS).to_dict("val")
-        assert list(found) == ["val_accuracy", "val_macro_f1", "val_loss", "val_images"]
-        assert found["val_accuracy"] == 0.6
-        assert Evaluation(6, 0.5, 0.5).to_dict("test") == {"test_accuracy": 0.5, "test_loss": 0.5, "test_images": 6}
+def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes() -> None:
+    argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
+    metrics = compute_metrics(PREDICTIONS[:2, :2], np.array([0, 1]), argmax, 2)
+    assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
+    labels = np.zeros(3, np.int64)
+    assert compute_metrics(np.eye(3, 5, dtype=np.float32), labels).top5 is None
+    assert compute_metrics(np.eye(3, 6, dtype=np.float32), labels).top5 == 1.0
+
+
+def test_margins_are_those_of_the_records() -> None:
+    generator = np.random.default_rng(0)
+    scores = generator.uniform(size=(20, 8)).astype(np.float32)
+    logits = generator.normal(size=(20, 4)).astype(np.float32)
+    logits[0] = 0.0  # equal ones: the lowest classes
+    metadata = replace(METADATA, class_names=("a", "b", "c", "d"), grid=(2, 2), input_size=(8, 8))
+    outputs = Outputs(logits, np.zeros((20, 8), np.int32), scores)
+    records = [build_record("x", Geometry.whole(8, 8), outputs, row, metadata) for row in range(20)]
+
+    assert margins(logits, scores, 2, 1e-8).tolist() == [record["margin"] for record in records]
+
+
+LOGITS = np.array([[-0.1, -0.5], [-0.6, -0.2]], np.float32)
+ARGMAX = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
+SCORES = np.array([[0.6, 0.6, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32)
+# one cell of class 0's block differs; the second image's block is that of class 1
+MOVED = Outputs(
+    np.array([[-0.1, -0.5], [-0.1, -0.2]], np.float32),
+    np.array([[1, 9, 9, 9], [9, 9, 7, 8]], np.int32),
+    np.array([[0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32),
+)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "metadata", "same_class", "same_cells", "difference"),
+    [
+        (Outputs(LOGITS, ARGMAX, SCORES), METADATA, 1.0, 1.0, 0.0),
+        (MOVED, METADATA, 0.5, 0.75, 1 - 0.5**0.5),
+        (Outputs(LOGITS, ARGMAX[:, :2], SCORES[:, :2]), replace(METADATA, prototypes_per_class=1), 1.0, None, None),
+        (Outputs(LOGITS, ARGMAX, SCORES), replace(METADATA, grid=(3, 3)), 1.0, None, 0.0),
+        (Outputs(LOGITS), METADATA, 1.0, None, None),
+    ],
+    ids=["itself", "differences", "another m", "another grid", "no slots"],
+)
+def test_agreement_of_two_models(
+    outputs: Outputs, metadata: Metadata, same_class: float, same_cells: float | None, difference: float | None
+) -> None:
+    agreement = compare_outputs((Outputs(LOGITS, ARGMAX, SCORES), METADATA), (outputs, metadata))
+    assert (agreement.images, agreement.same_class, agreement.same_cells) == (2, same_class, same_cells)
+    if metadata.prototypes_per_class == METADATA.prototypes_per_class:
+        assert agreement.largest_cosine_difference == pytest.approx(difference, abs=1e-6)
