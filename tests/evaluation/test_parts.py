@@ -1,4 +1,4 @@
-"""Consistency, stability and purity of whole models: a perfect detector, a network, and what was exported of it."""
+"""Part purity by hand; consistency, stability and purity of a perfect detector, a network and its export."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.bench.targets.networks import update_batch_norms
 from opal_deploy.cli.evaluate import evaluate
@@ -22,7 +22,7 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.attention_maps import MapSource, from_session
-from opal_deploy.evaluation.parts import PartMeter, measure_parts
+from opal_deploy.evaluation.parts import TOP, PartMeter, measure_parts, merge_sides, patch_boxes, purity_by_channel
 from opal_deploy.evaluation.session import EvaluationResult, evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
@@ -35,8 +35,115 @@ from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
+from tests.datasets.layouts import write_lines
 
 M = 3
+GRID = (7, 7)
+FIGURES = ("prototype_consistency", "prototype_stability", "part_purity")
+PARTS = (
+    "back", "beak", "belly", "breast", "crown", "forehead", "left eye", "left leg", "left wing", "nape", "right eye",
+    "right leg", "right wing", "tail", "throat",
+)  # fmt: skip
+
+
+# purity by hand
+
+
+def test_patches_are_cells_on_the_papers_grid_and_overlap_on_finer_ones() -> None:
+    expected = [[0, 0, 32, 32], [64, 32, 96, 64], [192, 192, 224, 224]]
+    assert patch_boxes(np.array([0, 9, 48]), GRID).tolist() == expected
+    # round(192 / 27) = 7 pixels a step; 27 steps are 189, and the last patch ends at 224 all the same
+    finer = patch_boxes(np.array([1 * 28 + 26, 27 * 28 + 27]), (28, 28))
+    assert finer.tolist() == [[182, 7, 214, 39], [192, 192, 224, 224]]
+    assert patch_boxes(np.array([0]), (1, 1)).tolist() == [[192, 192, 224, 224]]
+
+
+IN, OUT = (5.0, 5.0), (-9.0, -9.0)
+EYES = ("left eye", "right eye")
+
+
+@pytest.mark.parametrize(
+    ("points", "visible", "names", "scores", "cells", "expected"),
+    [
+        ([[(0.0, 0.0)]], True, ("beak",), None, None, 1.0),
+        ([[(32.0, 32.0)]], True, ("beak",), None, None, 1.0),
+        ([[(32.01, 0.0)]], True, ("beak",), None, None, 0.0),
+        ([[(0.0, -0.01)]], True, ("beak",), None, None, 0.0),
+        # beak: 2 of 4; tail: 2 of 3, being invisible on the last image
+        (
+            [[IN, OUT], [OUT, IN], [IN, IN], [OUT, IN]], [[True, True]] * 3 + [[True, False]], ("beak", "tail"),
+            None, None, 2 / 3,
+        ),
+        ([[IN]] * 3, False, ("beak",), None, None, 0.0),
+        ([[OUT]] * 5 + [[IN]] * TOP, True, ("beak",), [0.1] * 5 + [0.9] * TOP, None, 1.0),
+        ([[IN]] * TOP + [[OUT]] * 5, True, ("beak",), None, None, 1.0),
+        ([[OUT]] * 5 + [[IN]] * TOP, True, ("beak",), None, None, 0.5),
+        ([[(100.0, 40.0)], [(40.0, 100.0)]], True, ("beak",), None, [1 * 7 + 3, 3 * 7 + 1], 1.0),
+        ([[(100.0, 40.0)], [(40.0, 100.0)]], True, ("beak",), None, [3 * 7 + 1, 1 * 7 + 3], 0.0),
+        ([[IN, OUT], [OUT, IN]], True, EYES, None, None, 1.0),
+        ([[IN, OUT], [OUT, IN]], True, ("left eye", "right leg"), None, None, 0.5),
+        # the left eye's patch holds it, but it is hidden; the right one is visible elsewhere
+        ([[IN, OUT]], [[False, True]], EYES, None, None, 0.0),
+    ],
+    ids=[
+        "corner", "edge inside", "beyond the edge", "before the edge", "share where visible", "never visible",
+        "highest scores", "equal scores", "equal scores, others first", "own cell", "another cell", "sides merge",
+        "other parts do not", "hidden side",
+    ],
+)  # fmt: skip
+def test_purity(
+    points: list[Any], visible: Any, names: tuple[str, ...], scores: Any, cells: Any, expected: float
+) -> None:
+    where = np.array(points)
+    purity = purity_by_channel(
+        np.array(scores or [1.0] * len(points), np.float32)[:, None],
+        np.array(cells or [0] * len(points), np.int32)[:, None],
+        GRID,
+        where,
+        np.broadcast_to(np.array(visible), where.shape[:2]),
+        names,
+    )
+    assert purity.tolist() == pytest.approx([expected])
+
+
+def test_merged_parts_keep_the_order_of_their_first_mention() -> None:
+    names = ("back", "left eye", "nape", "right eye")
+    present, visible = np.array([[False, False, True, True]]), np.array([[True, False, True, True]])
+    merged, seen = merge_sides(names, present, visible)
+    assert merged.tolist() == [[False, True, True]]
+    assert seen.tolist() == [[True, True, True]]
+
+
+# whole models
+
+
+@pytest.fixture(scope="module")
+def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CUB's layout: six classes of five training and two test images of noise, fifteen parts each."""
+    root = tmp_path_factory.mktemp("birds")
+    rng = np.random.default_rng(0)
+    classes = [f"{number:03}.Bird" for number in range(1, 7)]
+    names = [f"{name}/{number}.png" for name in classes for number in range(7)]
+    locations = []
+    for image, name in enumerate(names, 1):
+        pixels = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8).repeat(10, axis=0).repeat(10, axis=1)
+        (root / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(root / "images" / name)
+        for part in range(1, len(PARTS) + 1):
+            x, y, visible = rng.integers(5, 65), rng.integers(10, 55), rng.integers(0, 4) > 0
+            locations.append(f"{image} {part} {x}.0 {y}.0 1" if visible else f"{image} {part} 0.0 0.0 0")
+    tables = {
+        "images.txt": [f"{image} {name}" for image, name in enumerate(names, 1)],
+        "image_class_labels.txt": [f"{image} {1 + (image - 1) // 7}" for image in range(1, 43)],
+        "train_test_split.txt": [f"{image} {int((image - 1) % 7 < 5)}" for image in range(1, 43)],
+        "bounding_boxes.txt": [f"{image} 5.0 10.0 60.0 45.0" for image in range(1, 43)],
+        "classes.txt": [f"{label} {name}" for label, name in enumerate(classes, 1)],
+        "parts/parts.txt": [f"{part} {name}" for part, name in enumerate(PARTS, 1)],
+        "parts/part_locs.txt": locations,
+    }
+    for table, lines in tables.items():
+        write_lines(root / table, lines)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +243,7 @@ def test_network_checkpoint_and_export_agree(
 
     assert reference.parts == expected
     assert deployed.parts == expected
+    assert deployed.outputs.attention is None
     assert deployed.evaluation.accuracy == reference.evaluation.accuracy
     assert expected.unavailable == {}
     # otherwise the agreement would be one of nothing with nothing
@@ -152,10 +260,6 @@ def test_the_batch_changes_nothing_and_the_seed_only_the_noise(data: DataSet, ne
     assert replace(other, stability=found.stability) == found
 
 
-def test_attention_maps_are_not_kept(data: DataSet, exported: OnnxSession) -> None:
-    assert _measure(exported, data).outputs.attention is None
-
-
 def test_average_pooling_has_maps_to_measure(data: DataSet) -> None:
     network = _network(data.num_classes, HeadConfig(prototypes_per_class=M, pooling="avg", cws=False))
     found = measure_parts(network, data)
@@ -163,57 +267,58 @@ def test_average_pooling_has_maps_to_measure(data: DataSet) -> None:
     assert None not in (found.consistency, found.stability, found.purity)
 
 
-class TestWhatAModelCannotBeMeasuredOn:
-    """Each reason in one line, with what would help."""
+AGAIN = "export it again: opal-deploy export birds.pt --outputs attention"
+NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
 
-    def test_an_export_without_attention(self, exported: OnnxSession) -> None:
-        reasons = self._reasons(exported, outputs=("logits", "argmax", "scores"), input_kind="uint8")
-        assert reasons == {
-            "prototype_consistency": "the model has no output attention; export it again: "
-            "opal-deploy export birds.pt --outputs attention",
-            "prototype_stability": "the model has no output attention and no float32 input, which noise is added to; "
-            "export it again: opal-deploy export birds.pt --outputs attention --input float32",
-        }
 
-    def test_an_export_that_normalises_itself(self, exported: OnnxSession) -> None:
-        reasons = self._reasons(exported, input_kind="uint8")
-        assert reasons == {
-            "prototype_stability": "the model has no float32 input, which noise is added to; export it again: "
-            "opal-deploy export birds.pt --outputs attention --input float32",
-        }
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        (
+            {"outputs": ("logits", "argmax", "scores"), "input_kind": "uint8"},
+            {FIGURES[0]: f"the model has no output attention; {AGAIN}",
+             FIGURES[1]: f"the model has no output attention and {NO_FLOAT}"},
+        ),
+        ({"input_kind": "uint8"}, {FIGURES[1]: f"the model has {NO_FLOAT}"}),
+        (
+            {"evidence": "none"},
+            dict.fromkeys(FIGURES, "the model has no prototypes (evidence none); only models with anchors have"),
+        ),
+        (
+            {"input_size": (224, 448)},
+            dict.fromkeys(
+                FIGURES,
+                "its input is 224x448 and the protocol's regions are defined on 224x224; train it with --size 224",
+            ),
+        ),
+    ],
+    ids=["no attention", "normalised in the graph", "no prototypes", "another size"],
+)  # fmt: skip
+def test_a_figure_that_cannot_be_measured_has_a_reason(
+    exported: OnnxSession, changes: dict[str, Any], reasons: dict[str, str]
+) -> None:
+    metadata = replace(exported.metadata, **changes)
+    session = SimpleNamespace(metadata=metadata, run=exported.run, run_normalised=exported.run_normalised)
+    assert from_session(cast(Session, session)).unavailable == reasons
 
-    def test_no_prototypes(self, exported: OnnxSession) -> None:
-        reasons = self._reasons(exported, evidence="none")
-        assert set(reasons) == {"prototype_consistency", "prototype_stability", "part_purity"}
-        assert "no prototypes (evidence none)" in reasons["part_purity"]
 
-    def test_another_input_size(self, exported: OnnxSession) -> None:
-        reasons = self._reasons(exported, input_size=(224, 448))
-        assert set(reasons) == {"prototype_consistency", "prototype_stability", "part_purity"}
-        assert "its input is 224x448" in reasons["prototype_consistency"]
+def test_uncropped_images_are_not_measured(data: DataSet, exported: OnnxSession) -> None:
+    parts = _measure(exported, data, boxes=False).parts
+    assert parts is not None
+    assert (parts.consistency, parts.stability, parts.purity) == (None, None, None)
+    assert set(parts.unavailable.values()) == {"the protocol crops to the boxes; leave --no-boxes out"}
 
-    def test_pictures_that_are_not_cropped(self, data: DataSet, exported: OnnxSession) -> None:
-        found = _measure(exported, data, boxes=False).parts
-        assert found is not None
-        assert (found.consistency, found.stability, found.purity) == (None, None, None)
-        assert set(found.unavailable.values()) == {"the protocol crops to the boxes; leave --no-boxes out"}
 
-    def test_what_is_left_is_measured(self, data: DataSet, exported: OnnxSession) -> None:
-        everything = _measure(exported, data).parts
-        metadata = replace(exported.metadata, input_kind="uint8")
-        session = SimpleNamespace(metadata=metadata, run=exported.run, description="")
-        found = _measure(cast(Session, session), data).parts
-        assert everything is not None
-        assert found is not None
-        assert found == replace(everything, stability=None, unavailable=found.unavailable)
-        assert found.to_dict()["prototype_stability"] is None
-        assert list(found.to_dict()["unavailable"]) == ["prototype_stability"]
-
-    @staticmethod
-    def _reasons(exported: OnnxSession, **changes: object) -> dict[str, str]:
-        metadata: Metadata = replace(exported.metadata, **changes)  # type: ignore[arg-type]
-        session = SimpleNamespace(metadata=metadata, run=exported.run, run_normalised=exported.run_normalised)
-        return from_session(cast(Session, session)).unavailable
+def test_the_other_figures_are_measured(data: DataSet, exported: OnnxSession) -> None:
+    everything = _measure(exported, data).parts
+    metadata = replace(exported.metadata, input_kind="uint8")
+    session = SimpleNamespace(metadata=metadata, run=exported.run, description="")
+    parts = _measure(cast(Session, session), data).parts
+    assert everything is not None
+    assert parts is not None
+    assert parts == replace(everything, stability=None, unavailable=parts.unavailable)
+    assert parts.to_dict()["prototype_stability"] is None
+    assert list(parts.to_dict()["unavailable"]) == ["prototype_stability"]
 
 
 @pytest.mark.parametrize(

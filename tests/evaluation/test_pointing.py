@@ -1,39 +1,49 @@
+"""Boxes of explanations against the annotated parts of the generated data set, and their control."""
+
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation import pointing
+from opal_deploy.evaluation.metrics import compute_metrics
 from opal_deploy.evaluation.pointing import cell_foreground, count_box_hits, summarize_hits
-from opal_deploy.synthetic import Annotation, PartBox, build_annotation, draw_creature, list_species
+from opal_deploy.evaluation.session import EvaluationResult
+from opal_deploy.synthetic import Annotation, PartBox, build_annotation, draw_creature, generate_dataset, list_species
 from opal_deploy.synthetic.dataset import encode_runs
 
-
-def made_up() -> Annotation:
-    """80x80 pixels, a 4x4 grid of 20-pixel cells; the creature fills the four cells in the middle."""
-    foreground = np.zeros((80, 80), dtype=bool)
-    foreground[20:60, 20:60] = True
-    parts = {
-        "beak": PartBox("hook", (22.0, 22.0, 38.0, 38.0), (30.0, 30.0), distinguishing=True, visible=True),
-        "tail": PartBox("paddle", (42.0, 42.0, 58.0, 58.0), (50.0, 50.0), distinguishing=False, visible=True),
-    }
-    return Annotation("test/x/0000.png", "x", 80, 80, parts, encode_runs(foreground))
+GRID = (4, 4)
+METADATA = Metadata(("a", "b", "c"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, (64, 64))
+ON_BEAK, ON_TAIL, ON_BODY, OFF = (20, 20, 40, 40), (40, 40, 60, 60), (40, 20, 60, 40), (0, 0, 20, 20)
 
 
-def a_creature() -> Annotation:
-    kind = list_species(8)[5]
-    return build_annotation(
-        draw_creature(kind, np.random.default_rng(3), (160, 224)), f"test/{kind.name}/0003.png", kind.name
-    )
+def _mask(shape: tuple[int, int], rows: slice, columns: slice) -> tuple[int, ...]:
+    foreground = np.zeros(shape, np.bool_)
+    foreground[rows, columns] = True
+    return encode_runs(foreground)
 
 
-def test_boxes_are_counted_by_what_they_cover() -> None:
-    on_beak, on_tail, on_body, off = (20, 20, 40, 40), (40, 40, 60, 60), (40, 20, 60, 40), (0, 0, 20, 20)
-    hits = count_box_hits(made_up(), [on_beak, on_tail, on_body, off, on_beak], (4, 4))
+# 80 x 80 pixels, a 4 x 4 grid of 20-pixel cells; the creature fills the four cells in the middle
+BEAK = PartBox("hook", (22.0, 22.0, 38.0, 38.0), (30.0, 30.0), distinguishing=True, visible=True)
+TAIL = PartBox("paddle", (42.0, 42.0, 58.0, 58.0), (50.0, 50.0), distinguishing=False, visible=True)
+CREATURE = Annotation("x.png", "x", 80, 80, {"beak": BEAK, "tail": TAIL}, _mask((80, 80), slice(20, 60), slice(20, 60)))
+
+
+def test_boxes_are_counted_by_the_parts_they_cover() -> None:
+    hits = count_box_hits(CREATURE, [ON_BEAK, ON_TAIL, ON_BODY, OFF, ON_BEAK], GRID)
     assert (hits.boxes, hits.distinguishing, hits.any_part) == (5, 2, 3)
     assert hits.most_covered == ("beak", "tail", "none", "none", "beak")
+    hidden = {"beak": replace(BEAK, visible=False), "tail": TAIL}
+    hits = count_box_hits(replace(CREATURE, parts=hidden), [ON_BEAK], GRID)
+    assert (hits.distinguishing, hits.any_part, hits.control_distinguishing) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +56,22 @@ def test_boxes_are_counted_by_what_they_cover() -> None:
     ],
 )
 def test_a_quarter_of_the_part_is_enough(box: tuple[float, ...], covered: bool) -> None:
-    assert count_box_hits(made_up(), [box], (4, 4)).distinguishing == covered
+    assert count_box_hits(CREATURE, [box], GRID).distinguishing == covered
 
 
-def test_control_of_a_made_up_creature() -> None:
-    hits = count_box_hits(made_up(), [], (4, 4))
-    assert hits.control_distinguishing == 1 / 4
-    assert hits.control_any == 2 / 4
-    assert hits.boxes == 0
+def test_the_control_is_by_cells_of_the_creature() -> None:
+    hits = count_box_hits(CREATURE, [], GRID)
+    assert (hits.control_distinguishing, hits.control_any, hits.boxes) == (1 / 4, 2 / 4, 0)
+    # no cell is full enough: the fullest
+    tiny = replace(CREATURE, runs=_mask((80, 80), slice(25, 30), slice(25, 30)))
+    assert count_box_hits(tiny, [], GRID).control_distinguishing == 1
 
 
 @pytest.mark.parametrize("grid", [(7, 7), (5, 7), (4, 4), (6, 5)])
 def test_control_is_the_mean_over_single_cells(grid: tuple[int, int]) -> None:
     """Brute force: ask for every foreground cell by itself, with foreground counted on a mask of finer pixels."""
-    annotation = a_creature()
+    kind = list_species(8)[5]
+    annotation = build_annotation(draw_creature(kind, np.random.default_rng(3), (160, 224)), "x.png", kind.name)
     mask = annotation.foreground().repeat(grid[0], axis=0).repeat(grid[1], axis=1)
     height, width = annotation.height / grid[0], annotation.width / grid[1]
     covered = []
@@ -87,48 +99,103 @@ def test_some_cell_covers_each_distinguishing_part() -> None:
 
 
 def test_cell_foreground_is_exact_where_cells_cut_pixels() -> None:
-    mask = np.zeros((3, 3), dtype=bool)
-    mask[1, 1] = True
-    annotation = Annotation("x.png", "x", 3, 3, {}, encode_runs(mask))
+    annotation = Annotation("x.png", "x", 3, 3, {}, _mask((3, 3), slice(1, 2), slice(1, 2)))
     np.testing.assert_allclose(cell_foreground(annotation, (2, 2)), np.full((2, 2), 0.25 / 2.25))
 
 
-def test_control_takes_the_fullest_cells_if_none_is_full_enough() -> None:
-    mask = np.zeros((80, 80), dtype=bool)
-    mask[25:30, 25:30] = True
-    annotation = replace(made_up(), runs=encode_runs(mask))
-    assert count_box_hits(annotation, [], (4, 4)).control_distinguishing == 1
-
-
-def test_hidden_part_cannot_be_covered() -> None:
-    annotation = made_up()
-    beak = replace(annotation.parts["beak"], visible=False)
-    hits = count_box_hits(replace(annotation, parts={**annotation.parts, "beak": beak}), [(20, 20, 40, 40)], (4, 4))
-    assert (hits.distinguishing, hits.any_part, hits.control_distinguishing) == (0, 0, 0)
-
-
 def test_summary_weighs_images_by_their_boxes() -> None:
-    on_beak, off = (20, 20, 40, 40), (0, 0, 20, 20)
-    first = count_box_hits(made_up(), [on_beak, on_beak, off], (4, 4))
-    second = replace(count_box_hits(made_up(), [off], (4, 4)), control_distinguishing=0.75)
-    summary = summarize_hits([first, second, count_box_hits(made_up(), [], (4, 4))])
+    first = count_box_hits(CREATURE, [ON_BEAK, ON_BEAK, OFF], GRID)
+    second = replace(count_box_hits(CREATURE, [OFF], GRID), control_distinguishing=0.75)
+    summary = summarize_hits([first, second, count_box_hits(CREATURE, [], GRID)])
     assert (summary.images, summary.boxes) == (3, 4)
     assert (summary.distinguishing, summary.any_part) == (0.5, 0.5)
     assert summary.control_distinguishing == (3 * 0.25 + 0.75) / 4
     assert summary.slots == {"x": [{"beak": 0.5, "none": 0.5}, {"beak": 1.0}, {"none": 1.0}]}
 
 
-def test_no_boxes_at_all_is_refused() -> None:
-    with pytest.raises(UsageError, match="no boxes"):
-        summarize_hits([])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (partial(summarize_hits, []), "no boxes"),
+        (partial(count_box_hits, CREATURE, [], (0, 7)), "0x7 cells"),
+        *[
+            (partial(count_box_hits, CREATURE, b, GRID), r"expected \[B, 4\]")
+            for b in ([[1, 2, 3]], [1, 2], [[[1] * 4]])
+        ],
+    ],
+)
+def test_wrong_boxes_and_grids_are_refused(call: partial[object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
 
 
-@pytest.mark.parametrize("boxes", [[[1, 2, 3]], [1, 2, 3, 4], [[[1, 2, 3, 4]]]])
-def test_boxes_of_another_shape_are_refused(boxes: list[object]) -> None:
-    with pytest.raises(UsageError, match=r"expected \[B, 4\]"):
-        count_box_hits(made_up(), boxes, (4, 4))
+# the generated data set in `evaluate`
 
 
-def test_empty_grid_is_refused() -> None:
-    with pytest.raises(UsageError, match="0x7 cells"):
-        count_box_hits(made_up(), [], (0, 7))
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+    root = tmp_path_factory.mktemp("creatures") / "data"
+    generate_dataset(root, num_species=3, train_per_class=2, val_per_class=1, test_per_class=3, size=(64, 64))
+    return read_dataset(root)
+
+
+def _result(cells: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> EvaluationResult:
+    logits = -np.ones((len(labels), 3), np.float32)
+    logits[np.arange(len(labels)), predicted] = -0.1
+    outputs = Outputs(logits, cells.astype(np.int32), np.full(cells.shape, 0.5, np.float32))
+    return EvaluationResult(compute_metrics(logits, labels), None, labels, outputs)
+
+
+def test_annotations_are_matched_row_for_row(data: DataSet) -> None:
+    annotations = pointing.match_annotations(data, data.test[::-1])
+    assert [data.root / annotation.image for annotation in annotations] == [sample.path for sample in data.test[::-1]]
+    assert pointing.has_annotations(data)
+    assert not pointing.has_annotations(replace(data, root=data.root / "train"))
+    other = replace(data.test[0], path=data.root / "test" / "new.png")
+    with pytest.raises(UsageError, match=r"no annotation of test/new\.png; take the image out"):
+        pointing.match_annotations(data, [other])
+
+
+def test_boxes_of_right_predictions_are_judged_as_the_demo_judges_them(data: DataSet) -> None:
+    labels = np.array([sample.label for sample in data.test])
+    cells = np.random.default_rng(0).integers(0, 16, (len(labels), 6))
+    predicted = labels.copy()
+    predicted[0] = (labels[0] + 1) % 3
+    annotations = pointing.match_annotations(data, data.test)
+    summary = pointing.evaluate_part_coverage(_result(cells, labels, predicted), annotations, METADATA)
+
+    hits = []
+    for row in range(1, len(labels)):
+        places = [divmod(int(cell), 4) for cell in cells[row, labels[row] * 2 : labels[row] * 2 + 2]]
+        boxes = [[col * 16, r * 16, col * 16 + 16, r * 16 + 16] for r, col in places]
+        hits.append(count_box_hits(annotations[row], boxes, GRID))
+    assert summary == summarize_hits(hits)
+    assert summary is not None
+    assert (summary.images, summary.boxes) == (8, 16)
+
+    header, rows = pointing.part_coverage_table(summary)
+    assert header[:2] == ["species", "slot"]
+    assert [row[:2] for row in rows] == [[species, slot] for species in summary.slots for slot in (0, 1)]
+    for row in rows:
+        assert sum(float(share) for share in row[2:]) == pytest.approx(1.0)
+    assert len(list(pointing.format_part_coverage(summary))) == 1 + 3
+
+
+def test_boxes_on_the_parts_beat_the_control(data: DataSet) -> None:
+    labels = np.array([sample.label for sample in data.test])
+    annotations = pointing.match_annotations(data, data.test)
+    # every slot looks at the cell that holds the centre of a distinguishing part
+    cells = np.zeros((len(labels), 6), np.int64)
+    for row, annotation in enumerate(annotations):
+        part = next(part for part in annotation.parts.values() if part.distinguishing and part.visible)
+        cells[row] = int(part.centre[1] // 16) * 4 + int(part.centre[0] // 16)
+    summary = pointing.evaluate_part_coverage(_result(cells, labels, labels), annotations, METADATA)
+    assert summary is not None
+    assert summary.any_part == 1.0
+    assert summary.distinguishing > summary.control_distinguishing
+
+    # no right prediction, or no single cells: nothing to judge
+    wrong = _result(cells, labels, (labels + 1) % 3)
+    assert pointing.evaluate_part_coverage(wrong, annotations, METADATA) is None
+    average = replace(METADATA, evidence="map")
+    assert pointing.evaluate_part_coverage(_result(cells, labels, labels), annotations, average) is None

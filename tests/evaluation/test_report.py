@@ -1,4 +1,4 @@
-"""The confusion matrix as an image, and where an evaluation's files go."""
+"""The files of an evaluation: folders, the confusion matrix as a plot, risk over coverage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation import risk
 from opal_deploy.evaluation.report import (
     check_folder,
     create_folder,
@@ -16,6 +17,7 @@ from opal_deploy.evaluation.report import (
     model_folders,
     write_evaluation,
 )
+from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
 
 
 def _drawn(counts: np.ndarray, names: list[str], path: Path) -> np.ndarray:
@@ -68,7 +70,7 @@ def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
     assert folders == [tmp_path / "1-best.pt", tmp_path / "2-best.pt", tmp_path / "best.onnx"]
 
 
-def test_an_earlier_evaluation_is_not_replaced_unasked(tmp_path: Path) -> None:
+def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path: Path) -> None:
     out, data = tmp_path / "deep" / "out", tmp_path / "data"
     check_folder(out, data, overwrite=False)
     create_folder(out)
@@ -84,7 +86,38 @@ def test_a_folder_in_the_data_set_is_refused(tmp_path: Path, below: str) -> None
         check_folder(tmp_path / "data" / below, tmp_path / "data", overwrite=True)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be made .*; give another --out"):
         create_folder(tmp_path / "file" / "out")
+
+
+def test_too_few_images_for_an_error_rate_are_refused() -> None:
+    risk.check_support(59, 0.05)
+    with pytest.raises(UsageError, match=r"--target-error 5%: 58 labelled images .* 59 are needed; give more images"):
+        risk.check_support(58, 0.05)
+
+
+def test_the_table_has_a_row_for_each_threshold() -> None:
+    header, rows = risk.curve_table(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
+    assert header == ["min_margin", "answered", "coverage", "wrong", "error"]
+    assert rows == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
+
+
+def test_a_printed_threshold_can_be_typed_back() -> None:
+    curve = compute_risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
+    threshold = choose_threshold(curve.summary(), 0.05)
+    (line,) = risk.format_threshold(threshold)
+    assert float(line.split()[1]) == threshold.min_margin == curve.margins[-1]
+    assert "answers 100.0% of 80 images, 0 of 80 wrong" in line
+    assert "with 95% confidence at most 3.68 %" in line
+    (refusal,) = risk.format_threshold(choose_threshold(curve.summary(), 0.01))
+    assert "no --min-margin is known to give an error rate of at most 1 %: 80 labelled images cannot" in refusal
+
+
+@pytest.mark.parametrize("target", [None, 0.2, 0.01], ids=["no target", "threshold", "no threshold"])
+def test_the_curve_is_drawn_with_and_without_a_threshold(tmp_path: Path, target: float | None) -> None:
+    curve = compute_risk_curve(np.linspace(1.0, 0.0, 80), np.arange(80) < 70)
+    threshold = None if target is None else choose_threshold(curve.summary(), target)
+    risk.draw_curve(curve, threshold, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
