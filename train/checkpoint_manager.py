@@ -1,4 +1,4 @@
-"""When a run writes which checkpoint and record, and the error when the disk is full."""
+"""Writing of checkpoints and records during a run, and the error for a full disk."""
 
 from __future__ import annotations
 

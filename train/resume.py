@@ -1,4 +1,4 @@
-"""What last.pt stores beside the network while a run is under way: everything that the next step depends on.
+"""The resume state in last.pt: everything beside the network that the next step depends on.
 
 The state is in one file, written atomically, so that a run killed at any moment leaves the state of one moment. Order
 and augmentation of the images depend on seed, epoch and position alone (see `images`) and need no state.
@@ -31,7 +31,7 @@ _ADVICE = "give --resume with the options that it was begun with, another --out,
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
         epoch: number of finished epochs.

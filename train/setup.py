@@ -1,4 +1,4 @@
-"""What a run chooses for its machine, and what config.json says of the machine."""
+"""Settings that a run derives from its machine, and the machine's description in config.json."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from opal_deploy.runtime.tensorrt.compatibility import AMPERE_PLUS
 
 
 @dataclass(frozen=True)
-class Plan:
+class SerializedEngine:
     """A serialized engine, and the seconds that its build took."""
 
     content: bytes
@@ -80,7 +80,9 @@ class Network:
             profile.set_shape(tensor.name, (batch.min, *rest), (batch.opt, *rest), (batch.max, *rest))
         return profile
 
-    def build(self, target: EngineTarget, options: BuildOptions, on_progress: OnProgress = lambda *_: None) -> Plan:
+    def build(
+        self, target: EngineTarget, options: BuildOptions, on_progress: OnProgress = lambda *_: None
+    ) -> SerializedEngine:
         """Build for one GPU.
 
         Raises:
@@ -110,7 +112,7 @@ class Network:
             if cache is not None and options.timing_cache is not None:
                 with atomic_write(options.timing_cache) as temporary:
                     temporary.write_bytes(bytes(memoryview(cache.serialize())))
-        return Plan(bytes(memoryview(plan)), time.monotonic() - started)
+        return SerializedEngine(bytes(memoryview(plan)), time.monotonic() - started)
 
     def _configure(self, config: Any, target: EngineTarget, options: BuildOptions) -> None:
         trt = self.library.module

@@ -31,7 +31,7 @@ from opal_deploy.artifact.files import ENGINE_SUFFIX, atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import ArtifactError
 from opal_deploy.export.options import PRECISION_ENDINGS, Report
-from opal_deploy.export.tensorrt.builder import Network, Plan
+from opal_deploy.export.tensorrt.builder import Network, SerializedEngine
 from opal_deploy.export.tensorrt.options import EngineRequest, EngineTarget
 from opal_deploy.runtime.tensorrt.bindings import SHORT_NAMES, Bindings, load
 from opal_deploy.runtime.tensorrt.compatibility import platform_name
@@ -164,7 +164,7 @@ def _follow_onnx(stack: ExitStack, engine: Path, sidecar: Sidecar, metadata: Met
 
 def _describe(
     engine: Path,
-    plan: Plan,
+    plan: SerializedEngine,
     onnx_input: _OnnxInput,
     library: Bindings,
     target: EngineTarget,
@@ -195,7 +195,12 @@ def _describe(
 
 
 def _stage_engine(
-    stack: ExitStack, engine: Path, plan: Plan, sidecar: Sidecar, runnable: _OnnxInput | None, report: Report
+    stack: ExitStack,
+    engine: Path,
+    plan: SerializedEngine,
+    sidecar: Sidecar,
+    runnable: _OnnxInput | None,
+    report: Report,
 ) -> Sidecar:
     """Stage an engine and its sidecar; where the engine can run here (`runnable`), its test vectors run first."""
     # entered first, so that it gets its name last: a sidecar never speaks of an engine that is not there

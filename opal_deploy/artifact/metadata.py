@@ -108,7 +108,7 @@ class Metadata:
 
     @property
     def unverified(self) -> str:
-        """Why the file was not compared with its reference; empty if it was compared."""
+        """The reason why the file was not compared with its reference; empty if it was."""
         return str(self.verification.get("skipped", ""))
 
     def to_json(self) -> str:

@@ -68,7 +68,7 @@ _LOW_PRECISION = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class FieldDifference:
     """One field whose recorded value is not the computed one; `field` is a path such as `evidence[2].box`."""
 
     field: str
@@ -82,7 +82,7 @@ class Difference:
 
 def diff_records(
     recorded: Record, computed: Record, tolerance: Tolerance, is_tied: IsTied = lambda channel, cell: False
-) -> list[Difference]:
+) -> list[FieldDifference]:
     """Return the fields of a record that differ from what was computed for its image.
 
     Args:
@@ -96,7 +96,7 @@ def diff_records(
 
 def _compare_records(
     recorded: dict[str, Any], computed: dict[str, Any], tolerance: Tolerance, is_tied: IsTied
-) -> Iterator[Difference]:
+) -> Iterator[FieldDifference]:
     keys = [key for key in dict.fromkeys([*computed, *recorded]) if key not in NOT_COMPUTED]
     margins = [_finite_number(recorded.get("margin")), _finite_number(computed.get("margin"))]
     close_call = all(m is not None and abs(m) <= 2 * tolerance.cosine for m in margins)
@@ -104,7 +104,7 @@ def _compare_records(
     for key in keys:
         old, new = recorded.get(key, _Absent()), computed.get(key, _Absent())
         if isinstance(old, _Absent) or isinstance(new, _Absent):
-            yield Difference(key, old, new)
+            yield FieldDifference(key, old, new)
         elif key == "prediction" and close_call and other_class:
             yield from _compare_answer_of_class("prediction", old, computed.get("top"), tolerance)
         elif key == "prediction":
@@ -119,7 +119,7 @@ def _compare_records(
         elif key == "margin":
             yield from _compare_number(key, old, new, 2 * tolerance.cosine)
         elif old != new or type(old) is not type(new):
-            yield Difference(key, old, new)
+            yield FieldDifference(key, old, new)
 
 
 def _class_id(record: dict[str, Any]) -> Any:
@@ -127,7 +127,7 @@ def _class_id(record: dict[str, Any]) -> Any:
     return answer.get("class_id") if isinstance(answer, dict) else None
 
 
-def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
     yield from _compare_object(
         field,
         old,
@@ -139,18 +139,20 @@ def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tol
     )
 
 
-def _compare_answer_of_class(field: str, old: Any, answers: Any, tolerance: Tolerance) -> Iterator[Difference]:
+def _compare_answer_of_class(field: str, old: Any, answers: Any, tolerance: Tolerance) -> Iterator[FieldDifference]:
     """Compare an answer with the computed one of the same class, whatever its rank."""
     same = [answer for answer in answers or [] if isinstance(old, dict) and answer["class_id"] == old.get("class_id")]
     if same:
         yield from _compare_answer(field, old, same[0], tolerance)
     else:
-        yield Difference(f"{field}.class_id", old.get("class_id") if isinstance(old, dict) else old, "no such class")
+        yield FieldDifference(
+            f"{field}.class_id", old.get("class_id") if isinstance(old, dict) else old, "no such class"
+        )
 
 
-def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Tolerance) -> Iterator[Difference]:
+def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
     if not isinstance(old, list) or not 0 < len(old) <= len(new):
-        yield Difference("top", old, new)
+        yield FieldDifference("top", old, new)
         return
     seen = set()
     for rank, answer in enumerate(old):
@@ -161,15 +163,15 @@ def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: 
         # of equal logits any may come first
         lead = abs(answer["logit"] - new[rank]["logit"])
         if answer["class_id"] in seen or lead > 2 * tolerance.logit * max(1.0, abs(new[rank]["logit"])):
-            yield Difference(f"top[{rank}].class_id", answer["class_id"], new[rank]["class_id"])
+            yield FieldDifference(f"top[{rank}].class_id", answer["class_id"], new[rank]["class_id"])
         seen.add(answer["class_id"])
     if old[0] != recorded.get("prediction"):
-        yield Difference("top[0]", old[0], recorded.get("prediction"))
+        yield FieldDifference("top[0]", old[0], recorded.get("prediction"))
 
 
-def _compare_evidence(old: Any, new: list[Any], tolerance: Tolerance, is_tied: IsTied) -> Iterator[Difference]:
+def _compare_evidence(old: Any, new: list[Any], tolerance: Tolerance, is_tied: IsTied) -> Iterator[FieldDifference]:
     if not isinstance(old, list) or len(old) != len(new):
-        yield Difference("evidence", old, new)
+        yield FieldDifference("evidence", old, new)
         return
     for index, (one, other) in enumerate(zip(old, new, strict=True)):
         field = f"evidence[{index}]"
@@ -200,14 +202,14 @@ def _shift_box(cell: list[int], slot: Mapping[str, Any]) -> list[float]:
     return [x0 + across, y0 + down, x1 + across, y1 + down]
 
 
-_Comparison = Callable[[str, Any, Any], Iterator[Difference]]
+_Comparison = Callable[[str, Any, Any], Iterator[FieldDifference]]
 
 
 def _compare_object(
     field: str, old: Any, new: Mapping[str, Any], special: Mapping[str, _Comparison]
-) -> Iterator[Difference]:
+) -> Iterator[FieldDifference]:
     if not isinstance(old, dict):
-        yield Difference(field, old, new)
+        yield FieldDifference(field, old, new)
         return
     for key in dict.fromkeys([*new, *old]):
         if key in NOT_COMPUTED:
@@ -215,26 +217,26 @@ def _compare_object(
         a, b = old.get(key, _Absent()), new.get(key, _Absent())
         where = f"{field}.{key}"
         if isinstance(a, _Absent) or isinstance(b, _Absent):
-            yield Difference(where, a, b)
+            yield FieldDifference(where, a, b)
         elif key in special:
             yield from special[key](where, a, b)
         elif a != b or type(a) is not type(b):
-            yield Difference(where, a, b)
+            yield FieldDifference(where, a, b)
 
 
-def _compare_number(field: str, old: Any, new: Any, allowed: float) -> Iterator[Difference]:
+def _compare_number(field: str, old: Any, new: Any, allowed: float) -> Iterator[FieldDifference]:
     a, b = _finite_number(old), _finite_number(new)
     both_missing = old is None and new is None
     if not both_missing and (a is None or b is None or abs(a - b) > allowed):
-        yield Difference(field, old, new)
+        yield FieldDifference(field, old, new)
 
 
-def _compare_box(field: str, old: Any, new: Any) -> Iterator[Difference]:
+def _compare_box(field: str, old: Any, new: Any) -> Iterator[FieldDifference]:
     numbers = [_finite_number(value) for value in old] if isinstance(old, list) else []
     if len(numbers) != 4 or any(
         a is None or abs(a - b) > _BOX_TOLERANCE * max(1.0, abs(b)) for a, b in zip(numbers, new, strict=True)
     ):
-        yield Difference(field, old, new)
+        yield FieldDifference(field, old, new)
 
 
 def _finite_number(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from opal_deploy.auditing.record_diff import Difference, IsTied, Tolerance, diff_records
+from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results_reader import read_numbered_records
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.executor import predict_stream
@@ -41,7 +41,7 @@ class Finding:
 
     line: int
     image: str | None
-    differences: tuple[Difference, ...]
+    differences: tuple[FieldDifference, ...]
     why: str = ""
 
     def __str__(self) -> str:
@@ -211,11 +211,11 @@ def _compare(
     computed = result.record
     name = recorded["image"] if isinstance(recorded["image"], str) else None
 
-    def add(why: str, *differences: Difference) -> None:
+    def add(why: str, *differences: FieldDifference) -> None:
         report.add(Finding(number, name, differences, why))
 
     if recorded.get("model_sha256") != check.model_sha256:
-        digest = Difference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
+        digest = FieldDifference("model_sha256", recorded.get("model_sha256"), check.model_sha256)
         add("it was made by another model, or does not say by which", digest)
         return
     if recorded["status"] == "error" and recorded["error"].get("code") in _NOT_REPEATABLE:
@@ -223,7 +223,7 @@ def _compare(
         report.not_repeatable += not same_code
         return
     if recorded.get("file_sha256") != computed.get("file_sha256"):
-        digest = Difference("file_sha256", recorded.get("file_sha256"), computed.get("file_sha256"))
+        digest = FieldDifference("file_sha256", recorded.get("file_sha256"), computed.get("file_sha256"))
         missing = "error" in computed and computed["error"]["code"] == "not_found"
         add("the image is not there" if missing else "the image is another one than was explained", digest)
         return
@@ -237,22 +237,22 @@ def _compare(
 
 def _compare_not_computed(
     number: int, recorded: Record, check: CheckOptions, report: RecordsReport
-) -> list[Difference]:
+) -> list[FieldDifference]:
     """Return differences in the fields that no model computes."""
     differences = []
     overlay, name = recorded.get("overlay"), recorded["image"]
     if overlay is not None and overlay != overlay_name(number - 1, name):
-        differences.append(Difference("overlay", overlay, overlay_name(number - 1, name)))
+        differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
     truth = recorded.get("truth")
     if check.labels is not None and name is not None:
         expected = check.labels.find(Path(unescape_name(name)).as_posix())
         if truth != expected:
-            differences.append(Difference("truth", truth, expected))
+            differences.append(FieldDifference("truth", truth, expected))
     else:
         report.truths_unchecked += truth is not None
     top = recorded.get("top")
     if check.top is not None and isinstance(top, list) and len(top) != check.top:
-        differences.append(Difference("top", f"{len(top)} classes", f"{check.top} classes"))
+        differences.append(FieldDifference("top", f"{len(top)} classes", f"{check.top} classes"))
     return differences
 
 

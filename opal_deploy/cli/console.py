@@ -1,4 +1,4 @@
-"""How the CLI talks: people on stderr, machines on stdout, progress bars only on a terminal."""
+"""Console output: messages on stderr, data on stdout, progress bars only on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 
 def print_message(text: str = "") -> None:
-    """A line for a person; a person who is gone stops nothing."""
+    """Print a line for the user on stderr; a closed pipe stops nothing."""
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -23,17 +23,17 @@ def discard_message(line: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """Text with names from outside in it, fit for one line of a terminal: what does not print is shown as \\x1b."""
+    """Return text fit for one line of a terminal: characters that do not print are escaped, as in \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_json(document: Any) -> None:
-    """A document for a machine, on stdout."""
+    """Print a document as indented JSON on stdout."""
     print_json_line(json.dumps(document, indent=2, ensure_ascii=True))
 
 
 def print_json_line(text: str) -> None:
-    """Text on stdout; its reader may have gone away, as `head` does."""
+    """Print a line on stdout; a closed pipe, as of `head`, stops nothing."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -41,14 +41,14 @@ def print_json_line(text: str) -> None:
 
 
 class Advance(Protocol):
-    """Moves a progress bar to `done` of `total`; `total` None where it is not known yet."""
+    """Moves a progress bar to `done` of `total`; `total` is None while it is unknown."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Advance]:
-    """A progress bar on a terminal; nothing in a log file."""
+    """Show a progress bar on a terminal, and nothing in a log file."""
     if not sys.stderr.isatty():
         yield lambda done, total=None, note="": None
         return

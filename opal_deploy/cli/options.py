@@ -1,4 +1,4 @@
-"""Options that several verbs read alike."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from opal_deploy.errors import UsageError
 if TYPE_CHECKING:
     from opal_deploy.runtime.session import Session
 
-# pictures a forward pass, where nobody says
+# images per forward pass
 CPU_BATCH, GPU_BATCH = 8, 64
 
 
 def default_batch(session: Session) -> int:
-    """Pictures a forward pass that suit where a session runs."""
+    """Return the default number of images per forward pass where a session runs."""
     return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
 
 
 def default_workers() -> int:
-    """Pictures prepared at a time, where nobody says: as many as this process has cores, at most 8."""
+    """Return the default number of images prepared at a time: the cores of this process, at most 8."""
     from opal_deploy.runtime.devices import available_cpus
 
     return min(8, available_cpus())
 
 
 def parse_rate(option: str, text: str) -> float:
-    """`5%`, `5 %`, `0.5%` to 0.05, 0.05, 0.005.
+    """Return a percentage as a rate: `5%`, `5 %`, `0.5%` as 0.05, 0.05, 0.005.
 
     Raises:
         UsageError: not a percentage between 0 and 100; it names `option`.
@@ -41,7 +41,7 @@ def parse_rate(option: str, text: str) -> float:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`224` or `224x448` (height x width) to (H0, W0).
+    """Return (H0, W0) of `224` or `224x448` (height x width).
 
     Raises:
         UsageError: anything else.

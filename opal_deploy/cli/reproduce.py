@@ -13,7 +13,7 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.train.reproduce.plan import Plan
+    from opal_deploy.train.reproduce.plan import TrainingPlan
     from opal_deploy.train.reproduce.results import DatasetSource
 
 
@@ -148,7 +148,7 @@ def _parse_seeds(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _print_runs(plan: Plan, out: Path, tflops: float) -> None:
+def _print_runs(plan: TrainingPlan, out: Path, tflops: float) -> None:
     from opal_deploy.train.reproduce.plan import estimate_hours, official_size
 
     hours, unknown, measured = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""What an adapter reads from a data set's official lists, and the helpers that adapters share.
+"""Listings: what an adapter reads from a data set's official lists, and helpers that adapters share.
 
 A `Listing` says what the lists say; whether the image files exist and can be read is looked at afterwards, in `checks`.
 """

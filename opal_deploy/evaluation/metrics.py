@@ -200,7 +200,7 @@ def compute_metrics(
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two models agree on the same N images.
+    """The agreement of two models on the same N images.
 
     Attributes:
         images: N.

@@ -23,7 +23,7 @@ from opal_deploy.visualization.slot_names import SlotNames
 
 @dataclass(frozen=True)
 class SheetOptions:
-    """What evidence sheets show beside the answer.
+    """The options of evidence sheets.
 
     Attributes:
         heatmap: the attention maps that the outputs have.

@@ -1,4 +1,4 @@
-"""Which model to run and with which engine: a given file, or the best of those in a folder."""
+"""Selection of the model and the runtime: a given file, or the best model in a folder."""
 
 from __future__ import annotations
 

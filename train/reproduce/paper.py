@@ -42,7 +42,7 @@ class PaperNumber:
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """A row of a table.
 
     Attributes:
@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class PaperTable:
     """A table of the paper.
 
     Attributes:
@@ -73,9 +73,9 @@ class Table:
     label: str
     spread: Literal["seeds", "images"]
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[PaperRow, ...]
 
-    def paper_number(self, row: Row, column: Column) -> PaperNumber | None:
+    def paper_number(self, row: PaperRow, column: Column) -> PaperNumber | None:
         """Return the paper's number; None for a column of another data set."""
         return row.paper[self.columns.index(column)] if column in self.columns else None
 
@@ -96,7 +96,7 @@ def table_names() -> list[str]:
     return [table["name"] for table in _load_toml()["table"]]
 
 
-def load_table(name: str) -> Table:
+def load_table(name: str) -> PaperTable:
     """Return a table by name.
 
     Raises:
@@ -105,9 +105,9 @@ def load_table(name: str) -> Table:
     for raw in _load_toml()["table"]:
         if raw["name"] == name:
             rows = tuple(
-                Row(row["name"], row.get("run"), tuple(PaperNumber(*numbers) for numbers in row["paper"]))
+                PaperRow(row["name"], row.get("run"), tuple(PaperNumber(*numbers) for numbers in row["paper"]))
                 for row in raw["row"]
             )
             columns = tuple(Column(**column) for column in raw["columns"])
-            return Table(name, raw["title"], raw["label"], raw["spread"], columns, rows)
+            return PaperTable(name, raw["title"], raw["label"], raw["spread"], columns, rows)
     raise UsageError(f"table {name!r}: expected one of {', '.join(table_names())}")

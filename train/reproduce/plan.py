@@ -16,7 +16,7 @@ from typing import Any
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train.recipe import Sections, TrainOptions, load_recipe, resolve_recipe
-from opal_deploy.train.reproduce.paper import Column, DatasetSize, Row, Table, dataset_sizes
+from opal_deploy.train.reproduce.paper import Column, DatasetSize, PaperRow, PaperTable, dataset_sizes
 from opal_deploy.train.resume import read_config
 from opal_deploy.train.run_directory import TrainRunDirectory
 
@@ -39,7 +39,7 @@ class Run:
     """
 
     dataset: str
-    row: Row
+    row: PaperRow
     seed: int
     options: TrainOptions
     folder: Path
@@ -65,7 +65,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """All runs of a table.
 
     Attributes:
@@ -74,7 +74,7 @@ class Plan:
         runs: seed by seed, so that the whole table of one seed is finished first.
     """
 
-    table: Table
+    table: PaperTable
     columns: tuple[Column, ...]
     runs: tuple[Run, ...]
 
@@ -85,7 +85,7 @@ class Plan:
 
 
 def make_plan(
-    table: Table,
+    table: PaperTable,
     datasets: Sequence[str],
     seeds: Sequence[int],
     base: Sections,
@@ -93,7 +93,7 @@ def make_plan(
     out: Path,
     *,
     only: Sequence[str] = (),
-) -> Plan:
+) -> TrainingPlan:
     """Return the runs of a table.
 
     Args:
@@ -129,10 +129,10 @@ def make_plan(
             options = resolve_recipe(base, _merge_sections(overrides, row.run, {"training": {"seed": seed}})).options
             for name in dict.fromkeys(column.dataset for column in columns):
                 runs.append(Run(name, row, seed, options, out / name / run_folder_name(options)))
-    return Plan(replace(table, rows=tuple(rows)), tuple(columns), tuple(runs))
+    return TrainingPlan(replace(table, rows=tuple(rows)), tuple(columns), tuple(runs))
 
 
-def _matches_row(part: str, name: str, table: Table) -> bool:
+def _matches_row(part: str, name: str, table: PaperTable) -> bool:
     """Return whether `part` selects a row: by its whole name or last word (m=1, not m=10), or else as any part."""
     exact = [row.name for row in table.rows if part.lower() in (row.name.lower(), row.name.lower().split()[-1])]
     return name in exact if exact else part.lower() in name.lower()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from opal_deploy.train.reproduce.paper import Column, PaperNumber
-from opal_deploy.train.reproduce.plan import Plan
+from opal_deploy.train.reproduce.plan import TrainingPlan
 from opal_deploy.train.reproduce.results import MeasuredMetric, collect_metric
 
 _MISSING = "-"
 
 
-def to_text(plan: Plan) -> str:
+def to_text(plan: TrainingPlan) -> str:
     """Return the table with aligned columns, for a terminal."""
     head, rows = _table_cells(plan)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -22,7 +22,7 @@ def to_text(plan: Plan) -> str:
     return "\n".join([plan.table.title, "", *aligned, "", *_notes(plan)]) + "\n"
 
 
-def to_markdown(plan: Plan) -> str:
+def to_markdown(plan: TrainingPlan) -> str:
     """Return the table in Markdown."""
     head, rows = _table_cells(plan)
     lines = [
@@ -36,7 +36,7 @@ def to_markdown(plan: Plan) -> str:
     return "\n".join([*lines, *(f"- {note}" for note in _notes(plan))]) + "\n"
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def to_json(plan: TrainingPlan) -> dict[str, Any]:
     """Return the table with each seed's value, metrics in per cent."""
     seeds = sorted({run.seed for run in plan.runs})
     rows = []
@@ -64,7 +64,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _table_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
+def _table_cells(plan: TrainingPlan) -> tuple[list[str], list[list[str]]]:
     head = ["row"]
     for column in plan.columns:
         head += [_column_title(plan, column), "paper"]
@@ -80,12 +80,12 @@ def _table_cells(plan: Plan) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def _column_title(plan: Plan, column: Column) -> str:
+def _column_title(plan: TrainingPlan, column: Column) -> str:
     metrics = {c.metric for c in plan.columns}
     return column.dataset if len(metrics) == 1 else f"{column.dataset} {column.metric}"
 
 
-def _format_ours(plan: Plan, measured: MeasuredMetric | None) -> str:
+def _format_ours(plan: TrainingPlan, measured: MeasuredMetric | None) -> str:
     if measured is None:
         return _MISSING
     seeds = len({run.seed for run in plan.runs})
@@ -100,7 +100,7 @@ def _format_paper(paper: PaperNumber | None) -> str:
     return f"{paper.mean:.1f}{'' if paper.std is None else f' ± {paper.std:.1f}'}"
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: TrainingPlan) -> list[str]:
     seeds = sorted({run.seed for run in plan.runs})
     spread = (
         "mean over seeds ± standard deviation over the test images (mean over seeds)"

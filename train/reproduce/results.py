@@ -21,8 +21,8 @@ from opal_deploy.model.checkpoint import load
 from opal_deploy.train.distributed import is_main_process
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, Recipe
-from opal_deploy.train.reproduce.paper import Column, MetricName, Row
-from opal_deploy.train.reproduce.plan import Plan, Run
+from opal_deploy.train.reproduce.paper import Column, MetricName, PaperRow
+from opal_deploy.train.reproduce.plan import Run, TrainingPlan
 from opal_deploy.train.resume import describe_differences
 
 PARTS_FILE = "parts.json"
@@ -62,7 +62,7 @@ class MeasuredMetric:
 
 
 def run_plan(
-    plan: Plan,
+    plan: TrainingPlan,
     sources: Mapping[str, DatasetSource],
     *,
     report: ProgressCallback,
@@ -127,7 +127,7 @@ def _check_finished_run(run: Run) -> None:
         )
 
 
-def collect_metric(plan: Plan, row: Row, column: Column) -> MeasuredMetric | None:
+def collect_metric(plan: TrainingPlan, row: PaperRow, column: Column) -> MeasuredMetric | None:
     """Return a metric over a row's finished runs; None where no run is finished."""
     values, spreads = [], []
     for run in plan.runs:

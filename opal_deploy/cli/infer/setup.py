@@ -295,7 +295,7 @@ def fingerprint_file(path: Path | None) -> str | None:
 
 @dataclass(frozen=True)
 class SheetSetup:
-    """What a run with evidence sheets or named slots needs.
+    """The requirements of a run with evidence sheets or named slots.
 
     Attributes:
         sheets: what is on the sheets; None: draw none.

@@ -1,4 +1,4 @@
-"""Where images come from: folders, globs, lists, single files and archives, and what other files say of the images.
+"""Sources of images: folders, globs, lists, single files and archives; boxes and labels from other files.
 
 Start with `discovery.discover`, which turns the inputs of a call into `items.Item`s, lazily and in a fixed order.
 `archives` and `byte_ranges` read tar and zip files; `annotations` reads boxes and labels.

@@ -1,4 +1,4 @@
-"""Which images a call means: from its inputs to a stream of items.
+"""Discovery of images: from the inputs of a call to a stream of items.
 
 Everything is found lazily and in a fixed order: inputs in that of the call, files of a folder (depth first, one
 folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own.

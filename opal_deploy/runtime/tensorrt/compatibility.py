@@ -1,4 +1,4 @@
-"""Whether a machine can run an engine, from its sidecar alone, and GPUs by their compute capability.
+"""Compatibility of an engine with a machine, read from its sidecar alone; GPUs by compute capability.
 
 TensorRT crashes or misbehaves on plans of other versions and GPUs, so this is checked before native code sees the plan.
 """

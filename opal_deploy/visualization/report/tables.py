@@ -36,7 +36,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ConfusionCell:
     """How many images of one label were predicted as one class; `share` is in percent of the label's images."""
 
     truth: str
@@ -66,8 +66,8 @@ class Confusion:
     labelled: int
     agreeing: int
     columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
-    pairs: tuple[Cell, ...]
+    rows: tuple[tuple[str, tuple[ConfusionCell, ...]], ...]
+    pairs: tuple[ConfusionCell, ...]
     more: int
 
 
@@ -134,9 +134,9 @@ class Tables:
         for (truth, _), count in self.pairs.items():
             per_truth[truth] += count
 
-        def cell(truth: str, predicted: str) -> Cell:
+        def cell(truth: str, predicted: str) -> ConfusionCell:
             count = self.pairs[truth, predicted]
-            return Cell(
+            return ConfusionCell(
                 escape_unprintable(truth),
                 escape_unprintable(predicted),
                 count,

@@ -81,7 +81,7 @@ class ClassView:
 
 
 @dataclass(frozen=True)
-class Difference:
+class MarginDifference:
     """The slots that the margin comes from.
 
     Attributes:
@@ -126,7 +126,7 @@ class SheetContent:
     runner_up: ClassView | None
     margin: float | None
     min_margin: float | None
-    difference: Difference | None
+    difference: MarginDifference | None
 
     @property
     def abstained(self) -> bool:
@@ -288,7 +288,7 @@ def _build_slots(
     return tuple(sorted(views, key=lambda view: (-(view.value if by_value else view.score), view.slot)))
 
 
-def _compute_difference(predicted: ClassView, runner_up: ClassView) -> Difference | None:
+def _compute_difference(predicted: ClassView, runner_up: ClassView) -> MarginDifference | None:
     by_rank = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
     margin = math.fsum(by_rank)
     if margin <= 0:
@@ -301,4 +301,4 @@ def _compute_difference(predicted: ClassView, runner_up: ClassView) -> Differenc
         given += by_rank[rank]
         if 2 * given >= margin:
             break
-    return Difference(by_rank, tuple(leading), given)
+    return MarginDifference(by_rank, tuple(leading), given)

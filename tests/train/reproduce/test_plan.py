@@ -12,7 +12,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
 from opal_deploy.train.reproduce import paper, render
-from opal_deploy.train.reproduce.plan import Plan, Run, estimate_hours, make_plan
+from opal_deploy.train.reproduce.plan import Run, TrainingPlan, estimate_hours, make_plan
 from opal_deploy.train.reproduce.results import collect_metric, run_plan
 
 PAPER = recipe.load_recipe("paper")
@@ -20,7 +20,7 @@ PAPER = recipe.load_recipe("paper")
 
 def _plan(
     name: str, out: Path, datasets: tuple[str, ...] = ("cub",), seeds: tuple[int, ...] = (0,), **more: Any
-) -> Plan:
+) -> TrainingPlan:
     return make_plan(paper.load_table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
 
 
@@ -31,7 +31,7 @@ def _finish(run: Run, record: dict[str, Any] | None = None, **summary: Any) -> N
     (run.folder / "config.json").write_text(json.dumps(stored))
 
 
-def _run(plan: Plan, row: str, seed: int = 0) -> Run:
+def _run(plan: TrainingPlan, row: str, seed: int = 0) -> Run:
     return next(run for run in plan.runs if run.row.name == row and run.seed == seed)
 
 
