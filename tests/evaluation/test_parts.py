@@ -228,10 +228,10 @@ def test_a_perfect_detector_scores_a_hundred() -> None:
         scores.append(outputs.scores)
         cells.append(outputs.argmax)
 
-    found = meter.figures(np.concatenate(scores), np.concatenate(cells))  # type: ignore[arg-type]
+    figures = meter.figures(np.concatenate(scores), np.concatenate(cells))  # type: ignore[arg-type]
 
-    assert (found.consistency, found.stability, found.purity, found.purity_std) == (100.0, 100.0, 100.0, 0.0)
-    assert (found.prototypes, found.images) == (18, 40)
+    assert (figures.consistency, figures.stability, figures.purity, figures.purity_std) == (100.0, 100.0, 100.0, 0.0)
+    assert (figures.prototypes, figures.images) == (18, 40)
 
 
 def test_network_checkpoint_and_export_agree(
@@ -254,17 +254,17 @@ def test_network_checkpoint_and_export_agree(
 
 
 def test_the_batch_changes_nothing_and_the_seed_only_the_noise(data: DataSet, network: OpalNetwork) -> None:
-    found = measure_parts(network, data, batch=32)
-    assert measure_parts(network, data, batch=5) == found
+    figures = measure_parts(network, data, batch=32)
+    assert measure_parts(network, data, batch=5) == figures
     other = measure_parts(network, data, seed=1)
-    assert replace(other, stability=found.stability) == found
+    assert replace(other, stability=figures.stability) == figures
 
 
 def test_average_pooling_has_maps_to_measure(data: DataSet) -> None:
     network = _network(data.num_classes, HeadConfig(prototypes_per_class=M, pooling="avg", cws=False))
-    found = measure_parts(network, data)
-    assert found.unavailable == {}
-    assert None not in (found.consistency, found.stability, found.purity)
+    figures = measure_parts(network, data)
+    assert figures.unavailable == {}
+    assert None not in (figures.consistency, figures.stability, figures.purity)
 
 
 AGAIN = "export it again: opal-deploy export birds.pt --outputs attention"
@@ -358,10 +358,10 @@ def test_the_command_gives_the_same_figures(
 def test_the_real_birds(cub_mini: Path) -> None:
     data = read_dataset(cub_mini)
     few = replace(data, test=data.test[::16])
-    found = measure_parts(_network(data.num_classes, HeadConfig()), few)
-    assert found.images == len(few.test) == 16
-    assert found.prototypes == 5 * len({sample.label for sample in few.test})
-    for figure in (found.consistency, found.stability, found.purity):
+    figures = measure_parts(_network(data.num_classes, HeadConfig()), few)
+    assert figures.images == len(few.test) == 16
+    assert figures.prototypes == 5 * len({sample.label for sample in few.test})
+    for figure in (figures.consistency, figures.stability, figures.purity):
         assert figure is not None
         assert 0.0 <= figure <= 100.0
-    assert found.purity
+    assert figures.purity

@@ -1,0 +1,186 @@
+"""Sampled images, rankings of cells, baselines, the foreground and Grad-CAM, each by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.faithfulness.measure import choose_samples
+from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, Baseline, baseline_image, replace_cells
+from opal_deploy.evaluation.faithfulness.rankings import build_rankings, choose_foreground, evidence_cells
+from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.synthetic.dataset import Annotation, encode_runs
+
+METADATA = Metadata(
+    ("shown", "rival", "other"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32)
+)
+
+
+def _samples(labels: list[int], **options: object) -> list[Sample]:
+    return [Sample(Path(f"{number}.png"), label, **options) for number, label in enumerate(labels)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 11])
+def test_samples_are_chosen_evenly_over_classes(limit: int) -> None:
+    labels = [0] * 10 + [1] * 3 + [2] * 10
+    chosen = choose_samples(_samples(labels), limit)
+
+    assert len(chosen) == len(set(chosen)) == limit
+    assert chosen == sorted(chosen)
+    counts = Counter(labels[index] for index in chosen)
+    open_classes = [counts[label] for label, size in ((0, 10), (1, 3), (2, 10)) if counts[label] < size]
+    assert max(counts.values()) - min(open_classes) <= 1
+
+
+def test_samples_are_chosen_evenly_within_a_class_and_never_more_than_there_are() -> None:
+    assert choose_samples(_samples([0] * 12), 4) == [0, 3, 6, 9]
+    assert choose_samples(_samples([1, 0, 1]), 10) == [0, 1, 2]
+
+
+def _outputs(argmax: list[int], scores: list[float], logits: list[float]) -> Outputs:
+    return Outputs(np.array([logits], np.float32), np.array([argmax], np.int32), np.array([scores], np.float32))
+
+
+EVERYWHERE = np.ones(16, np.bool_)
+# evidence 10, 5
+OUTPUTS = _outputs([5, 10, 5, 2, 3, 3], [0.4, 0.9, 0.3, 0.2, 0.1, 0.1], [-0.1, -0.2, -0.3])
+
+
+def test_cells_are_ranked_by_contribution_and_slots_of_one_cell_add_up() -> None:
+    metadata = replace(METADATA, class_names=("a", "b"), prototypes_per_class=3)
+    outputs = _outputs([7, 2, 7, 1, 1, 1], [0.3, 0.5, 0.3, 0.1, 0.2, 0.3], [-0.1, -0.2])
+    assert evidence_cells(0, outputs, 0, metadata) == (7, 2)
+    assert evidence_cells(1, outputs, 0, metadata) == (1,)
+
+
+def test_rankings_of_the_controls() -> None:
+    heat_map = np.zeros(16, np.float32)
+    heat_map[[6, 10]] = 2.0, 1.0
+    rankings = build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=0, heat=heat_map)
+
+    assert rankings.predicted == 0
+    assert rankings.cells["contribution"] == rankings.evidence == (10, 5)
+    assert rankings.cells["reverse"] == (5, 10)
+    assert rankings.cells["runner-up"] == (5, 2)
+    assert rankings.cells["grad-cam"] == (6, 10)
+    # one cell of its own, then a random one that is no evidence
+    first, second = rankings.cells["another class"]
+    assert first == 3
+    assert second not in (3, 5, 10)
+    assert len(rankings.cells["random"]) == 2
+    assert not {5, 10} & {*rankings.cells["random"]}
+
+
+def test_random_cells_are_foreground_and_reach_every_cell_that_is_no_evidence() -> None:
+    few, none = np.isin(np.arange(16), [5, 8]), np.isin(np.arange(16), [5, 10])
+    for index in range(5):
+        assert build_rankings(OUTPUTS, 0, METADATA, few, seed=0, index=index).cells["random"] == (8,)
+    assert "random" not in build_rankings(OUTPUTS, 0, METADATA, none, seed=0, index=0).cells
+
+    drawn = Counter(
+        cell
+        for index in range(200)
+        for cell in build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=index).cells["random"]
+    )
+    assert set(drawn) == set(range(16)) - {5, 10}
+    assert max(drawn.values()) < 3 * min(drawn.values())
+
+
+def test_one_cell_has_no_reverse_and_two_classes_no_third() -> None:
+    metadata = replace(METADATA, class_names=("a", "b"))
+    outputs = _outputs([4, 4, 1, 2], [0.9, 0.9, 0.1, 0.1], [-0.1, -0.2])
+    rankings = build_rankings(outputs, 0, metadata, EVERYWHERE, seed=0, index=0)
+    assert set(rankings.cells) == {"contribution", "random", "runner-up"}
+    assert rankings.cells["runner-up"] in {(1,), (2,)}
+
+
+IMAGE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+
+
+def test_only_the_rectangles_of_the_cells_are_replaced() -> None:
+    baseline = np.full_like(IMAGE, 7)
+    assert (replace_cells(IMAGE, baseline, frozenset(range(16)), (4, 4)) == baseline).all()
+    assert (replace_cells(IMAGE, baseline, frozenset(), (4, 4)) == IMAGE).all()
+    changed = replace_cells(IMAGE, baseline, frozenset({0, 6}), (4, 4))
+    assert (changed[:8, :12] == 7).all()
+    assert (changed[8:16, 24:36] == 7).all()
+    changed[:8, :12], changed[8:16, 24:36] = IMAGE[:8, :12], IMAGE[8:16, 24:36]
+    assert (changed == IMAGE).all()
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name: Baseline) -> None:
+    smooth = (IMAGE // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
+    first, again = (baseline_image(smooth, name, (4, 4), seed=3, index=5) for _ in range(2))
+
+    assert first.dtype == np.uint8
+    assert (first == again).all()
+    assert first.mean(axis=(0, 1)) == pytest.approx(smooth.mean(axis=(0, 1)), abs=2.5)
+    if name == "mean":
+        assert (first == first[0, 0]).all()
+    if name == "noise":
+        assert first.std(axis=(0, 1)) == pytest.approx(smooth.std(axis=(0, 1)), rel=0.1)
+        assert (first != baseline_image(smooth, name, (4, 4), seed=4, index=5)).any()
+    if name == "blur":
+        assert (first.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
+
+
+MASK = np.zeros((40, 80), np.bool_)
+MASK[:20, :20] = True
+
+
+@pytest.mark.parametrize(
+    ("box", "annotations", "boxes", "name", "cells"),
+    [
+        (None, None, True, "no foreground is known", list(range(16))),
+        ((20, 0, 60, 40), None, True, "cropped to their boxes", list(range(16))),
+        # cells of 20 x 10; the third column has a quarter of itself in the box, the fourth nothing
+        ((20, 10, 45, 40), None, False, "annotated box", [5, 6, 9, 10, 13, 14]),
+        ((0, 0, 80, 40), [Annotation("a.png", "x", 80, 40, {}, encode_runs(MASK))], False, "drawn masks", [0, 4]),
+    ],
+    ids=["unknown", "cropped", "box", "masks"],
+)
+def test_foreground(
+    box: Box | None, annotations: list[Annotation] | None, boxes: bool, name: str, cells: list[int]
+) -> None:
+    foreground = choose_foreground(_samples([0], box=box), annotations, (4, 4), boxes=boxes)
+    assert name in foreground.name
+    assert np.flatnonzero(foreground.cells(0, Geometry.whole(80, 40))).tolist() == cells
+
+
+def test_grad_cam_is_the_gradients_mean_times_the_features() -> None:
+    import torch
+
+    from opal_deploy.evaluation.faithfulness.gradcam import GradCam
+    from opal_deploy.model.config import HeadConfig, NetworkConfig
+    from opal_deploy.model.network import OpalNetwork
+    from opal_deploy.preprocess.resize import normalise
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = OpalNetwork(
+            NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), HeadConfig(prototypes_per_class=2))
+        ).eval()
+    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    classes = np.array([2, 0])
+    heat_map = GradCam(network)(images, classes)
+
+    assert heat_map.shape == (2, 4)
+    # in double precision, from the whole Jacobian
+    with torch.no_grad():
+        features = network.backbone(torch.from_numpy(normalise(images, METADATA.mean, METADATA.std))).double()
+    head = network.head.double()
+    for row, class_id in enumerate(classes):
+        point = features[row : row + 1].clone().requires_grad_()
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x, c=class_id: head.classify(head.pool(head.attend(head.projection(x))))[0, c], point
+        )
+        expected = (jacobian.mean(dim=(2, 3), keepdim=True) * features[row : row + 1]).sum(1).flatten()
+        assert heat_map[row] == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-6)
