@@ -81,55 +81,53 @@ def test_the_cost_of_the_head(bench: Any, exact_model: Path) -> None:
     assert measurement.details["reference_timed"].count("scores") == 0
 
 
-def test_precisions_that_cannot_run_here_are_named(bench: Any, exact_model: Path) -> None:
-    model = ["--model", exact_model.with_suffix(".pt"), "--runtime", "eager"]
-    measurements, stderr = bench("compare", "--question", "precision", *model, "--pairs", "2")
-    assert [m.target.precision for m in measurements if m.target] == ["fp16", "bf16"]
-    assert "tf32: not usable: precision tf32: CPUs have none" in stderr
-    assert "int8: not usable:" in stderr
-
-
-def test_a_runtime_that_cannot_run_stops_no_other(bench: Any, exact_model: Path) -> None:
-    runtimes = ["--runtime", "tensorrt", "--runtime", "eager", "--repeats", "1"]
-    measurements, stderr = bench("latency", "--model", exact_model.with_suffix(".pt"), *runtimes)
-    assert [m.target.runtime for m in measurements if m.target] == ["torch eager"]
-    assert "exact.pt in tensorrt, fp32: not usable:" in stderr
+@pytest.mark.parametrize(
+    ("call", "usable", "unusable"),
+    [
+        (
+            ["compare", "--question", "precision", "--runtime", "eager", "--pairs", "2"],
+            [("torch eager", "fp16"), ("torch eager", "bf16")],
+            ["tf32: not usable: precision tf32: CPUs have none", "int8: not usable:"],
+        ),
+        (
+            ["latency", "--runtime", "tensorrt", "--runtime", "eager", "--repeats", "1"],
+            [("torch eager", "fp32")],
+            ["exact.pt in tensorrt, fp32: not usable:"],
+        ),
+    ],
+    ids=["precision", "runtime"],
+)
+def test_one_that_cannot_run_here_is_named_and_stops_no_other(
+    bench: Any, exact_model: Path, call: list[str], usable: list[tuple[str, str]], unusable: list[str]
+) -> None:
+    measurements, stderr = bench(*call, "--model", exact_model.with_suffix(".pt"))
+    assert [(m.target.runtime, m.target.precision) for m in measurements if m.target] == usable
+    assert all(text in stderr for text in unusable)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("call", "message"),
     [
-        (["latency"], "nothing to time: give --model FILE or --backbone NAME"),
-        (["throughput", "--model", "no.onnx"], "no.onnx: no such model"),
-        (["throughput", "--backbone", "resnet19"], "backbone 'resnet19': torchvision has no such classifier"),
-        (["latency", "--model", "{model}", "--batch", "0"], "--batch '0': expected whole numbers from 1"),
-        (["latency", "--model", "{model}", "--runtime", "caffe"], "--runtime 'caffe': expected one of eager"),
-        (["latency", "--model", "{model}", "--precision", "fp8"], "--precision 'fp8': expected one of fp32"),
-        (["latency", "--model", "{model}", "--scenario", "server"], "--scenario server and --limit-ms"),
-        (["latency", "--model", "{model}", "--limit-ms", "3"], "--scenario server and --limit-ms"),
-        (["latency", "--model", "{model}", "--scenario", "server", "--limit-ms", "0"], "expected milliseconds above 0"),
-        (["latency", "--model", "{model}", "--scenario", "single-stream", "--batch", "1"], "leave --batch out"),
-        (["compare", "{model}"], "give two models, A and B, or --question"),
-        (["compare", "--question", "head"], "--question head: of what?"),
-        (["compare", "--backbone", "resnet18"], "are for --question"),
-        (["compare", "{model}", "--question", "head"], "--question takes --model and --backbone"),
+        ("latency", "nothing to time: give --model FILE or --backbone NAME"),
+        ("throughput --model no.onnx", "no.onnx: no such model"),
+        ("throughput --backbone resnet19", "backbone 'resnet19': torchvision has no such classifier"),
+        ("latency --model {model} --batch 0", "--batch '0': expected whole numbers from 1"),
+        ("latency --model {model} --runtime caffe", "--runtime 'caffe': expected one of eager"),
+        ("latency --model {model} --precision fp8", "--precision 'fp8': expected one of fp32"),
+        ("latency --model {model} --scenario server", "--scenario server and --limit-ms"),
+        ("latency --model {model} --limit-ms 3", "--scenario server and --limit-ms"),
+        ("latency --model {model} --scenario server --limit-ms 0", "expected milliseconds above 0"),
+        ("latency --model {model} --scenario single-stream --batch 1", "leave --batch out"),
+        ("compare {model}", "give two models, A and B, or --question"),
+        ("compare --question head", "--question head: of what?"),
+        ("compare --backbone resnet18", "are for --question"),
+        ("compare {model} --question head", "--question takes --model and --backbone"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_wrong_call_is_answered_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    exact_model: Path,
-    arguments: list[str],
-    message: str,
+    opal: Callable[..., Any], exact_model: Path, call: str, message: str
 ) -> None:
-    from opal_deploy.cli import main
-
-    filled = ["bench", *(text.format(model=exact_model) for text in arguments)]
-    monkeypatch.setattr("sys.argv", ["opal-deploy", *filled])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    done = opal("bench", *(word.format(model=exact_model) for word in call.split()))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
     assert message in line

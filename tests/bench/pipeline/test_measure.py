@@ -63,60 +63,39 @@ def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[I
     assert {one.images for one in (*result.bare, *result.variants[0].passes)} == {11}
 
 
-def test_a_slow_session_is_the_bottleneck(items: list[Item]) -> None:
-    plain, explained = measure(SleepingSession(0.1), items).variants
-
-    for variant in (plain, explained):
-        assert (variant.bottleneck.role, variant.bottleneck.stage) == ("session", "compute")
-        compute = variant.passes[0].times.sum_stage("compute")
-        assert compute is not None
-        assert 6 * 0.1 <= compute.wall <= variant.passes[0].seconds
-    # the loop waits for it, and sleeping keeps no core busy
-    assert plain.bottleneck.waits["session"] > 0.5
-    assert plain.bottleneck.cores_busy < 0.8
-
-
 @pytest.mark.parametrize(
-    ("slow", "role", "stage", "reason", "waited"),
+    ("slow", "role", "stage", "reason"),
     [
-        ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "pictures", 0.5),
-        ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "pictures", 0.5),
-        ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk", 0.8),
-        ("opal_deploy.inference.run.drawing.draw_overlay", "drawers", "draw", "drawing", 0.5),
+        ("", "session", "compute", "session"),
+        ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "pictures"),
+        ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "pictures"),
+        ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk"),
+        ("opal_deploy.inference.run.drawing.draw_overlay", "drawers", "draw", "drawing"),
     ],
-    ids=["decoding", "reading", "writing", "drawing"],
+    ids=["session", "decoding", "reading", "writing", "drawing"],
 )
 def test_a_slow_stage_is_the_bottleneck(
-    items: list[Item], monkeypatch: pytest.MonkeyPatch, slow: str, role: str, stage: str, reason: str, waited: float
+    items: list[Item], monkeypatch: pytest.MonkeyPatch, slow: str, role: str, stage: str, reason: str
 ) -> None:
-    function = pkgutil.resolve_name(slow)
-    monkeypatch.setattr(slow, lambda *args, **options: (time.sleep(0.05), function(*args, **options))[1])
-
-    plain, explained = measure(SleepingSession(0.01 if stage == "draw" else 0.0), items).variants
-
+    if slow:
+        function = pkgutil.resolve_name(slow)
+        monkeypatch.setattr(slow, lambda *args, **options: (time.sleep(0.05), function(*args, **options))[1])
+    plain, explained = measure(SleepingSession(0.01 if slow else 0.1), items).variants
     # overlays are drawn with --explain alone
     bottleneck = (explained if stage == "draw" else plain).bottleneck
     assert (bottleneck.role, bottleneck.stage) == (role, stage)
-    assert bottleneck.waits[reason] > waited
-    if stage == "draw":
-        assert plain.bottleneck.role != "drawers"
-    if stage == "decode":
-        # twenty a second is what one decoder can do, whatever is added
-        assert 0 < bottleneck.capacity["decoders"] <= 20
+    assert max(bottleneck.waits, key=lambda name: bottleneck.waits[name]) == reason
+    assert (plain.bottleneck.role == role) is (stage != "draw")
 
 
 @pytest.mark.parametrize("leaks", [10, 0])
 def test_a_leaking_session_is_found_by_the_memory_curve(items: list[Item], leaks: int) -> None:
     many = list(itertools.islice(itertools.cycle(items), 60))
-    variants = measure(SleepingSession(0.01, leaks=leaks), many, interval=0.01).variants
-    first = variants[0].memory
-    if leaks:
-        assert first.grows
-        assert first.end - first.start > 200
-    else:
-        assert not any(variant.memory.grows for variant in variants)
-        # judged, not merely too short to be judged
-        assert first.slope is not None
+    first, second = measure(SleepingSession(0.01, leaks=leaks), many, interval=0.01).variants
+    # judged, not merely too short to be judged
+    assert first.memory.slope is not None
+    assert first.memory.grows is bool(leaks)
+    assert second.memory.grows in (False, bool(leaks))
 
 
 def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model: Path, items: list[Item]) -> None:
@@ -124,30 +103,28 @@ def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model: Path, 
     assert [variant.name for variant in result.variants] == ["infer"]
 
 
-def test_replayed_outputs_are_the_networks_in_order(exact_model: Path) -> None:
-    session = OnnxSession(exact_model, threads=1)
-    images = np.random.default_rng(0).integers(0, 255, (5, 96, 96, 3), np.uint8)
-    replay = ReplaySession.record(session, [images[:3], images[3:]])
-
-    outputs = Outputs.concatenate([replay.run(images[:4]), replay.run(images[:4])])
-
-    expected = Outputs.concatenate([session.run(images[:3]), session.run(images[3:])])
-    order = [0, 1, 2, 3, 4, 0, 1, 2]
-    assert outputs.logits.tolist() == expected.logits[order].tolist()
-    assert outputs.argmax is not None
-    assert expected.argmax is not None
-    assert outputs.argmax.tolist() == expected.argmax[order].tolist()
-    with pytest.raises(ValueError, match="a batch of 6; only 5 answers"):
-        replay.run(np.zeros((6, 96, 96, 3), np.uint8))
+def test_replayed_outputs_are_the_networks_in_order(exact_session: OnnxSession) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (3, 96, 96, 3), np.uint8)
+    replay = ReplaySession.record(exact_session, [images[:2], images[2:]])
+    replayed = Outputs.concatenate([replay.run(images[:2]), replay.run(images[:2])])
+    expected = Outputs.concatenate([exact_session.run(images[:2]), exact_session.run(images[2:])])
+    for one, other in ((replayed.logits, expected.logits), (replayed.argmax, expected.argmax)):
+        assert one is not None
+        assert other is not None
+        assert one.tolist() == other[[0, 1, 2, 0]].tolist()
+    with pytest.raises(ValueError, match="a batch of 4; only 3 answers"):
+        replay.run(np.zeros((4, 96, 96, 3), np.uint8))
 
 
 def test_the_network_can_be_left_out(items: list[Item]) -> None:
-    result = measure(SleepingSession(0.2), items, network=False)
+    session = SleepingSession()
+    result = measure(session, items, network=False)
     assert result.bare == ()
+    # asked once for answers to repeat, never while the pipeline runs
+    assert len(session.kept) == 6
     compute = result.variants[0].passes[0].times.sum_stage("compute")
     assert compute is not None
     assert compute.calls == 6
-    assert compute.wall < 0.2
     assert result.session.startswith("no network: answers computed beforehand by sleeping")
 
 
@@ -172,17 +149,13 @@ def bench(opal: Callable, exact_model: Path, items: list[Item]) -> Callable[...,
     return run
 
 
-def parse(stdout: str) -> list[Measurement]:
-    return [Measurement.from_line(line) for line in stdout.splitlines()]
-
-
 def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "pipeline.jsonl"
 
     done = bench("--batch", "4", "--workers", "1", "--plain", exact_model.with_suffix(".pt"), "--out", out)
 
     assert done.returncode == 0, done.stderr
-    (measurement,) = parse(done.stdout)
+    measurement = Measurement.from_line(done.stdout)
     figures, target = measurement.figures, measurement.target
     assert list(read_measurements([out])) == [measurement]
     assert measurement.kind == "pipeline"
@@ -207,38 +180,23 @@ def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model
     assert measurement.details["bound"]["infer"]["line"] in done.stderr
 
 
-def test_several_values_are_varied_one_at_a_time_without_the_network(bench: Callable) -> None:
-    done = bench(
-        *("--batch", "4,8", "--workers", "1,2", "--image-size", "64x48,200x150", "--repeats", "1", "--no-network")
-    )
-
+def test_several_values_are_varied_without_the_network(bench: Callable, exact_model: Path) -> None:
+    options = ("--batch", "4,8", "--workers", "1", "--image-size", "64x48", "--no-network", "--no-isolate")
+    done = bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt"))
     assert done.returncode == 0, done.stderr
-    measurements = parse(done.stdout)
-    cases = [(m.case["batch"], m.case["workers"], m.case["image_size"]) for m in measurements]
-    assert len(cases) == len(set(cases))
-    base = cases[0]
-    assert (base[0], base[2]) == (8, "as given")
-    # all others differ from the base case in one value
-    assert {sum(a != b for a, b in zip(base, case, strict=True)) for case in cases[1:]} == {1}
-    assert {case[0] for case in cases} == {4, 8}
-    assert {case[1] for case in cases} >= {1, 2}
-    assert {case[2] for case in cases} == {"as given", "64x48", "200x150"}
-    summary = done.stderr.splitlines()[-len(cases) :]
-    assert all("images/s" in line and "peak" in line for line in summary)
+    measurements = [Measurement.from_line(line) for line in done.stdout.splitlines()]
+    assert [(m.case["batch"], m.case["workers"], m.case["image_size"]) for m in measurements] == [
+        (8, 1, "64x48"), (4, 1, "64x48"),
+    ]  # fmt: skip
     for measurement in measurements:
-        assert measurement.case["network"] is False
+        # a checkpoint runs as `infer` runs it
+        assert measurement.target is not None
+        assert (measurement.target.runtime, measurement.target.device) == ("torch eager", "cpu")
+        assert (measurement.case["network"], measurement.case["threads"]) == (False, 1)
         assert not {"bare", "infer_share", "bare.cpu"} & measurement.figures.keys()
         assert {"infer", "infer_explain"} <= measurement.figures.keys()
+    assert all("images/s" in line and "peak" in line for line in done.stderr.splitlines()[-2:])
     assert "no network: answers computed beforehand" in done.stderr
-
-
-def test_a_checkpoint_is_measured_as_infer_runs_it(bench: Callable, exact_model: Path) -> None:
-    done = bench("--repeats", "1", "--no-isolate", model=exact_model.with_suffix(".pt"))
-    assert done.returncode == 0, done.stderr
-    (measurement,) = parse(done.stdout)
-    assert measurement.target is not None
-    assert (measurement.target.runtime, measurement.target.device) == ("torch eager", "cpu")
-    assert measurement.case["threads"] == 1
 
 
 @pytest.mark.parametrize(
@@ -248,14 +206,14 @@ def test_a_checkpoint_is_measured_as_infer_runs_it(bench: Callable, exact_model:
         (["--workers", "x"], "--workers 'x': expected whole numbers"),
         (["--image-size", "10"], "--image-size '10': expected WIDTHxHEIGHT"),
         (["--batch", "99"], "12 usable images, and a batch takes 99"),
-        (["--plain", "{map}"], "the model was exported from another file, exact.pt of sha256"),
+        (["--plain", "{linear}"], "the model was exported from another file, exact.pt of sha256"),
     ],
     ids=["batch", "workers", "size", "few images", "another checkpoint"],
 )
 def test_a_wrong_call_is_answered_in_one_line(
-    bench: Callable, map_model: Path, arguments: list[str], message: str
+    bench: Callable, linear_model: Path, arguments: list[str], message: str
 ) -> None:
-    done = bench(*(text.format(map=map_model.with_suffix(".pt")) for text in arguments))
+    done = bench(*(text.format(linear=linear_model.with_suffix(".pt")) for text in arguments))
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert message in line
