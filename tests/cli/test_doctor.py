@@ -97,16 +97,8 @@ CRASHED = dict.fromkeys(("cpu", "gpu", "any"), "crashed with signal 11")
         pytest.param((*GPU_ONLY, "onnxruntime==1"), DRIVER, CPU_ONLY, {"gpu": "no CUDA provider"}, id="both packages"),
     ],
 )  # fmt: skip
-def test_a_device_is_usable_or_refused_in_one_line(
-    machine: Machine,
-    capsys: pytest.CaptureFixture[str],
-    installed: tuple[str, ...],
-    driver: Driver,
-    answer: dict[str, Any] | None,
-    refusals: dict[str, str],
-) -> None:
+def test_a_device_is_usable_or_refused_in_one_line(machine, capsys, installed, driver, answer, refusals):
     machine(*installed, driver=driver, answer=answer)
-
     assert document(capsys)["usable"] == {device.value: device not in refusals for device in Device}
     for device in Device:
         if device not in refusals:
@@ -118,44 +110,33 @@ def test_a_device_is_usable_or_refused_in_one_line(
         assert "\n" not in str(refusal.value)
 
 
-def test_require_still_writes_the_document_before_it_refuses(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_require_still_writes_the_document_before_it_refuses(machine, capsys):
     machine()
-
     with pytest.raises(UsageError):
         doctor(as_json=True, require=Device.any)
-
     assert json.loads(capsys.readouterr().out)["usable"]["any"] is False
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_gpus_are_not_usable(
-    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, hidden: str
-) -> None:
+def test_hidden_gpus_are_not_usable(machine, capsys, monkeypatch, hidden):
     machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-
     fact = runtime(document(capsys), "onnxruntime-gpu")
-
     assert not fact["gpu"]
     assert fact["advice"] == "unset CUDA_VISIBLE_DEVICES"
 
 
-def test_both_onnxruntimes_are_a_warning(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_onnxruntimes_are_a_warning(machine, capsys):
     machine("onnxruntime==1.31.1", *GPU_ONLY, driver=DRIVER, answer=CUDA)
-
     (warning,) = document(capsys)["warnings"]
-
     assert "overwrite each other's files" in warning
     assert "pip uninstall --yes onnxruntime onnxruntime-gpu" in warning
 
 
-def test_people_read_stderr_and_find_what_never_ran(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_read_stderr_and_find_what_never_ran(machine, capsys):
     machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
     doctor()
     written = capsys.readouterr()
-
     assert written.out == ""
     assert "0: NVIDIA H200, 140.4 GiB, compute capability 9.0" in written.err
     assert "NVIDIA driver 580.95.05, runs CUDA up to 13.0" in written.err
@@ -166,11 +147,9 @@ def test_people_read_stderr_and_find_what_never_ran(machine: Machine, capsys: py
     assert "Inference here: CPU yes, GPU yes" in written.err
 
 
-def test_tensorrt_without_its_libraries_is_incomplete(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensorrt_without_its_libraries_is_incomplete(machine, capsys):
     machine("tensorrt-cu13==11.4", driver=DRIVER)
-
     fact = runtime(document(capsys), "tensorrt")
-
     assert fact["problem"].startswith("incomplete")
     assert "$NVIDIA_INDEX" in fact["advice"]
 
@@ -191,21 +170,12 @@ COMPLETE_TENSORRT = ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
     ],
 )
 def test_tensorrt_is_usable_where_all_of_it_is_there(
-    machine: Machine,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    installed: tuple[str, ...],
-    driver: Driver,
-    answer: dict[str, Any],
-    usable: bool,
-    problem: str,
-) -> None:
+    machine, capsys, monkeypatch, installed, driver, answer, usable, problem
+):
     machine(*installed, driver=driver)
     monkeypatch.setattr(diagnostics, "_run_program", lambda *_: answer)
-
     found = document(capsys)
     fact = runtime(found, "tensorrt")
-
     assert fact["gpu"] is usable
     assert problem in fact["problem"]
     assert bool(fact["problem"]) is not usable
@@ -227,46 +197,38 @@ def fake_onnxruntime(folder: Path, source: str) -> None:
         pytest.param("import time; time.sleep(60)", 1, "timed out", id="hangs"),
     ],
 )
-def test_a_broken_onnxruntime_is_an_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, timeout: float, problem: str
-) -> None:
+def test_a_broken_onnxruntime_is_an_answer(tmp_path, monkeypatch, source, timeout, problem):
     fake_onnxruntime(tmp_path, source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
     answer = diagnostics.query_onnxruntime(timeout)
-
     assert set(answer) == {"problem"}
     assert problem in answer["problem"]
 
 
-def test_an_onnxruntime_that_prints_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_onnxruntime_that_prints_is_understood(tmp_path, monkeypatch):
     fake_onnxruntime(
         tmp_path,
         "print('a banner', end='')\n__version__ = '9.9'\n"
         "def get_available_providers():\n    return ['CPUExecutionProvider']\n",
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
     answer = diagnostics.query_onnxruntime()
-
     assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
 
 
-def test_files_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
     fake_onnxruntime(tmp_path, "raise SystemExit('the one of the working directory')")
     monkeypatch.chdir(tmp_path)
-
     assert "working directory" not in str(diagnostics.query_onnxruntime())
 
 
-def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path, monkeypatch):
     (tmp_path / "left_behind_by_pip" / "capi").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-
     assert not diagnostics.is_importable("left_behind_by_pip")
 
 
-def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast() -> None:
+def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast():
     code = (
         "import sys\n"
         "from opal_deploy.cli.doctor import doctor\n"
@@ -283,7 +245,6 @@ def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast() -> None:
         timeout=120,
         check=False,
     )
-
     assert child.stderr.strip() == "[]"
     assert json.loads(child.stdout)["schema"] == 1
     assert time.perf_counter() - started < 20  # 0.4 s on a laptop; this catches an import of torch, not a busy machine

@@ -72,12 +72,12 @@ def _pooling_intercepted(pooled: list[Tensor]) -> Iterator[None]:
         return mean(self, *args, **kwargs)
 
     functional.adaptive_avg_pool2d = noted_pool
-    Tensor.mean = noted_mean  # type: ignore[method-assign,assignment]
+    Tensor.mean = noted_mean
     try:
         yield
     finally:
         functional.adaptive_avg_pool2d = pool
-        Tensor.mean = mean  # type: ignore[method-assign]
+        Tensor.mean = mean
 
 
 def _whole_network(name: str, backbone: backbones.Backbone) -> nn.Module:
@@ -93,7 +93,7 @@ def _whole_network(name: str, backbone: backbones.Backbone) -> nn.Module:
     ("name", "num_features"),
     [pytest.param(*row, marks=[pytest.mark.slow] if row[0] in LARGE else [], id=row[0]) for row in (*PAPERS, *OTHERS)],
 )
-def test_features_are_what_torchvision_pools(name: str, num_features: int) -> None:
+def test_features_are_what_torchvision_pools(name, num_features):
     torch.manual_seed(0)
     backbone = backbones.build(name).eval()
     whole = _whole_network(name, backbone)
@@ -116,14 +116,14 @@ def test_features_are_what_torchvision_pools(name: str, num_features: int) -> No
         pytest.param("convnext_large", 1536, marks=pytest.mark.slow),
     ],
 )
-def test_a_backbone_on_meta_knows_its_width_and_stride(name: str, num_features: int) -> None:
+def test_a_backbone_on_meta_knows_its_width_and_stride(name, num_features):
     backbone = backbones.build(name, device="meta")
     assert (backbone.num_features, backbone.stride) == (num_features, 32)
     assert {p.device.type for p in backbone.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("name", ["vit_b_16", "alexnet", "squeezenet1_0", "inception_v3"])
-def test_a_network_without_cells_that_tile_is_refused_by_name(name: str) -> None:
+def test_a_network_without_cells_that_tile_is_refused_by_name(name):
     with pytest.raises(UsageError) as refusal:
         backbones.build(name, device="meta")
     assert name in str(refusal.value)
@@ -134,18 +134,18 @@ def test_a_network_without_cells_that_tile_is_refused_by_name(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "says"), [("resnet49", "resnet50"), ("fasterrcnn_resnet50_fpn", "no such classifier")]
 )
-def test_an_unknown_name_is_refused_with_those_near_it(name: str, says: str) -> None:
+def test_an_unknown_name_is_refused_with_those_near_it(name, says):
     with pytest.raises(UsageError, match=says):
         backbones.build(name)
 
 
-def test_names_are_torchvisions_classifiers() -> None:
+def test_names_are_torchvisions_classifiers():
     found = backbones.list_backbones()
     assert {name for name, _ in (*PAPERS, *OTHERS)} <= set(found)
     assert not [name for name in found if re.search("rcnn|fcn|deeplab|raft|r3d", name)]
 
 
-def test_the_largest_network_costs_no_memory_on_meta() -> None:
+def test_the_largest_network_costs_no_memory_on_meta():
     # RegNet's builder computes with tensors' values, which meta has none of
     model = backbones.build_torchvision_model("regnet_y_128gf", "meta")
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"meta"}
@@ -155,18 +155,18 @@ class TestInputSize:
     @pytest.mark.parametrize(
         ("size", "grid"), [((224, 224), (7, 7)), ((32, 32), (1, 1)), ((64, 96), (2, 3)), ((448, 224), (14, 7))]
     )
-    def test_multiples_of_the_stride_give_the_grid(self, size: tuple[int, int], grid: tuple[int, int]) -> None:
+    def test_multiples_of_the_stride_give_the_grid(self, size, grid):
         backbone = backbones.build("resnet18", device="meta").eval()
         assert backbone.grid(size) == grid
         assert backbone(torch.empty(1, 3, *size, device="meta")).shape[2:] == grid
 
-    def test_other_sizes_are_refused(self) -> None:
+    def test_other_sizes_are_refused(self):
         backbone = backbones.build("resnet18", device="meta")
         for size in ((225, 224), (224, 100), (0, 32), (16, 32), (-32, 32)):
             with pytest.raises(UsageError, match="multiples of its stride 32"):
                 backbone.grid(size)
 
-    def test_a_network_knows_its_grid_before_its_first_picture(self) -> None:
+    def test_a_network_knows_its_grid_before_its_first_picture(self):
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 96))).eval()
         assert network.grid == (2, 3)
         with torch.no_grad():
@@ -174,7 +174,7 @@ class TestInputSize:
         assert found.attention is not None
         assert found.attention.shape == (2, 15, 2, 3)
 
-    def test_a_network_refuses_a_size_that_does_not_tile(self) -> None:
+    def test_a_network_refuses_a_size_that_does_not_tile(self):
         with pytest.raises(UsageError, match="65x64"):
             OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (65, 64)))
 
@@ -187,13 +187,13 @@ def backbone() -> backbones.Backbone:
 
 class TestStochasticDepth:
     @pytest.mark.parametrize("training", [True, False])
-    def test_it_is_active_in_training_only(self, backbone: backbones.Backbone, training: bool) -> None:
+    def test_it_is_active_in_training_only(self, backbone, training):
         images = torch.randn(8, 3, 32, 32)
         backbone.train(training)
         with torch.no_grad():
             assert torch.equal(backbone(images), backbone(images)) is not training
 
-    def test_batch_statistics_move_only_in_training(self) -> None:
+    def test_batch_statistics_move_only_in_training(self):
         backbone = backbones.build("shufflenet_v2_x0_5")
         before = {k: v.clone() for k, v in backbone.state_dict().items() if k.endswith("running_mean")}
         with torch.no_grad():
@@ -211,7 +211,7 @@ def state() -> dict[str, Tensor]:
 
 class TestWeightFiles:
     @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-    def test_torchvisions_state_dict_loads_whole(self, state: dict[str, Tensor], tmp_path: Path, suffix: str) -> None:
+    def test_torchvisions_state_dict_loads_whole(self, state, tmp_path, suffix):
         path = tmp_path / f"w{suffix}"
         if suffix == ".pth":
             torch.save(state, path)
@@ -223,16 +223,14 @@ class TestWeightFiles:
         assert backbones.load_weights(backbone, path) == path.name
         assert all(torch.equal(value, state[key]) for key, value in backbone.body.state_dict().items())
 
-    def test_float16_weights_become_float32(self, state: dict[str, Tensor], tmp_path: Path) -> None:
+    def test_float16_weights_become_float32(self, state, tmp_path):
         path = tmp_path / "w.pth"
         torch.save({k: v.half() if v.is_floating_point() else v for k, v in state.items()}, path)
         backbone = backbones.build(SMALL)
         backbones.load_weights(backbone, path)
         assert {p.dtype for p in backbone.parameters()} == {torch.float32}
 
-    def test_missing_unexpected_and_misshapen_keys_are_all_listed(
-        self, state: dict[str, Tensor], tmp_path: Path
-    ) -> None:
+    def test_missing_unexpected_and_misshapen_keys_are_all_listed(self, state, tmp_path):
         wrong = dict(state)
         del wrong["conv1.0.weight"], wrong["conv5.0.weight"]
         wrong["extra.a"], wrong["extra.b"] = torch.zeros(1), torch.zeros(1)
@@ -244,21 +242,21 @@ class TestWeightFiles:
         for key in ("conv1.0.weight", "conv5.0.weight", "extra.a", "extra.b", "conv5.1.bias [3]"):
             assert key in str(refusal.value)
 
-    def test_another_networks_weights_are_refused(self, state: dict[str, Tensor], tmp_path: Path) -> None:
+    def test_another_networks_weights_are_refused(self, state, tmp_path):
         path = tmp_path / "w.pth"
         torch.save(state, path)
         with pytest.raises(CheckpointError, match="does not fit resnet18"):
             backbones.load_weights(backbones.build("resnet18"), path)
 
-    def test_a_name_that_is_neither_a_file_nor_torchvisions_is_refused_with_the_known_ones(self) -> None:
+    def test_a_name_that_is_neither_a_file_nor_torchvisions_is_refused_with_the_known_ones(self):
         with pytest.raises(UsageError, match="IMAGENET1K_V1"):
             backbones.load_weights(backbones.build(SMALL), "IMAGENET99K")
 
-    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+    def test_a_missing_file_is_named(self, tmp_path):
         with pytest.raises(UsageError, match=r"nowhere\.pth"):
             backbones.load_weights(backbones.build(SMALL), tmp_path / "nowhere.pth")
 
-    def test_a_damaged_safetensors_file_is_refused(self, tmp_path: Path) -> None:
+    def test_a_damaged_safetensors_file_is_refused(self, tmp_path):
         path = tmp_path / "w.safetensors"
         path.write_bytes(b"\xff" * 100)
         with pytest.raises(CheckpointError, match="safetensors"):
@@ -291,9 +289,7 @@ def _imagenet_input(path: Path) -> Tensor:
         pytest.param("mobilenet_v2_coral_int8", "mobilenet_v2", 64, marks=pytest.mark.slow),
     ],
 )
-def test_real_weights_give_the_golden_logits(
-    weights: str, name: str, count: int, shared_weights: Path, imagenet_samples: Path
-) -> None:
+def test_real_weights_give_the_golden_logits(weights, name, count, shared_weights, imagenet_samples):
     golden = np.load(imagenet_samples / "golden_logits.npz", allow_pickle=False)
     path = shared_weights / f"{weights}.safetensors"
     backbone = backbones.build(name).eval()

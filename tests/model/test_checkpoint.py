@@ -37,7 +37,7 @@ def _authors(name: str, num_classes: int = 4, m: int = 3, *, seed: int = 0) -> d
     state = {f"backbone.{key}": value for key, value in backbone.body.state_dict().items()}
     convolution = torch.nn.Conv2d(backbone.num_features, num_classes * m, 1)
     state["final_conv_layer.weight"] = convolution.weight.detach()
-    state["final_conv_layer.bias"] = convolution.bias.detach()  # type: ignore[union-attr]
+    state["final_conv_layer.bias"] = convolution.bias.detach()
     state["classifier.prototypes"] = build_anchors(num_classes, m)
     return state
 
@@ -66,7 +66,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
 
 
 class TestOurs:
-    def test_what_is_written_is_read_back(self, ours: tuple[Checkpoint, Path]) -> None:
+    def test_what_is_written_is_read_back(self, ours):
         written, path = ours
         read = checkpoint.load(path)
         assert not read.network.training
@@ -77,29 +77,27 @@ class TestOurs:
         assert all(torch.equal(value, state[key]) for key, value in read.network.state_dict().items())
         assert torch.load(path, weights_only=True)["config"]["backbone"] == SMALL
 
-    def test_its_source_names_file_and_digest(self, ours: tuple[Checkpoint, Path]) -> None:
+    def test_its_source_names_file_and_digest(self, ours):
         source = checkpoint.load(ours[1]).source
         assert (source["file"], source["format"]) == ("c.pt", "opal-deploy")
         assert source["sha256"] == hashlib.sha256(ours[1].read_bytes()).hexdigest()
 
-    def test_the_linear_baseline_keeps_its_dense_layer(self, tmp_path: Path) -> None:
+    def test_the_linear_baseline_keeps_its_dense_layer(self, tmp_path):
         written = _checkpoint(LINEAR_BASELINE)
         checkpoint.save(tmp_path / "c.pt", written)
         read = checkpoint.load(tmp_path / "c.pt")
         assert read.network.config.head == LINEAR_BASELINE
-        assert torch.equal(read.network.head.classifier.weight, written.network.head.classifier.weight)  # type: ignore[union-attr]
+        assert torch.equal(read.network.head.classifier.weight, written.network.head.classifier.weight)
 
-    def test_other_class_names_replace_its_own(self, ours: tuple[Checkpoint, Path]) -> None:
+    def test_other_class_names_replace_its_own(self, ours):
         assert checkpoint.load(ours[1], class_names=["a", "b", "c"]).class_names == ["a", "b", "c"]
 
     @pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c", "d"]])
-    def test_a_wrong_number_of_class_names_is_refused(self, ours: tuple[Checkpoint, Path], names: list[str]) -> None:
+    def test_a_wrong_number_of_class_names_is_refused(self, ours, names):
         with pytest.raises(CheckpointError, match=f"{len(names)} class names for 3 classes"):
             checkpoint.load(ours[1], class_names=names)
 
-    def test_every_wrong_key_is_listed_in_one_error(
-        self, ours: tuple[Checkpoint, Path], save: Callable[[Any], Path]
-    ) -> None:
+    def test_every_wrong_key_is_listed_in_one_error(self, ours, save):
         document = torch.load(ours[1], weights_only=True)
         state = document["state_dict"]
         del state["head.projection.bias"], state["backbone.body.conv1.0.weight"]
@@ -127,17 +125,13 @@ class TestOurs:
         ],
         ids=str,
     )
-    def test_a_document_that_does_not_hang_together_is_refused(
-        self, ours: tuple[Checkpoint, Path], save: Callable[[Any], Path], change: dict[str, Any], says: str
-    ) -> None:
+    def test_a_document_that_does_not_hang_together_is_refused(self, ours, save, change, says):
         with pytest.raises(CheckpointError, match=says):
             checkpoint.load(save({**torch.load(ours[1], weights_only=True), **change}))
 
 
 class TestSaving:
-    def test_a_failure_leaves_the_old_file_and_nothing_else(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failure_leaves_the_old_file_and_nothing_else(self, tmp_path, monkeypatch):
         path = tmp_path / "c.pt"
         checkpoint.save(path, _checkpoint())
         before = path.read_bytes()
@@ -152,7 +146,7 @@ class TestSaving:
         assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
 
-    def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(self, tmp_path):
         resource = pytest.importorskip("resource", reason="this system has no limits on files")
         written = _checkpoint()
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -164,13 +158,13 @@ class TestSaving:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_folder_that_cannot_be_made_is_one_line(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_made_is_one_line(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(UsageError, match="cannot be written") as refusal:
             checkpoint.save(tmp_path / "file" / "c.pt", _checkpoint())
         assert "\n" not in str(refusal.value)
 
-    def test_missing_folders_are_made(self, tmp_path: Path) -> None:
+    def test_missing_folders_are_made(self, tmp_path):
         checkpoint.save(tmp_path / "a" / "b" / "c.pt", _checkpoint())
         assert (tmp_path / "a" / "b" / "c.pt").is_file()
 
@@ -183,7 +177,7 @@ class TestAuthors:
             for name in PAPER_BACKBONES
         ],
     )
-    def test_backbone_classes_and_prototypes_are_inferred(self, name: str, save: Callable[[Any], Path]) -> None:
+    def test_backbone_classes_and_prototypes_are_inferred(self, name, save):
         state = _authors(name, num_classes=4, m=3)
         read = checkpoint.load(save(state))
         config = read.network.config
@@ -192,10 +186,10 @@ class TestAuthors:
         own = read.network.backbone.body.state_dict()
         assert all(torch.equal(value, state[f"backbone.{key}"]) for key, value in own.items())
 
-    def test_a_backbone_beyond_the_papers_is_inferred_too(self, save: Callable[[Any], Path]) -> None:
+    def test_a_backbone_beyond_the_papers_is_inferred_too(self, save):
         assert checkpoint.load(save(_authors(SMALL))).network.config.backbone == SMALL
 
-    def test_it_answers_as_its_parts_do(self, save: Callable[[Any], Path]) -> None:
+    def test_it_answers_as_its_parts_do(self, save):
         # the authors' forward pass, written out
         state = _authors(SMALL)
         network = checkpoint.load(save(state)).network
@@ -211,9 +205,7 @@ class TestAuthors:
             found = network(images)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
-    def test_what_it_does_not_record_is_noted_as_assumed(
-        self, authors_state: dict[str, Tensor], save: Callable[[Any], Path]
-    ) -> None:
+    def test_what_it_does_not_record_is_noted_as_assumed(self, authors_state, save):
         read = checkpoint.load(save(authors_state))
         assert read.class_names == ["class 0", "class 1", "class 2", "class 3"]
         assert read.source["format"] == "authors"
@@ -221,7 +213,7 @@ class TestAuthors:
             "distance": "l2", "pooling": "max", "cws": True, "input_size": [224, 224], "class_names": "numbered",
         }  # fmt: skip
 
-    def test_assumptions_can_be_given(self, authors_state: dict[str, Tensor], save: Callable[[Any], Path]) -> None:
+    def test_assumptions_can_be_given(self, authors_state, save):
         given = Assumptions(HeadConfig(distance="l1", pooling="avg", prototypes_per_class=9), (64, 96), "boxes")
         read = checkpoint.load(save(authors_state), class_names=list("abcd"), assumptions=given)
         config = read.network.config
@@ -232,15 +224,11 @@ class TestAuthors:
         with pytest.raises(CheckpointError, match="3 class names for 4 classes"):
             checkpoint.load(save(authors_state), class_names=list("abc"))
 
-    def test_the_prefix_of_parallel_training_is_dropped(
-        self, authors_state: dict[str, Tensor], save: Callable[[Any], Path]
-    ) -> None:
+    def test_the_prefix_of_parallel_training_is_dropped(self, authors_state, save):
         read = checkpoint.load(save({f"module.{key}": value for key, value in authors_state.items()}))
         assert read.network.config.backbone == "resnet50"
 
-    def test_every_wrong_key_is_listed_in_one_error(
-        self, authors_state: dict[str, Tensor], save: Callable[[Any], Path]
-    ) -> None:
+    def test_every_wrong_key_is_listed_in_one_error(self, authors_state, save):
         state = dict(authors_state)
         gone = ["backbone.conv1.weight", "backbone.layer4.2.bn3.bias", "final_conv_layer.bias"]
         for key in gone:
@@ -267,20 +255,16 @@ class TestAuthors:
         ],
         ids=["scaled", "permuted", "one slot each", "learned", "13 channels", "5 classes", "a row", "3 dimensions"],
     )
-    def test_anchors_that_are_not_the_papers_are_refused(
-        self, authors_state: dict[str, Tensor], save: Callable[[Any], Path], wrong: Tensor, says: str
-    ) -> None:
+    def test_anchors_that_are_not_the_papers_are_refused(self, authors_state, save, wrong, says):
         with pytest.raises(CheckpointError, match=says):
             checkpoint.load(save({**authors_state, "classifier.prototypes": wrong}))
 
-    def test_a_classifier_that_is_not_opals_is_refused_with_what_was_expected(
-        self, authors_state: dict[str, Tensor], save: Callable[[Any], Path]
-    ) -> None:
+    def test_a_classifier_that_is_not_opals_is_refused_with_what_was_expected(self, authors_state, save):
         plain = {k.removeprefix("backbone."): v for k, v in authors_state.items() if k.startswith("backbone.")}
         with pytest.raises(CheckpointError, match=r"final_conv_layer\.weight"):
             checkpoint.load(save(plain))
 
-    def test_a_body_that_is_like_no_network_of_torchvisions_is_refused(self, save: Callable[[Any], Path]) -> None:
+    def test_a_body_that_is_like_no_network_of_torchvisions_is_refused(self, save):
         state = {f"backbone.stage{i}.weight": torch.zeros(3, 3) for i in range(5)}
         state.update(
             {"final_conv_layer.weight": torch.zeros(12, 3, 1, 1), "final_conv_layer.bias": torch.zeros(12)},
@@ -301,7 +285,7 @@ class _Payload:
 
 
 class TestDamagedAndForeignFiles:
-    def test_code_in_a_pickle_is_refused_and_not_run(self, tmp_path: Path, save: Callable[[Any], Path]) -> None:
+    def test_code_in_a_pickle_is_refused_and_not_run(self, tmp_path, save):
         proof = tmp_path / "executed"
         path = save({"format": checkpoint.FORMAT, "payload": _Payload(proof)})
         with pytest.raises(CheckpointError, match="refused"):
@@ -311,9 +295,7 @@ class TestDamagedAndForeignFiles:
         assert proof.exists(), "the payload does run under unsafe loading"
 
     @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
-    def test_a_truncated_file_is_refused_in_one_line(
-        self, ours: tuple[Checkpoint, Path], tmp_path: Path, share: float
-    ) -> None:
+    def test_a_truncated_file_is_refused_in_one_line(self, ours, tmp_path, share):
         whole = ours[1].read_bytes()
         path = tmp_path / "c.pt"
         path.write_bytes(whole[: int(share * len(whole))])
@@ -321,7 +303,7 @@ class TestDamagedAndForeignFiles:
             checkpoint.load(path)
         assert "\n" not in str(refusal.value)
 
-    def test_random_bytes_are_refused_whatever_they_spell(self, tmp_path: Path) -> None:
+    def test_random_bytes_are_refused_whatever_they_spell(self, tmp_path):
         # short strings of bytes are often valid beginnings of a pickle, which fail in many ways
         source = random.Random(0)
         path = tmp_path / "c.pt"
@@ -330,7 +312,7 @@ class TestDamagedAndForeignFiles:
             with pytest.raises(CheckpointError):
                 checkpoint.load(path)
 
-    def test_a_flipped_bit_never_ends_in_another_error(self, save: Callable[[Any], Path], tmp_path: Path) -> None:
+    def test_a_flipped_bit_never_ends_in_another_error(self, save, tmp_path):
         # flips within a weight go unnoticed here: the format has no digest
         whole = bytearray(save({"a": torch.arange(6.0), "b": [1, "x"]}).read_bytes())
         source = random.Random(0)
@@ -347,7 +329,7 @@ class TestDamagedAndForeignFiles:
         assert refused > 100
 
     @pytest.mark.parametrize("document", [[1, 2], "text", torch.zeros(3), {}, {"a": 1}, {3: torch.zeros(1)}], ids=str)
-    def test_a_file_of_something_else_is_refused(self, save: Callable[[Any], Path], document: Any) -> None:
+    def test_a_file_of_something_else_is_refused(self, save, document):
         with pytest.raises(CheckpointError):
             checkpoint.load(save(document))
         with pytest.raises(UsageError, match=r"nowhere\.pt"):
@@ -367,7 +349,7 @@ class TestDamagedAndForeignFiles:
     ],
     ids=["plain", "Windows", "blank", "doubled", "empty", "not UTF-8", "missing"],
 )
-def test_class_names_are_read_one_a_line(tmp_path: Path, content: bytes | None, names: list[str] | str) -> None:
+def test_class_names_are_read_one_a_line(tmp_path, content, names):
     path = tmp_path / "names.txt"
     if content is not None:
         path.write_bytes(content)
@@ -378,7 +360,7 @@ def test_class_names_are_read_one_a_line(tmp_path: Path, content: bytes | None, 
         checkpoint.read_class_names(path)
 
 
-def test_a_description_holds_what_infer_needs(ours: tuple[Checkpoint, Path]) -> None:
+def test_a_description_holds_what_infer_needs(ours):
     described = checkpoint.build_metadata(checkpoint.load(ours[1]))
     assert described.class_names == tuple(NAMES)
     assert (described.grid, described.input_size, described.crop) == ((2, 3), (64, 96), "boxes")

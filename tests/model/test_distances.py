@@ -61,22 +61,22 @@ SIZES = [(2, 1), (2, 5), (3, 1), (7, 2), (10, 5), (200, 5)]
 @pytest.mark.parametrize(("num_classes", "m"), SIZES)
 class TestEmbeddingsOfASoftmax:
     @pytest.mark.parametrize("gain", [0.01, 1.0, 10.0], ids=["nearly uniform", "usual", "peaked"])
-    def test_agree_with_the_definition(self, distance: str, num_classes: int, m: int, gain: float) -> None:
+    def test_agree_with_the_definition(self, distance, num_classes, m, gain):
         z = _softmax_scores(num_classes, 9, num_classes * m, gain)
         _assert_as_defined(z, num_classes, m, distance)
 
-    def test_saturated_and_nearly_saturated_agree(self, distance: str, num_classes: int, m: int) -> None:
+    def test_saturated_and_nearly_saturated_agree(self, distance, num_classes, m):
         anchor = build_anchors(num_classes, m)
         nearly = _unit(anchor + 1e-5 * torch.rand(anchor.shape, generator=torch.Generator().manual_seed(1)))
         _assert_as_defined(torch.cat([anchor, nearly]), num_classes, m, distance)
 
-    def test_equal_classes_get_equal_distances(self, distance: str, num_classes: int, m: int) -> None:
+    def test_equal_classes_get_equal_distances(self, distance, num_classes, m):
         z = _unit(torch.ones(1, num_classes * m))
         found = compute_distances(z, m, distance)
         torch.testing.assert_close(found, found[:, :1].expand_as(found), rtol=1e-6, atol=1e-6)
         _assert_as_defined(z, num_classes, m, distance)
 
-    def test_two_tied_leaders_agree_with_the_definition(self, distance: str, num_classes: int, m: int) -> None:
+    def test_two_tied_leaders_agree_with_the_definition(self, distance, num_classes, m):
         # the largest value outside a block is then found in the other leader's
         z = torch.full((1, num_classes * m), 1e-3)
         z[0, 0] = z[0, m] = 0.7
@@ -84,25 +84,25 @@ class TestEmbeddingsOfASoftmax:
 
 
 @pytest.mark.parametrize("distance", [d for d in DISTANCES if d != "kl"])
-def test_embeddings_with_negative_entries_agree_with_the_definition(distance: str) -> None:
+def test_embeddings_with_negative_entries_agree_with_the_definition(distance):
     # without the softmax; kl is refused there
     z = _unit(torch.randn(16, 20, generator=torch.Generator().manual_seed(0)))
     _assert_as_defined(z, 4, 5, distance)
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_the_nearest_anchor_is_the_embeddings_own(distance: str) -> None:
+def test_the_nearest_anchor_is_the_embeddings_own(distance):
     found = compute_distances(build_anchors(6, 3), 3, distance)
     assert found.argmin(1).tolist() == list(range(6))
 
 
-def test_l2_is_the_root_of_two_minus_two_cosines() -> None:
+def test_l2_is_the_root_of_two_minus_two_cosines():
     z = _softmax_scores(3, 5, 20, 5.0)
     cosine = z @ build_anchors(4, 5).T
     torch.testing.assert_close(compute_distances(z, 5, "l2"), (2 - 2 * cosine).sqrt(), rtol=1e-5, atol=1e-6)
 
 
-def test_l2_logits_stay_within_minus_root_two_and_zero() -> None:
+def test_l2_logits_stay_within_minus_root_two_and_zero():
     z = torch.cat([build_anchors(4, 5), _softmax_scores(4, 50, 20, 20.0)])
     found = compute_distances(z, 5, "l2")
     assert found.min() >= 0
@@ -111,7 +111,7 @@ def test_l2_logits_stay_within_minus_root_two_and_zero() -> None:
 
 @pytest.mark.parametrize("distance", DISTANCES)
 @pytest.mark.parametrize("off", [0.0, 1e-9, 1e-7, 1e-5, 1e-3])
-def test_gradients_are_finite_at_and_near_an_anchor(distance: str, off: float) -> None:
+def test_gradients_are_finite_at_and_near_an_anchor(distance, off):
     z = build_anchors(4, 5) + off * torch.rand(4, 20, generator=torch.Generator().manual_seed(0))
     z.requires_grad_(True)
     compute_distances(z, 5, distance).sum().backward()
@@ -120,7 +120,7 @@ def test_gradients_are_finite_at_and_near_an_anchor(distance: str, off: float) -
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_gradients_agree_with_the_definitions_away_from_anchors(distance: str) -> None:
+def test_gradients_agree_with_the_definitions_away_from_anchors(distance):
     # with respect to the scores before they are normalised: only there is 2 - 2 cos the squared distance
     scores = 3.0 * _softmax_scores(2, 4, 15, 3.0).double()
     ours, plain = scores.clone().requires_grad_(True), scores.clone().requires_grad_(True)
@@ -131,13 +131,13 @@ def test_gradients_agree_with_the_definitions_away_from_anchors(distance: str) -
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_the_whole_head_trains_at_saturation(distance: str) -> None:
+def test_the_whole_head_trains_at_saturation(distance):
     # one slot of each picture takes all of the softmax: the embedding is as far from uniform as float32 goes
-    head = OpalHead(6, 3, HeadConfig(prototypes_per_class=1, distance=distance))  # type: ignore[arg-type]
+    head = OpalHead(6, 3, HeadConfig(prototypes_per_class=1, distance=distance))
     with torch.no_grad():
         assert isinstance(head.projection, torch.nn.Conv2d)
         head.projection.weight.zero_()
-        head.projection.bias.copy_(torch.tensor([200.0, 0.0, 0.0]))  # type: ignore[union-attr]
+        head.projection.bias.copy_(torch.tensor([200.0, 0.0, 0.0]))
     logits = head(torch.rand(2, 6, 2, 2))
     torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1])).backward()
     assert all(torch.isfinite(p.grad).all() for p in head.parameters() if p.grad is not None)
@@ -159,7 +159,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance: str) -> None:
+def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance):
     n, num_classes, m = 64, 1000, 5
     z = _softmax_scores(0, n, num_classes * m, 3.0).requires_grad_(True)
     with _LargestTensor() as largest:
@@ -168,9 +168,9 @@ def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance:
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_no_tensor_of_the_whole_head_is_larger_than_the_attention_map(distance: str) -> None:
+def test_no_tensor_of_the_whole_head_is_larger_than_the_attention_map(distance):
     n, num_classes, m, cells = 64, 1000, 5, 49
-    head = OpalHead(8, num_classes, HeadConfig(distance=distance))  # type: ignore[arg-type]
+    head = OpalHead(8, num_classes, HeadConfig(distance=distance))
     features = torch.rand(n, 8, 7, 7, device="meta")
     with _LargestTensor() as largest:
         head.to("meta")(features)

@@ -36,18 +36,18 @@ def _parts(row: tuple[bool, bool, bool, bool]) -> dict[str, Any]:
 
 class TestVariants:
     @pytest.mark.parametrize(("row", "evidence"), ABLATION)
-    def test_a_row_of_the_ablation_table_is_accepted_with_its_evidence(self, row: Any, evidence: str) -> None:
+    def test_a_row_of_the_ablation_table_is_accepted_with_its_evidence(self, row, evidence):
         assert HeadConfig(**_parts(row)).evidence == evidence
 
     @pytest.mark.parametrize("row", OTHERS)
-    def test_any_other_combination_is_refused_in_one_line(self, row: Any) -> None:
+    def test_any_other_combination_is_refused_in_one_line(self, row):
         assert len(OTHERS) == 5
         with pytest.raises(UsageError) as refusal:
             HeadConfig(**_parts(row))
         assert "\n" not in str(refusal.value)
 
     @pytest.mark.parametrize(("row", "evidence"), ABLATION)
-    def test_evidence_says_what_the_outputs_hold(self, row: Any, evidence: str) -> None:
+    def test_evidence_says_what_the_outputs_hold(self, row, evidence):
         head = OpalHead(6, 3, HeadConfig(**_parts(row), prototypes_per_class=2))
         features = torch.rand(4, 6, 2, 5)
         found = head.explain(head.project(features))
@@ -73,26 +73,26 @@ class TestVariants:
         ],
         ids=str,
     )
-    def test_a_part_that_does_not_exist_is_refused(self, wrong: dict[str, Any]) -> None:
+    def test_a_part_that_does_not_exist_is_refused(self, wrong):
         with pytest.raises(UsageError):
             HeadConfig(**wrong)
 
-    def test_one_class_is_no_classifier(self) -> None:
+    def test_one_class_is_no_classifier(self):
         with pytest.raises(UsageError, match="at least 2"):
             NetworkConfig("resnet18", 1)
 
-    def test_a_config_survives_its_dictionary(self) -> None:
+    def test_a_config_survives_its_dictionary(self):
         config = NetworkConfig("resnet18", 7, (64, 96), HeadConfig(prototypes_per_class=3, distance="l3"))
         assert NetworkConfig.from_dict(config.to_dict()) == config
 
 
 class TestForwardPass:
-    def test_attention_sums_to_one_over_the_channels_of_each_cell(self) -> None:
+    def test_attention_sums_to_one_over_the_channels_of_each_cell(self):
         head = OpalHead(6, 3, HeadConfig())
         attention = head.attend(head.project(torch.rand(2, 6, 3, 4)))
         torch.testing.assert_close(attention.sum(1), torch.ones(2, 3, 4))
 
-    def test_a_score_is_the_attention_at_its_cell(self) -> None:
+    def test_a_score_is_the_attention_at_its_cell(self):
         head = OpalHead(6, 3, HeadConfig())
         found = head.explain(head.project(torch.rand(2, 6, 3, 4)))
         assert found.attention is not None
@@ -100,13 +100,13 @@ class TestForwardPass:
         at_cell = found.attention.flatten(2).gather(2, found.argmax.long()[..., None]).squeeze(2)
         torch.testing.assert_close(found.scores, at_cell, rtol=0, atol=0)
 
-    def test_of_equal_maxima_the_lowest_cell_is_named(self) -> None:
+    def test_of_equal_maxima_the_lowest_cell_is_named(self):
         head = OpalHead(6, 3, HeadConfig())
         found = head.explain(torch.zeros(1, 15, 3, 4))
         assert found.argmax is not None
         assert found.argmax.unique().tolist() == [0]
 
-    def test_a_cell_is_row_times_width_plus_column(self) -> None:
+    def test_a_cell_is_row_times_width_plus_column(self):
         head = OpalHead(6, 2, HeadConfig(prototypes_per_class=1))
         projected = torch.zeros(1, 2, 3, 4)
         projected[0, 0, 2, 1] = 5.0
@@ -114,7 +114,7 @@ class TestForwardPass:
         assert found.argmax is not None
         assert found.argmax[0, 0] == 2 * 4 + 1
 
-    def test_contributions_of_a_class_add_up_to_its_cosine(self) -> None:
+    def test_contributions_of_a_class_add_up_to_its_cosine(self):
         # the explanation is the computation
         head = OpalHead(6, 3, HeadConfig())
         found = head.explain(head.project(torch.rand(4, 6, 2, 5)))
@@ -123,19 +123,19 @@ class TestForwardPass:
         cosine = z @ build_anchors(3, 5, torch.float64).T
         torch.testing.assert_close(-(2 - 2 * cosine).sqrt(), found.logits.double(), rtol=1e-6, atol=1e-6)
 
-    def test_epsilon_is_added_to_the_norm(self) -> None:
+    def test_epsilon_is_added_to_the_norm(self):
         head = OpalHead(6, 2, HeadConfig(prototypes_per_class=1, distance="l1", epsilon=1.0))
         # z = (3, 4) / (5 + 1); |z - a_0| = |0.5 - 1| + 4/6
         logits = head.classify(torch.tensor([[3.0, 4.0]]))
         torch.testing.assert_close(logits, -torch.tensor([[0.5 + 4 / 6, 0.5 + abs(4 / 6 - 1)]]))
 
-    def test_the_linear_baseline_normalises_its_pooled_features(self) -> None:
+    def test_the_linear_baseline_normalises_its_pooled_features(self):
         head = OpalHead(6, 3, LINEAR_BASELINE)
         features = torch.rand(2, 6, 3, 4)
         torch.testing.assert_close(head(features), head(7.0 * features))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_everything_after_the_projection_is_float32(self, dtype: torch.dtype) -> None:
+    def test_everything_after_the_projection_is_float32(self, dtype):
         head = OpalHead(6, 3, HeadConfig()).to(dtype)
         assert head.project(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
         assert head(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
@@ -143,15 +143,15 @@ class TestForwardPass:
 
 class TestAnchors:
     @pytest.mark.parametrize(("num_classes", "m"), [(2, 1), (3, 5), (10, 4)])
-    def test_they_are_orthonormal(self, num_classes: int, m: int) -> None:
+    def test_they_are_orthonormal(self, num_classes, m):
         matrix = build_anchors(num_classes, m, torch.float64)
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(num_classes, dtype=torch.float64))
 
-    def test_a_class_has_a_contiguous_block(self) -> None:
+    def test_a_class_has_a_contiguous_block(self):
         assert build_anchors(3, 2).nonzero().tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
-def test_the_head_never_holds_anchors_among_its_parameters_or_buffers(distance: str) -> None:
-    head = OpalHead(6, 3, HeadConfig(distance=distance))  # type: ignore[arg-type]
+def test_the_head_never_holds_anchors_among_its_parameters_or_buffers(distance):
+    head = OpalHead(6, 3, HeadConfig(distance=distance))
     assert set(head.state_dict()) == {"projection.weight", "projection.bias"}

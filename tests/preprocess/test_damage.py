@@ -82,24 +82,24 @@ QUIET = [HealthCheck.too_slow]
 
 @settings(max_examples=500, derandomize=True, database=None, deadline=None, suppress_health_check=QUIET)
 @given(damaged())
-def test_a_damaged_file_has_one_fate(data: bytes) -> None:
+def test_a_damaged_file_has_one_fate(data):
     check(data)
 
 
 @pytest.mark.slow
 @settings(max_examples=20_000, derandomize=True, database=None, deadline=None, suppress_health_check=QUIET)
 @given(damaged())
-def test_many_damaged_files_have_one_fate(data: bytes) -> None:
+def test_many_damaged_files_have_one_fate(data):
     check(data)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_undamaged_they_are_pictures(name: str) -> None:
+def test_undamaged_they_are_pictures(name):
     assert isinstance(outcome(FILES[name], Decoding.default), Image.Image)
 
 
 @pytest.mark.parametrize("name", ["JPEG", "progressive JPEG", "PNG", "WebP"])
-def test_cut_off_anywhere_they_have_one_fate(name: str) -> None:
+def test_cut_off_anywhere_they_have_one_fate(name):
     data = FILES[name]
     for length in range(0, len(data), 13):
         check(data[:length])

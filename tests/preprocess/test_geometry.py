@@ -12,7 +12,7 @@ from PIL import ExifTags, Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
 
 GRID = (3, 4)
@@ -30,7 +30,7 @@ def brightest_cell(pixels: np.ndarray, grid: tuple[int, int] = GRID) -> tuple[in
 def with_block(size: tuple[int, int], block: tuple[float, ...]) -> Image.Image:
     """Dark, with one bright block (x0, y0, x1, y1)."""
     image = Image.new("RGB", size, (20, 20, 20))
-    image.paste((255, 255, 255), tuple(round(v) for v in block))  # type: ignore[arg-type]
+    image.paste((255, 255, 255), tuple(round(v) for v in block))
     return image
 
 
@@ -45,7 +45,7 @@ def with_block(size: tuple[int, int], block: tuple[float, ...]) -> Image.Image:
     ],
     ids=["whole", "tall", "cropped", "narrow crop", "crop over the edges"],
 )
-def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size: tuple[int, int], box: Box | None) -> None:
+def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
     for row, col in product(range(GRID[0]), range(GRID[1])):
         geometry = compute_geometry(Image.new("RGB", size), box)
         image = with_block(size, geometry.cell_box(row, col, GRID))
@@ -53,7 +53,7 @@ def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size: tuple[int, i
 
 
 @pytest.mark.parametrize("orientation", [3, 6, 8])
-def test_boxes_are_those_of_the_picture_as_a_viewer_shows_it(orientation: int) -> None:
+def test_boxes_are_those_of_the_picture_as_a_viewer_shows_it(orientation):
     geometry = Geometry.whole(400, 300)
     block = geometry.cell_box(0, 2, GRID)
     turned = {
@@ -71,7 +71,7 @@ def test_boxes_are_those_of_the_picture_as_a_viewer_shows_it(orientation: int) -
     assert brightest_cell(to_input(shown, geometry, INPUT)) == (0, 2)
 
 
-def test_cells_tile_the_crop_without_gap_or_overlap() -> None:
+def test_cells_tile_the_crop_without_gap_or_overlap():
     geometry = Geometry(500, 400, (13, 17, 200, 371))
     boxes = {cell: geometry.cell_box(*cell, (7, 5)) for cell in product(range(7), range(5))}
     assert boxes[0, 0][:2] == (13, 17)
@@ -85,7 +85,7 @@ def test_cells_tile_the_crop_without_gap_or_overlap() -> None:
             assert boxes[row + 1, col][1] == pytest.approx(y1)
 
 
-def test_the_first_number_of_a_cell_is_its_row() -> None:
+def test_the_first_number_of_a_cell_is_its_row():
     assert Geometry.whole(100, 100).cell_box(1, 0, (2, 4)) == (0, 50, 25, 100)
 
 
@@ -100,7 +100,7 @@ def test_the_first_number_of_a_cell_is_its_row() -> None:
     ],
     ids=["truncated", "below zero", "over the edge", "whole", "truncated towards zero"],
 )
-def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box: Box, crop: tuple[int, ...]) -> None:
+def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box, crop):
     assert compute_geometry(Image.new("RGB", (100, 50)), box).crop == crop
 
 
@@ -117,23 +117,23 @@ def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box: Box, cro
     ],
     ids=["no width", "turned round", "no whole pixel", "right of it", "left of it", "not a number", "infinite"],
 )
-def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box: Box) -> None:
+def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box):
     with pytest.raises(ImageError) as caught:
         compute_geometry(Image.new("RGB", (100, 50)), box)
     assert caught.value.code == "bad_box"
 
 
-def test_what_lies_outside_the_crop_does_not_bleed_in() -> None:
+def test_what_lies_outside_the_crop_does_not_bleed_in():
     image = Image.new("RGB", (100, 100), (255, 255, 255))
     image.paste((0, 0, 0), (20, 20, 80, 80))
     assert to_input(image, compute_geometry(image, (20, 20, 80, 80)), (32, 32)).max() == 0
 
 
-def test_the_input_has_rows_first() -> None:
+def test_the_input_has_rows_first():
     assert to_input(Image.new("RGB", (9, 9)), Geometry.whole(9, 9), (32, 64)).shape == (32, 64, 3)
 
 
-def test_normalising_takes_mean_and_deviation_channel_by_channel() -> None:
+def test_normalising_takes_mean_and_deviation_channel_by_channel():
     images = np.zeros((2, 1, 1, 3), np.uint8)
     images[1] = (51, 102, 255)
     found = normalise(images, (0.1, 0.2, 0.5), (0.5, 0.25, 2.0))

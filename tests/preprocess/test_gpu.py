@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,7 +38,7 @@ def jpeg(pixels: Image.Image, orientation: int | None = None, **options: object)
     exif = Image.Exif()
     if orientation is not None:
         exif[ExifTags.Base.Orientation] = orientation
-    pixels.save(stream, "JPEG", exif=exif, **options)  # type: ignore[arg-type]
+    pixels.save(stream, "JPEG", exif=exif, **options)
     return stream.getvalue()
 
 
@@ -51,7 +49,7 @@ def header(data: bytes) -> Jpeg:
 
 
 @pytest.mark.data
-def test_photographs_are_within_a_count_of_the_default_path(codec: GpuDecoder, photographs: list[Path]) -> None:
+def test_photographs_are_within_a_count_of_the_default_path(codec, photographs):
     some = photographs[::25]
     files = [header(path.read_bytes()) for path in some]
     pictures = codec.decode(files)
@@ -70,7 +68,7 @@ def test_photographs_are_within_a_count_of_the_default_path(codec: GpuDecoder, p
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_is_applied_as_pillow_does(codec: GpuDecoder, orientation: int) -> None:
+def test_orientation_is_applied_as_pillow_does(codec, orientation):
     data = jpeg(image(), orientation, quality=95)
     file = header(data)
     (found,) = codec.decode([file])
@@ -82,7 +80,7 @@ def test_orientation_is_applied_as_pillow_does(codec: GpuDecoder, orientation: i
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turning_a_tensor(orientation: int) -> None:
+def test_turning_a_tensor(orientation):
     stored = image(5, 3)
     stored.getexif()[ExifTags.Base.Orientation] = orientation
     expected = np.asarray(ImageOps.exif_transpose(stored))
@@ -91,7 +89,7 @@ def test_turning_a_tensor(orientation: int) -> None:
 
 @pytest.mark.parametrize("size", [(500, 375), (31, 640), (224, 224), (100, 60), (1, 1), (900, 224), (224, 900)])
 @pytest.mark.parametrize("target", [(224, 224), (48, 32), (7, 300)])
-def test_squashing_is_pillows_within_a_count(size: tuple[int, int], target: tuple[int, int]) -> None:
+def test_squashing_is_pillows_within_a_count(size, target):
     noise = np.random.default_rng(1).integers(0, 256, (size[1], size[0], 3), np.uint8)
     expected = np.asarray(Image.fromarray(noise).resize(target[::-1], Image.Resampling.BILINEAR))
     found = resize(torch.from_numpy(noise), target).numpy()
@@ -102,7 +100,7 @@ def test_squashing_is_pillows_within_a_count(size: tuple[int, int], target: tupl
     assert difference.mean() < 0.25
 
 
-def test_a_crop_is_of_the_oriented_picture(codec: GpuDecoder) -> None:
+def test_a_crop_is_of_the_oriented_picture(codec):
     data = jpeg(image(60, 40), 6, quality=95)
     box = (3.0, 10.0, 30.0, 50.0)
     file = read_header(data, box, MAX_PIXELS)
@@ -153,12 +151,12 @@ def damaged(data: bytes, damage: str) -> bytes:
         ),
     ],
 )
-def test_all_but_plain_whole_jpeg_is_left_to_the_cpu(make: Callable[[], bytes]) -> None:
+def test_all_but_plain_whole_jpeg_is_left_to_the_cpu(make):
     assert read_header(jpeg(image(200, 150), quality=90), None, MAX_PIXELS) is not None
     assert read_header(make(), None, MAX_PIXELS) is None
 
 
-def test_pixel_limit_and_bad_boxes_are_the_cpus_to_refuse() -> None:
+def test_pixel_limit_and_bad_boxes_are_the_cpus_to_refuse():
     data = jpeg(image(40, 30))
     assert read_header(data, None, 1200) is not None
     assert read_header(data, None, 1199) is None
@@ -166,7 +164,7 @@ def test_pixel_limit_and_bad_boxes_are_the_cpus_to_refuse() -> None:
     assert read_header(data, (float("nan"), 0.0, 60.0, 10.0), MAX_PIXELS) is None
 
 
-def test_grey_progressive_and_damaged_exif_are_decoded(codec: GpuDecoder) -> None:
+def test_grey_progressive_and_damaged_exif_are_decoded(codec):
     for data in (
         jpeg(image(mode="L")),
         jpeg(image(), progressive=True),
@@ -181,7 +179,7 @@ def test_grey_progressive_and_damaged_exif_are_decoded(codec: GpuDecoder) -> Non
         np.testing.assert_array_equal(found.numpy(), expected)
 
 
-def test_a_file_that_is_refused_costs_its_neighbours_nothing(codec: GpuDecoder) -> None:
+def test_a_file_that_is_refused_costs_its_neighbours_nothing(codec):
     good = jpeg(image(), quality=90)
     # such a file is kept from the codec by its end; here it stands for whatever the codec does not take
     short = replace(header(good), data=good[: len(good) // 2])
@@ -194,20 +192,20 @@ def test_a_file_that_is_refused_costs_its_neighbours_nothing(codec: GpuDecoder) 
         np.testing.assert_array_equal(found.numpy(), alone.numpy())
 
 
-def test_a_picture_of_another_size_than_its_header_said_is_refused(codec: GpuDecoder) -> None:
+def test_a_picture_of_another_size_than_its_header_said_is_refused(codec):
     data = jpeg(image(60, 40))
     assert codec.decode([Jpeg(data, (61, 40), 1, Geometry.whole(61, 40))]) == [None]
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("filling", [b"\xff", b"\xff\xe0\0\x02", b"\xff\xe0\0\0", b"\xff\0", b"\xff\xff\0"])
-def test_no_file_takes_long_to_look_at(filling: bytes) -> None:
+def test_no_file_takes_long_to_look_at(filling):
     data = jpeg(image(), progressive=True)
     for place in (2, data.index(b"\xff\xda"), len(data) - 2):
         is_well_formed(data[:place] + filling * (20_000_000 // len(filling)) + data[place:])
 
 
-def test_hundreds_of_scans_are_the_cpus_which_has_a_time_limit() -> None:
+def test_hundreds_of_scans_are_the_cpus_which_has_a_time_limit():
     data = jpeg(image(), progressive=True)
     last = data.rindex(b"\xff\xda")
     assert is_well_formed(data[:-2] + data[last:-2] * 50 + data[-2:])
@@ -215,20 +213,20 @@ def test_hundreds_of_scans_are_the_cpus_which_has_a_time_limit() -> None:
 
 
 @pytest.mark.data
-def test_every_photograph_is_well_formed(photographs: list[Path]) -> None:
+def test_every_photograph_is_well_formed(photographs):
     # a check that is too strict would leave the GPU idle, and nobody would notice
     assert all(is_well_formed(path.read_bytes()) for path in photographs)
 
 
 @pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_blocks": 2}, {"optimize": True}])
-def test_kinds_of_jpeg_that_are_well_formed(options: dict[str, object]) -> None:
+def test_kinds_of_jpeg_that_are_well_formed(options):
     for mode in ("RGB", "L"):
         data = jpeg(image(120, 90, mode), **options)
         assert is_well_formed(data)
         assert is_well_formed(data.replace(b"\xff\xda", b"\xff\xfe\0\x05abc\xff\xda", 1)), "a comment"
 
 
-def test_an_image_hundreds_of_inputs_long_is_the_cpus() -> None:
+def test_an_image_hundreds_of_inputs_long_is_the_cpus():
     file = header(jpeg(image(4000, 8)))
     assert file.can_resize_to((32, 32))
     assert not file.can_resize_to((32, 31))
@@ -237,7 +235,7 @@ def test_an_image_hundreds_of_inputs_long_is_the_cpus() -> None:
     assert cropped.can_resize_to((32, 31))
 
 
-def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch):
     noise = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (90, 70, 3), np.uint8))
     whole = resize(noise, (32, 48))
     monkeypatch.setattr("opal_deploy.preprocess.gpu._MAX_FLOATS", 70 * 3 * 7)
@@ -253,29 +251,27 @@ def test_rows_are_squashed_piece_by_piece_to_the_same_pixels(monkeypatch: pytest
         ([], "13.0", r"no GPU to decode on: the model runs on the CPU; leave --decode out"),
     ],
 )  # fmt: skip
-def test_without_a_usable_gpu_one_line_says_what_else_to_do(
-    devices: list[str], cuda: str | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_usable_gpu_one_line_says_what_else_to_do(devices, cuda, message, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     with pytest.raises(UsageError, match=message):
         open_gpu_decoders(devices, 2, "leave --decode out")
 
 
 @pytest.mark.parametrize("package", ["torch", "nvidia.nvimgcodec"])
-def test_a_missing_package_names_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_its_extra(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra, match=r"opal-deploy\[gpu-decode\]"):
         GpuDecoder("cpu")
 
 
-def test_a_codec_that_decodes_nothing_is_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_decodes_nothing_is_found_out_at_once(monkeypatch):
     monkeypatch.setattr(GpuDecoder, "decode", lambda self, files: [None] * len(files))
     with pytest.raises(UsageError, match=r"nvImageCodec decodes nothing there; expected a GPU, its driver and nvJPEG"):
         GpuDecoder("cpu")
 
 
 @pytest.mark.parametrize("wrong", ["inverted", "BGR", "not turned", "not cropped"])
-def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong, monkeypatch):
     decode, resize_to_inputs = GpuDecoder.decode, GpuDecoder.resize_to_inputs
     change = {
         "inverted": lambda t: 255 - t,
@@ -292,7 +288,7 @@ def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong: str, monkeypa
 
 
 @pytest.mark.parametrize("where", ["decode", "resize_to_inputs"])
-def test_a_driver_that_fails_is_one_line(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_fails_is_one_line(where, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: no kernel image is available\nlong story")
 
@@ -302,7 +298,7 @@ def test_a_driver_that_fails_is_one_line(where: str, monkeypatch: pytest.MonkeyP
     assert str(caught.value) == "there is no decoding on cpu: CUDA error: no kernel image is available"
 
 
-def test_nothing_is_printed_by_libraries_that_are_not_there() -> None:
+def test_nothing_is_printed_by_libraries_that_are_not_there():
     program = "from opal_deploy.preprocess.gpu import GpuDecoder; GpuDecoder('cpu')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
@@ -310,7 +306,7 @@ def test_nothing_is_printed_by_libraries_that_are_not_there() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_a_real_gpu_is_near_the_default_path() -> None:
+def test_a_real_gpu_is_near_the_default_path():
     gpu = GpuDecoder("cuda:0")
     datas = [
         jpeg(image(500 + step, 375), orientation, quality=92, subsampling=subsampling)

@@ -114,28 +114,25 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
         ),
     ],
 )
-def test_the_driver_is_read(use: Any, library: Any, driver: Driver) -> None:
+def test_the_driver_is_read(use, library, driver):
     use(library)
-
     assert read_driver() == driver
 
 
-def test_without_a_driver_the_missing_library_is_named(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_the_missing_library_is_named(use, monkeypatch):
     use(None)
 
     def missing(name: str) -> Any:
         raise OSError(name)
 
     monkeypatch.setattr(pynvml, "CDLL", missing)
-
     assert read_driver() == Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
     with pytest.raises(NvmlError, match="Not Found"):
         GpuSensors(0)
 
 
-def test_sensors_leave_out_what_the_gpu_does_not_report(use: Any) -> None:
+def test_sensors_leave_out_what_the_gpu_does_not_report(use):
     use(FakeLibrary())
-
     assert GpuSensors(0).read() == {"power_watts": 699.5, "temperature_celsius": 88, "memory_used_mb": 5000}
 
 
@@ -143,20 +140,15 @@ def test_sensors_leave_out_what_the_gpu_does_not_report(use: Any) -> None:
     ("bits", "reasons"),
     [(0, []), (0x48, ["hw_slowdown", "hw_thermal_slowdown"]), (0x101, ["gpu_idle", "display_clock_setting"])],
 )
-def test_clock_reasons_are_named_by_their_bits(use: Any, bits: int, reasons: list[str]) -> None:
+def test_clock_reasons_are_named_by_their_bits(use, bits, reasons):
     """The fake library is one of before 535, which has the function under its old name."""
     use(FakeLibrary(reasons=bits))
-
     assert GpuSensors(0).read_clock_reasons() == reasons
 
 
 @pytest.mark.parametrize(("visible", "opened"), [("3,1", 1), ("GPU-aa,GPU-bb", "GPU-bb"), ("", 1)])
-def test_the_gpu_is_the_one_that_cuda_counts(
-    use: Any, monkeypatch: pytest.MonkeyPatch, visible: str, opened: int | str
-) -> None:
+def test_the_gpu_is_the_one_that_cuda_counts(use, monkeypatch, visible, opened):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     library = use(FakeLibrary())
-
     GpuSensors(1)
-
     assert library.opened == [opened]

@@ -41,15 +41,15 @@ def folder(tiny: Any, tiny_fp16: Path, tmp_path: Path) -> Path:
 
 class TestOneCheckpoint:
     @pytest.mark.parametrize(("gpu", "name"), [(False, "ckpt.onnx"), (True, "ckpt.fp16.onnx")])
-    def test_half_precision_is_taken_on_a_gpu_only(self, folder: Path, gpu: bool, name: str) -> None:
+    def test_half_precision_is_taken_on_a_gpu_only(self, folder, gpu, name):
         assert find_model(folder, gpu=gpu, check_engine=_fits).path.name == name
 
-    def test_the_reason_names_what_was_passed_over(self, folder: Path) -> None:
+    def test_the_reason_names_what_was_passed_over(self, folder):
         assert (
             find_model(folder, gpu=False, check_engine=_fits).reason == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
         )
 
-    def test_the_only_precision_is_taken_anywhere(self, folder: Path) -> None:
+    def test_the_only_precision_is_taken_anywhere(self, folder):
         shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
         assert find_model(folder, gpu=False, check_engine=_fits).path.name == "a.onnx", "of equals the first by name"
         (folder / "a.onnx").unlink()
@@ -57,7 +57,7 @@ class TestOneCheckpoint:
         assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.fp16.onnx"
 
     @pytest.mark.parametrize("content", ["foreign", "random", "empty"])
-    def test_other_onnx_files_do_not_get_in_the_way(self, folder: Path, content: str) -> None:
+    def test_other_onnx_files_do_not_get_in_the_way(self, folder, content):
         other = folder / "aaa.onnx"
         if content == "foreign":
             _foreign(other)
@@ -65,7 +65,7 @@ class TestOneCheckpoint:
             other.write_bytes(b"\x13\x37" * 50 if content == "random" else b"")
         assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.onnx"
 
-    def test_subfolders_are_not_looked_into(self, folder: Path, another: Path) -> None:
+    def test_subfolders_are_not_looked_into(self, folder, another):
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
         assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.onnx"
@@ -83,7 +83,7 @@ class TestEngines:
             write_sidecar(path, _sidecar(path, metadata))
         return folder
 
-    def test_the_one_that_fits_is_taken_and_the_others_reasons_are_given(self, with_engines: Path) -> None:
+    def test_the_one_that_fits_is_taken_and_the_others_reasons_are_given(self, with_engines):
         def misfit(sidecar: Sidecar) -> str:
             return "" if sidecar.target["sm"] == "sm89" else "it was built for sm80"
 
@@ -92,18 +92,18 @@ class TestEngines:
         assert choice.reason.startswith("fp16 engine, a GPU is usable; not ckpt.fp32.sm89.trt.engine (fp32); ")
         assert choice.reason.endswith("not ckpt.fp16.sm80.rtx.engine (it was built for sm80)")
 
-    def test_none_fits(self, with_engines: Path) -> None:
+    def test_none_fits(self, with_engines):
         choice = find_model(with_engines, gpu=False, check_engine=lambda _: "no GPU")
         assert choice.path.name == "ckpt.onnx"
         assert choice.reason.count("(no GPU)") == 3
 
-    def test_nothing_else_is_there(self, with_engines: Path) -> None:
+    def test_nothing_else_is_there(self, with_engines):
         for path in with_engines.glob("*.onnx"):
             path.unlink()
         with pytest.raises(UsageError, match=r"none of the models here can run on this machine: .*no GPU"):
             find_model(with_engines, gpu=False, check_engine=lambda _: "no GPU")
 
-    def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder: Path) -> None:
+    def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder):
         (folder / "a.engine").write_bytes(b"a plan")
         assert find_model(folder, gpu=True, check_engine=_fits).path.name == "ckpt.fp16.onnx"
 
@@ -123,7 +123,7 @@ def _sidecar(path: Path, metadata: Metadata) -> Sidecar:
 
 
 class TestNoChoice:
-    def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder: Path, another: Path) -> None:
+    def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder, another):
         shutil.copy(another, folder / "other.onnx")
         with pytest.raises(UsageError) as refusal:
             find_model(folder, gpu=False, check_engine=_fits)
@@ -140,18 +140,18 @@ class TestNoChoice:
         ],
         ids=["an empty folder", "a checkpoint alone", "a foreign file alone"],
     )
-    def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path: Path, create: Any, says: str) -> None:
+    def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path, create, says):
         create(tmp_path)
         with pytest.raises(UsageError, match=says):
             find_model(tmp_path, gpu=False, check_engine=_fits)
 
 
 class TestOpening:
-    def test_an_exported_file_runs_in_onnx_runtime(self, tiny: Any) -> None:
+    def test_an_exported_file_runs_in_onnx_runtime(self, tiny):
         (session,) = open_sessions(tiny.path, device="cpu", threads=1)
         assert isinstance(session, OnnxSession)
 
-    def test_a_checkpoint_runs_in_pytorch(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_runs_in_pytorch(self, tmp_path):
         from opal_deploy.model import checkpoint
         from opal_deploy.model.config import NetworkConfig
         from opal_deploy.model.network import OpalNetwork
@@ -171,7 +171,7 @@ class TestOpening:
             ("m.tflite", r"expected \.onnx"),
         ],
     )
-    def test_what_is_no_model_is_refused(self, tmp_path: Path, name: str, says: str) -> None:
+    def test_what_is_no_model_is_refused(self, tmp_path, name, says):
         (tmp_path / "m.tflite").touch()
         with pytest.raises(ArtifactError, match=says):
             open_sessions(tmp_path / name)

@@ -22,75 +22,68 @@ ONE_TO_HUNDRED = list(range(1, 101))
 @pytest.mark.parametrize(
     ("percent", "expected"), [(0, 1), (50, 50.5), (90, 90.1), (95, 95.05), (99, 99.01), (100, 100)]
 )
-def test_percentiles_of_one_to_a_hundred_interpolate_linearly(percent: float, expected: float) -> None:
+def test_percentiles_of_one_to_a_hundred_interpolate_linearly(percent, expected):
     assert percentile(ONE_TO_HUNDRED[::-1], percent) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("percent", [50, 90, 99])
-def test_percentiles_of_an_exponential_sample_are_its_quantiles(percent: float) -> None:
+def test_percentiles_of_an_exponential_sample_are_its_quantiles(percent):
     sample = np.random.default_rng(1).exponential(2.0, 200_000)
-
     assert percentile(sample, percent) == pytest.approx(-2.0 * np.log(1 - percent / 100), rel=0.02)
 
 
-def test_one_value_is_every_percentile() -> None:
+def test_one_value_is_every_percentile():
     assert [percentile([3.0], percent) for percent in (0, 50, 99)] == [3.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("function", [mean, mean_with_interval, spread, median, lambda sample: percentile(sample, 50)])
-def test_an_empty_sample_has_no_statistics(function) -> None:  # type: ignore[no-untyped-def]
+def test_an_empty_sample_has_no_statistics(function):
     with pytest.raises(ValueError, match="at least one value"):
         function([])
 
 
-def test_the_mean_and_the_spread() -> None:
+def test_the_mean_and_the_spread():
     assert mean([1.0, 2.0, 6.0]) == 3.0
     assert spread([90.0, 120.0, 100.0]) == pytest.approx(0.3)
 
 
-def test_the_interval_holds_the_median_and_is_the_same_every_time() -> None:
+def test_the_interval_holds_the_median_and_is_the_same_every_time():
     sample = np.random.default_rng(2).normal(5.0, 1.0, 30)
-
     found = median(sample)
-
     assert found.interval[0] <= found.value == np.median(sample) <= found.interval[1]
     assert found.interval[0] < found.interval[1]
     assert median(sample) == found
 
 
-def test_a_constant_sample_has_an_interval_of_no_width() -> None:
+def test_a_constant_sample_has_an_interval_of_no_width():
     assert median([2.0] * 30).interval == (2.0, 2.0)
 
 
-def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_true_median_about_as_often_as_it_says():
     generator = np.random.default_rng(3)
     covered = 0
     for _ in range(300):
         # skewed, as ratios and latencies are; its median is ln 2
         low, high = median(generator.exponential(1.0, 30), resamples=500).interval
         covered += low <= np.log(2) <= high
-
     assert 0.90 <= covered / 300 <= 0.99
 
 
-def test_more_confidence_needs_a_wider_interval() -> None:
+def test_more_confidence_needs_a_wider_interval():
     sample = np.random.default_rng(4).normal(size=40)
     narrow, wide = median(sample, confidence=0.5).interval, median(sample, confidence=0.99).interval
-
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 
-def test_ratios_are_taken_pair_by_pair() -> None:
+def test_ratios_are_taken_pair_by_pair():
     assert paired_ratios([2.0, 30.0], [1.0, 10.0]).tolist() == [2.0, 3.0]
     with pytest.raises(ValueError, match="no pairs"):
         paired_ratios([1.0], [1.0, 2.0])
 
 
-def test_a_means_interval_holds_it_and_is_the_same_every_time() -> None:
+def test_a_means_interval_holds_it_and_is_the_same_every_time():
     sample = np.random.default_rng(5).normal(-1.0, 2.0, 50)
-
     found = mean_with_interval(sample)
-
     assert found.interval[0] < found.value == sample.mean() < found.interval[1]
     assert found.count == 50
     # of a normal sample: 1.96 standard errors to each side, or nearly
@@ -99,22 +92,19 @@ def test_a_means_interval_holds_it_and_is_the_same_every_time() -> None:
     assert mean_with_interval(sample) == found
 
 
-def test_a_means_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
+def test_a_means_interval_covers_the_true_mean_about_as_often_as_it_says():
     generator = np.random.default_rng(6)
     covered = 0
     for _ in range(300):
         low, high = mean_with_interval(generator.uniform(0.0, 1.0, 40), resamples=500).interval
         covered += low <= 0.5 <= high
-
     assert 0.90 <= covered / 300 <= 0.99
 
 
-def test_a_sample_that_is_resampled_in_pieces_has_an_interval_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_is_resampled_in_pieces_has_an_interval_too(monkeypatch):
     sample = np.random.default_rng(7).normal(size=30)
     whole = mean_with_interval(sample, resamples=1000)
-
     monkeypatch.setattr("opal_deploy.statistics.intervals._MAX_DRAWN", 7 * 30)
-
     assert mean_with_interval(sample, resamples=1000) == whole
 
 
@@ -128,29 +118,28 @@ def test_a_sample_that_is_resampled_in_pieces_has_an_interval_too(monkeypatch: p
         (0, 0, 1.0),
     ],
 )
-def test_bounds_of_small_cases_by_hand(cases: int, trials: int, expected: float) -> None:
+def test_bounds_of_small_cases_by_hand(cases, trials, expected):
     assert clopper_pearson_bound(cases, trials) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("cases", [0, 1, 7, 50, 400])
 @pytest.mark.parametrize("trials", [500, 20_000])
 @pytest.mark.parametrize("confidence", [0.9, 0.95, 0.999])
-def test_the_bound_is_the_beta_quantile(cases: int, trials: int, confidence: float) -> None:
+def test_the_bound_is_the_beta_quantile(cases, trials, confidence):
     from scipy.stats import beta
 
     expected = beta.ppf(confidence, cases + 1, trials - cases)
     assert clopper_pearson_bound(cases, trials, confidence) == pytest.approx(expected, rel=1e-9)
 
 
-def test_it_covers_the_true_rate_at_least_as_often_as_it_says() -> None:
+def test_it_covers_the_true_rate_at_least_as_often_as_it_says():
     seen = np.random.default_rng(0).binomial(80, 0.07, 4000)
     bounds = {int(cases): clopper_pearson_bound(int(cases), 80) for cases in np.unique(seen)}
-
     assert np.mean([bounds[int(cases)] >= 0.07 for cases in seen]) >= 0.95
 
 
 @pytest.mark.parametrize(("rate", "trials"), [(0.05, 59), (0.01, 299), (0.02, 149), (0.95, 1)])
-def test_so_many_trials_without_a_case_are_needed(rate: float, trials: int) -> None:
+def test_so_many_trials_without_a_case_are_needed(rate, trials):
     assert trials_needed(rate) == trials
     assert clopper_pearson_bound(0, trials) <= rate + 1e-12
     if trials > 1:
@@ -158,6 +147,6 @@ def test_so_many_trials_without_a_case_are_needed(rate: float, trials: int) -> N
 
 
 @pytest.mark.parametrize(("cases", "trials", "confidence"), [(3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0), (1, 2, 0.0)])
-def test_what_is_no_proportion_is_refused(cases: int, trials: int, confidence: float) -> None:
+def test_what_is_no_proportion_is_refused(cases, trials, confidence):
     with pytest.raises(ValueError, match="cases in"):
         clopper_pearson_bound(cases, trials, confidence)

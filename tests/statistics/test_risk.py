@@ -11,10 +11,9 @@ from opal_deploy.statistics.intervals import clopper_pearson_bound
 from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, explain_too_few
 
 
-def test_five_pictures_by_hand() -> None:
+def test_five_pictures_by_hand():
     # by falling margin: right, right, wrong, right, wrong
     curve = compute_risk_curve([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
-
     assert curve.margins.tolist() == [0.9, 0.8, 0.6, 0.4, 0.2]
     assert curve.answered.tolist() == [1, 2, 3, 4, 5]
     assert curve.wrong.tolist() == [0, 0, 1, 1, 2]
@@ -27,11 +26,10 @@ def test_five_pictures_by_hand() -> None:
     assert curve.coverage_at(0.4) == 1.0
 
 
-def test_equal_margins_are_answered_together_in_whatever_order_they_come() -> None:
+def test_equal_margins_are_answered_together_in_whatever_order_they_come():
     margins = np.array([0.5, 0.5, 0.5, 0.5, 0.1])
     correct = np.array([True, False, True, True, True])
     curves = [compute_risk_curve(margins[order], correct[order]) for order in ([0, 1, 2, 3, 4], [1, 0, 4, 3, 2])]
-
     for curve in curves:
         assert curve.answered.tolist() == [4, 5]
         assert curve.wrong.tolist() == [1, 1]
@@ -40,9 +38,8 @@ def test_equal_margins_are_answered_together_in_whatever_order_they_come() -> No
         assert curve.coverage_at(0.1) == 0.0
 
 
-def test_a_model_that_is_always_right_and_one_that_never_is() -> None:
+def test_a_model_that_is_always_right_and_one_that_never_is():
     right, wrong = compute_risk_curve([0.3, 0.1], [True, True]), compute_risk_curve([0.3, 0.1], [False, False])
-
     assert (right.aurc, right.error, right.coverage_at(0.01)) == (0.0, 0.0, 1.0)
     assert (wrong.aurc, wrong.error, wrong.coverage_at(0.5)) == (1.0, 1.0, 0.0)
 
@@ -50,14 +47,13 @@ def test_a_model_that_is_always_right_and_one_that_never_is() -> None:
 @pytest.mark.parametrize(
     ("margins", "correct"), [([], []), ([0.1], [True, False]), ([float("nan")], [True])], ids=["none", "odd", "nan"]
 )
-def test_what_is_no_set_of_answers_is_refused(margins: list[float], correct: list[bool]) -> None:
+def test_what_is_no_set_of_answers_is_refused(margins, correct):
     with pytest.raises(ValueError, match="at least one"):
         compute_risk_curve(margins, correct)
 
 
-def test_levels_are_tenths_of_coverage() -> None:
+def test_levels_are_tenths_of_coverage():
     curve = compute_risk_curve(np.arange(25), np.arange(25) >= 5)  # the five of least margin are wrong
-
     assert [(level.answered, level.wrong) for level in curve.levels()] == [
         (3, 0), (5, 0), (8, 0), (10, 0), (13, 0), (15, 0), (18, 0), (20, 0), (23, 3), (25, 5),
     ]  # fmt: skip
@@ -65,7 +61,7 @@ def test_levels_are_tenths_of_coverage() -> None:
     assert curve.levels()[-1].margin == 0.0
 
 
-def test_equal_levels_are_kept_once() -> None:
+def test_equal_levels_are_kept_once():
     assert [level.answered for level in compute_risk_curve([1.0] * 8 + [0.0], [True] * 9).levels()] == [8, 9]
 
 
@@ -76,11 +72,10 @@ def _curve(wrong_at: list[int], images: int) -> dict[str, Any]:
     return compute_risk_curve(np.linspace(1.0, 0.0, images), correct).summary()
 
 
-def test_the_threshold_by_hand() -> None:
+def test_the_threshold_by_hand():
     # levels 100, 200, ..., 1000; at most 5 %: 100 answered may have 1 wrong (4.66 %), 200 may have 4 (4.53 %)
     summary = _curve([50, 150, 160, 170, 250, 260, 350, 450, 451, 452, 453, 454, *range(500, 600, 4)], 1000)
     found = choose_threshold(summary, 0.05)
-
     assert clopper_pearson_bound(1, 100) == pytest.approx(0.04656, abs=1e-5)
     # 500 answered, 12 wrong, is the last level under 5 %: with 600 there are 37
     assert (found.answered, found.wrong, found.coverage) == (500, 12, 0.5)
@@ -89,24 +84,21 @@ def test_the_threshold_by_hand() -> None:
     assert found.reason == ""
 
 
-def test_the_first_level_that_fails_ends_the_search_even_if_a_later_one_would_pass() -> None:
+def test_the_first_level_that_fails_ends_the_search_even_if_a_later_one_would_pass():
     # 5 wrong among the 200 most certain, and then none any more
     summary = _curve([*range(100, 105)], 1000)
     found = choose_threshold(summary, 0.05)
-
     assert clopper_pearson_bound(5, 200) > 0.05 >= clopper_pearson_bound(5, 1000)
     assert (found.answered, found.wrong) == (100, 0)
 
 
-def test_where_everything_may_be_answered_the_smallest_margin_is_the_threshold() -> None:
+def test_where_everything_may_be_answered_the_smallest_margin_is_the_threshold():
     found = choose_threshold(_curve([], 80), 0.05)
-
     assert (found.min_margin, found.coverage, found.answered) == (0.0, 1.0, 80)
 
 
-def test_too_few_pictures_support_nothing_and_it_is_said_how_many_would() -> None:
+def test_too_few_pictures_support_nothing_and_it_is_said_how_many_would():
     found = choose_threshold(_curve([], 58), 0.05)
-
     assert found.min_margin is None
     assert "58 labelled images cannot show" in found.reason
     assert "59 are needed" in found.reason
@@ -114,14 +106,13 @@ def test_too_few_pictures_support_nothing_and_it_is_said_how_many_would() -> Non
     assert explain_too_few(59, 0.05) == ""
 
 
-def test_certain_answers_that_are_wrong_support_nothing() -> None:
+def test_certain_answers_that_are_wrong_support_nothing():
     found = choose_threshold(_curve([0, 3, 7], 100), 0.05)
-
     assert found.min_margin is None
     assert "of the 60 images of largest margin 3 are wrong" in found.reason
 
 
-def test_a_chosen_threshold_holds_on_new_pictures_as_often_as_it_says() -> None:
+def test_a_chosen_threshold_holds_on_new_pictures_as_often_as_it_says():
     # the chance of an error falls with the margin: at threshold t it is 0.15 (1 - t) on average over margins over t
     generator = np.random.default_rng(1)
     broken = chosen = 0
@@ -132,16 +123,14 @@ def test_a_chosen_threshold_holds_on_new_pictures_as_often_as_it_says() -> None:
         if found.min_margin is not None:
             chosen += 1
             broken += 0.15 * (1 - found.min_margin) > 0.05
-
     assert chosen > 200
     assert broken <= 0.07 * 400
 
 
-def test_the_summary_survives_json_and_still_gives_the_same_threshold() -> None:
+def test_the_summary_survives_json_and_still_gives_the_same_threshold():
     import json
 
     summary = _curve([90, 95], 100)
-
     assert choose_threshold(json.loads(json.dumps(summary)), 0.05) == choose_threshold(summary, 0.05)
     assert summary["coverage_at_error"] == {"0.01": 0.9, "0.02": 1.0, "0.05": 1.0}
 
@@ -149,6 +138,6 @@ def test_the_summary_survives_json_and_still_gives_the_same_threshold() -> None:
 @pytest.mark.parametrize(
     "summary", [{}, {"levels": [], "images": 0}, {"levels": [[0.1, 3, 4]], "images": 3}, {"levels": 3, "images": 3}]
 )
-def test_what_is_no_summary_is_refused(summary: dict[str, Any]) -> None:
+def test_what_is_no_summary_is_refused(summary):
     with pytest.raises(ValueError, match="not the summary"):
         choose_threshold(summary, 0.05)

@@ -33,7 +33,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake
 
 
-def test_every_function_exists_in_the_bindings() -> None:
+def test_every_function_exists_in_the_bindings():
     from cuda.bindings import runtime as real
 
     source = inspect.getsource(cuda)
@@ -43,33 +43,32 @@ def test_every_function_exists_in_the_bindings() -> None:
     assert names - known == set()
 
 
-def test_a_device_is_described(runtime: Any) -> None:
+def test_a_device_is_described(runtime):
     device = Cuda(0)
-
     assert (device.gpu.name, device.gpu.memory, device.gpu.compute_capability) == ("NVIDIA L4", 24 << 30, (8, 9))
     assert device.uuid == "000102030405060708090a0b0c0d0e0f"
 
 
-def test_a_device_that_is_not_there_is_refused(runtime: Any) -> None:
+def test_a_device_that_is_not_there_is_refused(runtime):
     with pytest.raises(UsageError, match="device cuda:3: CUDA sees 1 GPUs"):
         Cuda(3)
 
 
-def test_a_driver_that_cuda_cannot_use_is_one_line(runtime: Any) -> None:
+def test_a_driver_that_cuda_cannot_use_is_one_line(runtime):
     runtime.cudaGetDeviceCount = lambda: (35, 0)
     with pytest.raises(UsageError, match="CUDA driver version is insufficient"):
         Cuda(0)
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, OutOfMemory), (719, StoppedEarly)])
-def test_a_failed_call_has_cudas_text(runtime: Any, code: int, error: type[StoppedEarly]) -> None:
+def test_a_failed_call_has_cudas_text(runtime, code, error):
     runtime.cudaMalloc = lambda size: (code, 0)
     with pytest.raises(error, match=rf"CUDA device 0: cudaMalloc failed: {TEXTS[code].decode()}") as failure:
         Cuda(0).allocate(8)
     assert type(failure.value) is error
 
 
-def test_without_the_bindings_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_bindings_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"cuda-bindings.*opal-deploy\[trt-rtx\]"):
         Cuda(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,26 +37,23 @@ def refused(stand: Any, **options: Any) -> str:
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, 0.3, 0.5, 0.9, -1])
-def test_a_flipped_bit_in_the_plan_is_found(stand: Any, position: float) -> None:
+def test_a_flipped_bit_in_the_plan_is_found(stand, position):
     content = bytearray(stand.path.read_bytes())
     content[int(position * len(content)) if 0 < position < 1 else int(position)] ^= 4
     stand.path.write_bytes(content)
-
     line = refused(stand)
-
     assert "damaged" in line
     assert "c.fp16.onnx --trt --rebuild" in line
 
 
 @pytest.mark.parametrize("share", [0, 1e-5, 0.5, 0.999])
-def test_a_truncated_plan_is_found(stand: Any, share: float) -> None:
+def test_a_truncated_plan_is_found(stand, share):
     content = stand.path.read_bytes()
     stand.path.write_bytes(content[: int(share * len(content))])
-
     assert "damaged" in refused(stand)
 
 
-def test_every_flipped_byte_of_the_sidecar_is_found(stand: Any) -> None:
+def test_every_flipped_byte_of_the_sidecar_is_found(stand):
     sidecar = sidecar_path(stand.path)
     content = sidecar.read_bytes()
     for position in range(0, len(content), max(1, len(content) // 150)):
@@ -69,26 +65,22 @@ def test_every_flipped_byte_of_the_sidecar_is_found(stand: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"digest": 1}', b"\xff\xfe", b"[" * 100_000])
-def test_a_sidecar_of_something_else_is_refused(stand: Any, content: bytes) -> None:
+def test_a_sidecar_of_something_else_is_refused(stand, content):
     sidecar_path(stand.path).write_bytes(content)
-
     assert "not a sidecar of ours" in refused(stand)
 
 
-def test_missing_files_and_another_schema_are_named(stand: Any) -> None:
+def test_missing_files_and_another_schema_are_named(stand):
     stand.describe(schema=2)
     line = refused(stand)
     assert "sidecar schema 2 found, 1 expected" in line
     assert "--trt" in line
-
     plan = stand.path.read_bytes()
     stand.path.write_bytes(b"other")
     assert "damaged" in refused(stand), "the plan is looked at before the schema"
-
     stand.path.write_bytes(plan)
     sidecar_path(stand.path).unlink()
     assert "its sidecar c.fp16.sm89.trt.engine.json is missing" in refused(stand)
-
     stand.path.unlink()
     assert "no such engine" in refused(stand)
 
@@ -108,14 +100,12 @@ def test_missing_files_and_another_schema_are_named(stand: Any) -> None:
     ],
     ids=["no GPU", "no library", "version", "system", "capability", "driver", "builder", "version first", "then GPU"],
 )
-def test_another_machine_is_refused(stand: Any, machine: dict[str, Any], sidecar: dict[str, Any], says: str) -> None:
+def test_another_machine_is_refused(stand, machine, sidecar, says):
     stand.describe(**sidecar)
     stand.cuda.gpu = machine.get("gpu", L4)
     for name in machine.keys() - {"gpu"}:
         setattr(stand, name, machine[name])
-
     line = refused(stand)
-
     assert says in line
     assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
 
@@ -132,25 +122,21 @@ def test_another_machine_is_refused(stand: Any, machine: dict[str, Any], sidecar
         ({"hardware_compatible": "ampere+"}, T4, "11.4.0.106", False),
     ],
 )
-def test_compatible_engines_run_on_newer_versions_and_gpus(
-    stand: Any, option: dict[str, Any], gpu: Gpu, version: str, runs: bool
-) -> None:
+def test_compatible_engines_run_on_newer_versions_and_gpus(stand, option, gpu, version, runs):
     sidecar = stand.describe(options={"batch": [1, 2, 4], **option})
-
     assert (find_incompatibility(sidecar, gpu, stand.driver, version) == "") is runs
 
 
-def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(stand: Any) -> None:
+def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(stand):
     stand.open()
     assert not hasattr(stand.trt.runtime, "engine_host_code_allowed")
-
     stand.describe(options={"batch": [1, 2, 4], "version_compatible": True})
     stand.open()
     assert stand.trt.runtime.engine_host_code_allowed is True
 
 
 class TestFirstLoad:
-    def test_the_test_vectors_run_and_the_outcome_is_kept_beside_the_engine(self, stand: Any) -> None:
+    def test_the_test_vectors_run_and_the_outcome_is_kept_beside_the_engine(self, stand):
         session = stand.open()
         assert session.description.endswith("fp16, checked now")
         assert sum(stand.trt.executed) == 4
@@ -162,16 +148,14 @@ class TestFirstLoad:
         }  # fmt: skip
         assert check.report["images"] == 4
 
-    def test_the_second_load_asks_nothing(self, stand: Any) -> None:
+    def test_the_second_load_asks_nothing(self, stand):
         stand.open()
         stand.trt.executed.clear()
         assert "checked here 20" in stand.open().description
         assert stand.trt.executed == []
 
     @pytest.mark.parametrize("change", ["driver", "gpu", "its twin", "plan"])
-    def test_another_machine_or_plan_is_checked_anew(
-        self, stand: Any, make_stand: Callable[..., Any], tiny: Any, change: str
-    ) -> None:
+    def test_another_machine_or_plan_is_checked_anew(self, stand, make_stand, tiny, change):
         stand.open()
         if change == "driver":
             stand.driver = replace(stand.driver, version="581.00")
@@ -186,9 +170,7 @@ class TestFirstLoad:
         assert sum(stand.trt.executed) == 4
         assert len(read_checks(stand.path)) == 2
 
-    def test_an_engine_that_answers_wrongly_never_answers(
-        self, make_stand: Callable[..., Any], another: Path, tiny_fp16: Path
-    ) -> None:
+    def test_an_engine_that_answers_wrongly_never_answers(self, make_stand, another, tiny_fp16):
         stand = make_stand(another)
         stand.onnx = tiny_fp16
         stand.describe()
@@ -201,14 +183,12 @@ class TestFirstLoad:
             assert not check.passed
 
     @pytest.mark.parametrize("content", [b"", b"{", b'{"checks": [{}]}', b'{"checks": 3}', b"[]"])
-    def test_a_damaged_record_of_outcomes_is_made_anew(self, stand: Any, content: bytes) -> None:
+    def test_a_damaged_record_of_outcomes_is_made_anew(self, stand, content):
         checks_path(stand.path).write_bytes(content)
         assert "checked now" in stand.open().description
         assert json.loads(checks_path(stand.path).read_text())["checks"][0]["passed"] is True
 
-    def test_in_a_folder_that_cannot_be_written_it_is_checked_every_time(
-        self, stand: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_in_a_folder_that_cannot_be_written_it_is_checked_every_time(self, stand, monkeypatch):
         def read_only(**_: Any) -> None:
             raise OSError(30, os.strerror(30))
 
@@ -228,16 +208,16 @@ class TestStrippedWeights:
         stand.describe(options=self.OPTIONS)
         return stand
 
-    def test_they_are_put_back_from_the_onnx_file_beside_it(self, stripped: Any) -> None:
+    def test_they_are_put_back_from_the_onnx_file_beside_it(self, stripped):
         stripped.open()
         assert stripped.trt.refitted == [str(stripped.onnx)]
 
-    def test_without_that_file_it_is_refused(self, stripped: Any) -> None:
+    def test_without_that_file_it_is_refused(self, stripped):
         stripped.onnx.unlink()
         with pytest.raises(ArtifactError, match=r"c\.fp16\.onnx, which holds its weights, is not beside it"):
             stripped.open()
 
-    def test_with_another_file_of_that_name_it_is_refused(self, stripped: Any, another: Path) -> None:
+    def test_with_another_file_of_that_name_it_is_refused(self, stripped, another):
         stripped.onnx.write_bytes(another.read_bytes())
         with pytest.raises(ArtifactError, match="not the file that it was built from"):
             stripped.open()
@@ -245,7 +225,7 @@ class TestStrippedWeights:
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt-rtx"])
-def test_a_library_that_does_not_load_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_does_not_load_is_one_line(name, monkeypatch):
     def broken(_: str) -> None:
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,7 @@ def assert_same(found: Outputs, expected: Outputs) -> None:
 
 class TestOutputs:
     @pytest.mark.parametrize("batch", [(1, 2, 4), (3, 4, 4), (4, 4, 4), (1, 1, 1)], ids=str)
-    def test_any_number_of_images_has_the_outputs_of_onnx_runtime(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any, batch: Any
-    ) -> None:
+    def test_any_number_of_images_has_the_outputs_of_onnx_runtime(self, open_engine_for, tiny_fp16, images, batch):
         session = open_engine_for(tiny_fp16, batch)
         for count in (1, 2, 3, 4, 5, 8, 11):
             expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:count])
@@ -63,57 +60,51 @@ class TestOutputs:
         assert isinstance(session, StagedSession)
         session.close()
 
-    def test_a_normalised_input_and_the_attention_maps(
-        self, open_engine_for: Callable[..., Any], float_input: Path, images: Any
-    ) -> None:
+    def test_a_normalised_input_and_the_attention_maps(self, open_engine_for, float_input, images):
         session = open_engine_for(float_input, (1, 2, 4))
         assert_same(session.run(images[:7]), OnnxSession(float_input, device="cpu", threads=1).run(images[:7]))
 
-    def test_answers_stay_what_they_were_when_the_next_are_computed(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any
-    ) -> None:
+    def test_answers_stay_what_they_were_when_the_next_are_computed(self, open_engine_for, tiny_fp16, images):
         session = open_engine_for(tiny_fp16, (1, 2, 4))
         first = session.run(images[:3])
         before = first.logits.copy()
         session.run(images[3:9])
         np.testing.assert_array_equal(first.logits, before)
 
-    def test_another_thread_may_run_it(self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any) -> None:
+    def test_another_thread_may_run_it(self, open_engine_for, tiny_fp16, images):
         session = open_engine_for(tiny_fp16, (1, 2, 4))
         with ThreadPoolExecutor(1) as pool:
             found = pool.submit(session.run, images[:5]).result()
         assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:5]))
 
-    def test_cuda_graphs_change_no_answer(
-        self, open_engine_for: Callable[..., Any], tiny_fp16: Path, images: Any
-    ) -> None:
+    def test_cuda_graphs_change_no_answer(self, open_engine_for, tiny_fp16, images):
         session = open_engine_for(tiny_fp16, (1, 2, 4), cuda_graphs=True)
         plain = OnnxSession(tiny_fp16, device="cpu", threads=1)
         # the second and third time from recorded graphs, in both sets of buffers
         for count in (8, 8, 8, 3, 11):
             assert_same(session.run(images[:count]), plain.run(images[:count]))
 
-    def test_the_callers_bugs_are_the_callers(self, stand: Any, images: Any) -> None:
+    def test_the_callers_bugs_are_the_callers(self, stand, images):
         session = stand.open()
         with pytest.raises(ValueError, match="expected uint8"):
             session.run(images.astype(np.float32))
 
 
 class TestBuffers:
-    def test_a_fixed_batch_is_filled_up(self, make_stand: Callable[..., Any], images: Any) -> None:
+    def test_a_fixed_batch_is_filled_up(self, make_stand, images):
         stand = make_stand(batch=(4, 4, 4))
         session = stand.open()
         stand.trt.executed.clear()
         session.run(images[:6])
         assert stand.trt.executed == [4, 4]
 
-    def test_more_than_fits_goes_in_parts(self, stand: Any, images: Any) -> None:
+    def test_more_than_fits_goes_in_parts(self, stand, images):
         session = stand.open()
         stand.trt.executed.clear()
         session.run(images[:11])
         assert stand.trt.executed == [4, 4, 3]
 
-    def test_the_next_part_is_queued_before_the_last_is_collected(self, stand: Any, images: Any) -> None:
+    def test_the_next_part_is_queued_before_the_last_is_collected(self, stand, images):
         session = stand.open()
         order: list[str] = []
         executor = session._executor
@@ -123,7 +114,7 @@ class TestBuffers:
         session.run(images[:11])
         assert order == ["start", "start", "collect", "start", "collect", "collect"]
 
-    def test_graphs_of_the_first_size_are_recorded_once_a_set_of_buffers(self, stand: Any, images: Any) -> None:
+    def test_graphs_of_the_first_size_are_recorded_once_a_set_of_buffers(self, stand, images):
         session = stand.open(cuda_graphs=True)
         assert stand.cuda.launched == 0, "the test vectors must not decide which size is recorded"
         for _ in range(3):
@@ -133,22 +124,20 @@ class TestBuffers:
         session.run(images[:3])
         assert stand.cuda.launched == 6
 
-    def test_without_room_for_a_second_context_nothing_is_recorded(
-        self, stand: Any, tiny_fp16: Path, images: Any
-    ) -> None:
+    def test_without_room_for_a_second_context_nothing_is_recorded(self, stand, tiny_fp16, images):
         session = stand.open(cuda_graphs=True)
         stand.trt.memory_is_full = True
         found = session.run(images[:8])
         assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:8]))
         assert stand.cuda.launched == 0
 
-    def test_tensorrt_for_rtx_records_by_itself(self, make_stand: Callable[..., Any], images: Any) -> None:
+    def test_tensorrt_for_rtx_records_by_itself(self, make_stand, images):
         stand = make_stand(rtx=True)
         stand.open(cuda_graphs=True).run(images[:8])
         assert stand.trt.strategies == ["whole"]
         assert stand.cuda.launched == 0
 
-    def test_closing_gives_all_memory_back(self, stand: Any, images: Any) -> None:
+    def test_closing_gives_all_memory_back(self, stand, images):
         session = stand.open()
         session.run(images[:3])
         session.run_staged(images[:3])
@@ -160,9 +149,7 @@ class TestBuffers:
 
 
 class TestFailures:
-    def test_a_failed_execution_can_be_resumed_and_the_next_batch_is_right(
-        self, stand: Any, tiny_fp16: Path, images: Any
-    ) -> None:
+    def test_a_failed_execution_can_be_resumed_and_the_next_batch_is_right(self, stand, tiny_fp16, images):
         session = stand.open()
         stand.trt.failures = 1
         with pytest.raises(StoppedEarly, match="failed on a batch of 3 on NVIDIA L4: Cask convolution") as stop:
@@ -172,9 +159,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("method", ["copy_to_device", "synchronize_event", "make_current", "record"])
     @pytest.mark.parametrize("run", ["run", "run_staged"])
-    def test_a_lost_device_stops_the_run_and_leaves_no_events(
-        self, stand: Any, images: Any, method: str, run: str
-    ) -> None:
+    def test_a_lost_device_stops_the_run_and_leaves_no_events(self, stand, images, method, run):
         session = stand.open()
         before = stand.cuda.live_events
         stand.cuda.fail(method, StoppedEarly("launch failure (719)"))
@@ -183,35 +168,33 @@ class TestFailures:
         assert stand.cuda.live_events == before
 
     @pytest.mark.parametrize("method", ["allocate", "allocate_pinned"])
-    def test_full_memory_says_what_to_do(self, make_stand: Callable[..., Any], method: str) -> None:
+    def test_full_memory_says_what_to_do(self, make_stand, method):
         stand = make_stand(batch=(1, 64, 256))
         stand.cuda.fail(method, OutOfMemory("cudaMalloc failed: out of memory"))
         expected = r"no room for batches of up to 256 .*cudaMalloc failed: out of memory.*--rebuild --batch 16:32:64"
         with pytest.raises(UsageError, match=expected):
             stand.open()
 
-    def test_an_engine_that_does_not_fit_the_memory_says_so(self, stand: Any) -> None:
+    def test_an_engine_that_does_not_fit_the_memory_says_so(self, stand):
         stand.trt.memory_is_full = True
         with pytest.raises(
             UsageError, match=r"no room .* on NVIDIA L4 \(24 GiB\).*could not be allocated.*--batch 1:1:1"
         ):
             stand.open()
 
-    def test_a_plan_that_the_library_refuses_is_one_line(self, stand: Any) -> None:
+    def test_a_plan_that_the_library_refuses_is_one_line(self, stand):
         stand.trt.refuse = "Version tag does not match"
         with pytest.raises(ArtifactError, match=r"refuses the engine \(Version tag.*--trt --rebuild"):
             stand.open()
 
-    def test_an_engine_with_other_tensors_than_promised_is_refused(
-        self, make_stand: Callable[..., Any], float_input: Path, tiny_fp16: Path
-    ) -> None:
+    def test_an_engine_with_other_tensors_than_promised_is_refused(self, make_stand, float_input, tiny_fp16):
         stand = make_stand(float_input)
         stand.onnx = tiny_fp16
         stand.describe()
         with pytest.raises(ArtifactError, match=r"the engine's tensors are .*images float32.*promises .*images uint8"):
             stand.open()
 
-    def test_the_cpu_is_no_device_for_an_engine(self, stand: Any) -> None:
+    def test_the_cpu_is_no_device_for_an_engine(self, stand):
         with pytest.raises(UsageError, match=r"NVIDIA GPU only.*c\.fp16\.onnx"):
             stand.open(device="cpu")
 
@@ -220,22 +203,20 @@ class TestFakes:
     """The stand-ins show what goes wrong on a GPU, and have no method that the real classes lack."""
 
     @pytest.mark.parametrize("forgotten", ["wait_for_event", "synchronize_event"])
-    def test_a_session_that_does_not_wait_has_wrong_outputs(
-        self, stand: Any, tiny_fp16: Path, images: Any, forgotten: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_session_that_does_not_wait_has_wrong_outputs(self, stand, tiny_fp16, images, forgotten, monkeypatch):
         session = stand.open()
         monkeypatch.setattr(stand.cuda, forgotten, lambda *_: None)
         expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:8])
         assert np.abs(session.run(images[:8]).logits - expected.logits).max() > 1e-2
 
-    def test_cuda_has_the_methods_of_the_fake(self) -> None:
+    def test_cuda_has_the_methods_of_the_fake(self):
         methods = {name for name in vars(FakeCuda) if not name.startswith("_")} - {"fail"}
         assert len(methods) > 15
         for name in methods:
             fake, real = (inspect.signature(getattr(kind, name)).parameters for kind in (FakeCuda, Cuda))
             assert list(fake) == list(real), name
 
-    def test_tensorrt_has_the_methods_of_the_fakes(self) -> None:
+    def test_tensorrt_has_the_methods_of_the_fakes(self):
         real = pytest.importorskip("tensorrt_rtx")
         for name in ("ILogger", "Runtime", "Refitter", "OnnxParserRefitter", "CudaGraphStrategy", "nptype"):
             assert hasattr(real, name), name
