@@ -1,8 +1,10 @@
-"""Records made by hand: what each slot scored and where, for a picture of a given size."""
+"""Records made by hand: what each slot scored and where, for an image of a given size; reports of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Record, build_record
+from opal_deploy.visualization.report import ReportWriter
 
 GRID = (5, 5)
 RecordMaker = Callable[..., Record]
@@ -50,3 +53,18 @@ def answer_without_evidence(make_record: RecordMaker) -> Record:
     for answer in (record["prediction"], *record["top"]):
         answer["cosine"] = None
     return record
+
+
+@pytest.fixture
+def write_report(tmp_path: Path) -> Callable[..., Path]:
+    """Writes `report.html` of (record, image) pairs, or of records alone."""
+
+    def write(entries: Iterable[Any], summary: Sequence[tuple[str, str]] = (), **options: Any) -> Path:
+        path = tmp_path / "report.html"
+        with ReportWriter(path, **{"title": "Run", "facts": [], **options}) as report:
+            for entry in entries:
+                report.add(*(entry if isinstance(entry, tuple) else (entry, None)))
+            report.close(summary)
+        return path
+
+    return write

@@ -4,6 +4,7 @@ import html
 import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +29,33 @@ def jpeg(shade: int) -> bytes:
     return buffer.getvalue()
 
 
-def built(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
-    """Two classes of two slots; class 1 was never predicted."""
+def build(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
+    """Save an atlas of two classes of two slots; class 1 was never predicted."""
     statistics = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
-    entries = {}
-    for slot in range(2):
-        patches = tuple(
-            AtlasPatch(
-                f"{label}/{i}.jpg", f"{i}" * 64, (1, i), (0.5, 1.0, 20.25, 11.0), 0.9, 0.4 - i / 10,
-                write_patch(root, jpeg(shade + 10 * i + slot)),
-            )
-            for i in range(3)
-        )  # fmt: skip
-        entries[0, slot] = SlotEntry(0, slot, statistics, patches)
-        entries[1, slot] = SlotEntry(1, slot, SlotStatistics(0), ())
+
+    def patch(slot: int, i: int) -> AtlasPatch:
+        file = write_patch(root, jpeg(shade + 10 * i + slot))
+        return AtlasPatch(f"{label}/{i}.jpg", f"{i}" * 64, (1, i), (0.5, 1.0, 20.25, 11.0), 0.9, 0.4 - i / 10, file)
+
+    entries = {(0, slot): SlotEntry(0, slot, statistics, tuple(patch(slot, i) for i in range(3))) for slot in (0, 1)}
+    entries |= {(1, slot): SlotEntry(1, slot, SlotStatistics(0), ()) for slot in (0, 1)}
     findings = (Finding("never_predicted", 1, None, 0.0, "ash: predicted for no image"),)
-    atlas = Atlas(
-        root, MODEL, (label, "ash"), {"description": "train", "answered": 3}, 8, entries, findings, (6,) + (0,) * 48
-    )
+    data, cells = {"description": "train", "answered": 3}, (6,) + (0,) * 48
+    atlas = Atlas(root, MODEL, (label, "ash"), data, 8, entries, findings, cells)
     save_atlas(atlas)
     return atlas
 
 
-def edited(root: Path, edit: Any) -> Path:
-    document = json.loads((root / "atlas.json").read_text())
-    edit(document)
-    (root / "atlas.json").write_text(json.dumps(document))
-    return root
+def patch_files(atlas: Atlas) -> list[str]:
+    return sorted(patch.file for entry in atlas.entries.values() for patch in entry.patches)
+
+
+def images(atlas: Atlas, slot: int, **options: Any) -> list[str]:
+    return [patch.image for patch in atlas.patches(0, slot, **options)]
 
 
 def test_what_was_written_is_read_back_equal(tmp_path: Path) -> None:
-    atlas = built(tmp_path / "atlas")
+    atlas = build(tmp_path / "atlas")
     assert load_atlas(tmp_path / "atlas") == atlas
     pixels = load_patch(atlas, atlas.patches(0, 1)[2])
     assert pixels.size == (20, 10)
@@ -66,18 +63,18 @@ def test_what_was_written_is_read_back_equal(tmp_path: Path) -> None:
 
 
 def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path: Path) -> None:
-    atlas = built(tmp_path)
-    assert [patch.image for patch in atlas.patches(0, 1)] == ["oak/0.jpg", "oak/1.jpg", "oak/2.jpg"]
-    assert [patch.image for patch in atlas.patches(0, 1, exclude={"1" * 64})] == ["oak/0.jpg", "oak/2.jpg"]
-    assert [patch.image for patch in atlas.patches(0, 0, exclude=["oak/0.jpg"])] == ["oak/1.jpg", "oak/2.jpg"]
+    atlas = build(tmp_path)
+    assert images(atlas, 1) == ["oak/0.jpg", "oak/1.jpg", "oak/2.jpg"]
+    assert images(atlas, 1, exclude={"1" * 64}) == ["oak/0.jpg", "oak/2.jpg"]
+    assert images(atlas, 0, exclude=["oak/0.jpg"]) == ["oak/1.jpg", "oak/2.jpg"]
     assert atlas.patches(1, 0) == []
     with pytest.raises(KeyError):
         atlas.patches(0, 2)
 
 
-@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1])])
-def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Any) -> None:
-    atlas = built(tmp_path)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
+def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    atlas = build(tmp_path)
     patch = atlas.patches(0, 0)[0]
     damage(tmp_path / patch.file)
     with pytest.raises(ArtifactError, match="build the atlas again"):
@@ -102,9 +99,12 @@ def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Any) -> N
     ],
 )
 def test_a_damaged_atlas_is_refused_in_one_line(tmp_path: Path, edit: Any, complaint: str) -> None:
-    built(tmp_path)
+    build(tmp_path)
+    document = json.loads((tmp_path / "atlas.json").read_text())
+    edit(document)
+    (tmp_path / "atlas.json").write_text(json.dumps(document))
     with pytest.raises(ArtifactError, match=complaint) as error:
-        load_atlas(edited(tmp_path, edit))
+        load_atlas(tmp_path)
     assert "\n" not in str(error.value)
     assert "opal-deploy atlas" in str(error.value)
 
@@ -119,7 +119,7 @@ def test_what_is_no_atlas_is_refused_in_one_line(tmp_path: Path, text: str | Non
 
 
 def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path: Path) -> None:
-    atlas = built(tmp_path)
+    atlas = build(tmp_path)
     atlas.check_model({"sha256": "a" * 64}, "m.onnx")
     atlas.check_model({"sha256": "b" * 64, "checkpoint_sha256": "c" * 64}, "m.fp16.onnx")
     for other in ({"sha256": "b" * 64}, {"sha256": "b" * 64, "checkpoint_sha256": "d" * 64}):
@@ -127,60 +127,46 @@ def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path: Path) -> Non
             atlas.check_model(other, "n.onnx")
 
 
-def test_a_new_atlas_leaves_no_patch_of_the_old_one(tmp_path: Path) -> None:
-    built(tmp_path)
+def test_an_atlas_is_whole_until_the_next_one_replaces_it_and_all_its_patches(tmp_path: Path) -> None:
+    old = build(tmp_path)
     (tmp_path / "names.toml").write_text("")
-    atlas = built(tmp_path, shade=100)
-    named = {patch.file for entry in atlas.entries.values() for patch in entry.patches}
-    assert {p.relative_to(tmp_path).as_posix() for p in (tmp_path / "patches").rglob("*.jpg")} == named
+    write_patch(tmp_path, jpeg(200))  # and then the process is killed
+    assert load_atlas(tmp_path) == old
+    for patch in old.patches(0, 0) + old.patches(0, 1):
+        load_patch(old, patch)
+    new = build(tmp_path, shade=100)
+    assert {p.relative_to(tmp_path).as_posix() for p in (tmp_path / "patches").rglob("*.jpg")} == {*patch_files(new)}
     assert (tmp_path / "names.toml").exists()
 
 
-def test_until_the_new_one_is_whole_the_old_one_is(tmp_path: Path) -> None:
-    old = built(tmp_path)
-    write_patch(tmp_path, jpeg(200))  # and then the process is killed
-    loaded = load_atlas(tmp_path)
-    assert loaded == old
-    for entry in loaded.entries.values():
-        for patch in entry.patches:
-            load_patch(loaded, patch)
+@pytest.mark.parametrize(("there", "overwrite"), [("", False), ("names.toml", False), ("atlas.json patches", True)])
+def test_an_atlas_is_written_where_it_replaces_nothing_else(tmp_path: Path, there: str, overwrite: bool) -> None:
+    for name in there.split():
+        (tmp_path / name).write_text("")
+    check_out_dir(tmp_path, overwrite=overwrite)
 
 
 @pytest.mark.parametrize(
-    ("there", "overwrite", "complaint"),
+    ("there", "out", "complaint"),
     [
-        ([], False, None),
-        (["names.toml"], False, None),
-        (["atlas.json", "patches"], True, None),
-        (["atlas.json"], False, "an atlas is there already"),
-        (["photo.jpg"], True, "other files are there"),
+        ("atlas.json", ".", "an atlas is there already"),
+        ("photo.jpg", ".", "other files are there"),
+        ("a", "a", "a file is there"),
     ],
 )
-def test_an_atlas_is_written_only_where_it_replaces_nothing_else(
-    tmp_path: Path, there: list[str], overwrite: bool, complaint: str | None
-) -> None:
-    for name in there:
-        (tmp_path / name).write_text("")
-    if complaint is None:
-        check_out_dir(tmp_path, overwrite=overwrite)
-    else:
-        with pytest.raises(UsageError, match=complaint):
-            check_out_dir(tmp_path, overwrite=overwrite)
-
-
-def test_a_file_is_no_place_for_an_atlas(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("")
-    with pytest.raises(UsageError, match="a file is there"):
-        check_out_dir(tmp_path / "a", overwrite=True)
+def test_nothing_else_is_replaced(tmp_path: Path, there: str, out: str, complaint: str) -> None:
+    (tmp_path / there).write_text("")
+    with pytest.raises(UsageError, match=complaint):
+        check_out_dir(tmp_path / out, overwrite=there != "atlas.json")
 
 
 def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path: Path) -> None:
-    atlas = built(tmp_path, label=HOSTILE)
+    atlas = build(tmp_path, label=HOSTILE)
     text = (tmp_path / "atlas.html").read_text("utf-8")
     assert "<script" not in text
     assert html.escape(HOSTILE) in text
     sources = re.findall(r'<img [^>]*src="([^"]*)"', text)
-    assert sorted(sources) == sorted(patch.file for entry in atlas.entries.values() for patch in entry.patches)
+    assert sorted(sources) == patch_files(atlas)
     assert all((tmp_path / source).is_file() for source in sources)
     assert "predicted for no image" in text
     assert not re.search(r"https?://", text)

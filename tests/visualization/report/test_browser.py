@@ -33,6 +33,8 @@ HOSTILE = (
     "{{ 7 * 7 }}\u2028\u202e${window.hit=8}",
     "a\n\udcff&amp;&lt;b",
 )
+OPEN_DETAILS = "document.querySelectorAll('details').forEach(d => d.open = true)"
+FITS = "document.documentElement.scrollWidth <= innerWidth"
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
@@ -40,7 +42,7 @@ pytestmark = [
 OpenPage = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
@@ -48,26 +50,29 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Opens a page from the disk in a fresh context; `page.problems` collects errors, refusals and dialogs."""
-    contexts = []
+@pytest.fixture(scope="module")
+def open_page(browser: Browser) -> OpenPage:
+    """Loads a file in a tab; `page.problems` collects errors, refusals and dialogs."""
+    tabs: dict[str, Page] = {}
 
-    def open_page(path: Path, fragment: str = "", *, width: int = 1280, **options: Any) -> Page:
+    def open_tab(width: int, options: dict[str, Any]) -> Page:
         context = browser.new_context(viewport={"width": width, "height": 900}, is_mobile=width < 600, **options)
-        contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(10_000)
-        page.problems = []
         page.on("console", lambda message: page.problems.append(message.text))
         page.on("pageerror", lambda error: page.problems.append(str(error)))
         page.on("dialog", lambda dialog: (page.problems.append(dialog.message), dialog.dismiss()))
+        return page
+
+    def open_page(path: Path, fragment: str = "", *, width: int = 1280, **options: Any) -> Page:
+        key = f"{width} {options}"
+        page = tabs[key] = tabs.get(key) or open_tab(width, options)
+        page.goto("about:blank")  # another fragment alone loads nothing
+        page.problems = []
         page.goto(path.resolve().as_uri() + fragment)
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
+    return open_page
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +100,11 @@ def status(page: Page) -> Locator:
     return page.locator("#found")
 
 
+def image_widths(page: Page) -> list[int]:
+    script = "all => Promise.all(all.map(i => i.decode().then(() => i.naturalWidth)))"
+    return page.locator("#cards img").evaluate_all(script)
+
+
 def expect_open(page: Page, name: str | None) -> None:
     """Wait until the dialog shows the image of that name; None: until it is closed."""
     if name is None:
@@ -103,15 +113,24 @@ def expect_open(page: Page, name: str | None) -> None:
         expect(page.locator("#sheet[open] #sheet-title")).to_have_text(name)
 
 
-def test_a_browser_starts_with_the_least_certain(open_page: OpenPage, report: Path) -> None:
+def test_cards_start_with_the_least_certain_and_can_be_sorted(open_page: OpenPage, report: Path) -> None:
     page = open_page(report)
     assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
-    assert len(names(page)) == 48
+    assert image_widths(page) == [300] * 48
     expect(status(page)).to_have_text("62 images, 1 to 48 here")
+    page.select_option("#sort", "input")
+    assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
+    page.select_option("#sort", "class")
+    assert names(page)[:2] == ["birds/58.jpg", "birds/56.jpg"]
+    page.select_option("#sort", "certain")
+    assert names(page)[0] == "birds/00.jpg"
+    page.click("#next")
+    assert names(page)[-2:] == ["birds/bad.jpg", "birds/none.jpg"]
+    assert image_widths(page) == [300] * 12
     assert page.problems == []
 
 
-def test_the_script_draws_what_the_file_holds(open_page: OpenPage, report: Path) -> None:
+def test_the_script_draws_the_cards_that_the_file_holds(open_page: OpenPage, report: Path) -> None:
     page = open_page(report)
     # closed parts of drawn cards are made when they are opened
     read_cards = """async () => {
@@ -152,29 +171,18 @@ def test_each_filter_leaves_what_matches_it(open_page: OpenPage, report: Path) -
             page.select_option(f"#{field}", label=value)
         assert status(page).text_content().startswith(f"{count} image"), (field, value)
         assert len(names(page)) == min(count, 48), (field, value)
-        page.click("button[type=reset]")
+        page.locator("button[type=reset]").dispatch_event("click")
         expect(status(page)).to_have_text("62 images, 1 to 48 here")
-
-
-def test_sorting_by_input_and_by_class(open_page: OpenPage, report: Path) -> None:
-    page = open_page(report)
-    page.select_option("#sort", "input")
-    assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
-    page.select_option("#sort", "class")
-    assert names(page)[:2] == ["birds/58.jpg", "birds/56.jpg"]
-    page.select_option("#sort", "certain")
-    assert names(page)[0] == "birds/00.jpg"
-    page.click("#next")
-    assert names(page)[-2:] == ["birds/bad.jpg", "birds/none.jpg"]
+    page.click(".matrix [data-truth=Albatross][data-class=Auklet] button")
+    expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
 
 
 def test_keys_lead_through_the_images(open_page: OpenPage, report: Path) -> None:
     page = open_page(report)
     press, focused = page.keyboard.press, page.locator(":focus")
-    press("ArrowRight")
-    expect(focused).to_have_text("birds/59.jpg")
-    press("ArrowRight")
-    expect(focused).to_have_text("birds/58.jpg")
+    for name in ("birds/59.jpg", "birds/58.jpg"):
+        press("ArrowRight")
+        expect(focused).to_have_text(name)
     press("Enter")
     expect_open(page, "birds/58.jpg")
     press("ArrowRight")
@@ -196,35 +204,17 @@ def test_keys_lead_through_the_images(open_page: OpenPage, report: Path) -> None
     expect(page.locator("#help")).to_be_visible()
 
 
-@pytest.mark.parametrize("fragment", ["#i=7", "#name=birds%2F07.jpg", "#name=birds/07.jpg"])
-def test_an_address_leads_to_one_image(open_page: OpenPage, report: Path, fragment: str) -> None:
-    page = open_page(report, fragment)
-    expect_open(page, "birds/07.jpg")
-    page.evaluate("location.hash = '#images'")
-    expect_open(page, None)
-
-
-def test_an_address_of_no_image_is_answered_so(open_page: OpenPage, report: Path) -> None:
+def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page: OpenPage, report: Path) -> None:
+    for fragment in ("#i=7", "#name=birds%2F07.jpg", "#name=birds/07.jpg"):
+        page = open_page(report, fragment)
+        expect_open(page, "birds/07.jpg")
+        page.evaluate("location.hash = '#images'")
+        expect_open(page, None)
     for fragment in ("#i=999", "#name=%E0%A4%A", "#i=<script>"):
         page = open_page(report, fragment)
         expect(status(page)).to_contain_text("not shown here")
         expect_open(page, None)
         assert page.problems == []
-
-
-def test_a_number_of_the_confusion_matrix_shows_its_images(open_page: OpenPage, report: Path) -> None:
-    page = open_page(report)
-    page.click(".matrix [data-truth=Albatross][data-class=Auklet] button")
-    expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
-
-
-def test_all_images_appear(open_page: OpenPage, report: Path) -> None:
-    page = open_page(report)
-    images = page.locator("#cards img")
-    read_widths = "all => Promise.all(all.map(i => i.decode().then(() => i.naturalWidth)))"
-    assert images.evaluate_all(read_widths) == [300] * 48
-    page.click("#next")
-    assert images.evaluate_all(read_widths) == [300] * 12
 
 
 def test_drawings_beside_the_page_appear_without_their_legends(
@@ -234,10 +224,9 @@ def test_drawings_beside_the_page_appear_without_their_legends(
     (tmp_path / "overlays").mkdir()
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[], image_mode="files") as writer:
         for i, size in enumerate(sizes):
-            record = make_record(size, image=f"{i}.jpg")
-            record["overlay"] = f"overlays/{i:06}-{i}.jpg"
-            photograph = Image.new("RGB", size, (10, 20, 200))
-            (tmp_path / record["overlay"]).write_bytes(encode_jpeg(draw_overlay(photograph, record)))
+            record = {**make_record(size, image=f"{i}.jpg"), "overlay": f"overlays/{i:06}-{i}.jpg"}
+            overlay = draw_overlay(Image.new("RGB", size, (10, 20, 200)), record)
+            (tmp_path / record["overlay"]).write_bytes(encode_jpeg(overlay))
             writer.add(record, None)
     page = open_page(tmp_path / "report.html")
     for _ in range(2):
@@ -275,26 +264,32 @@ def test_no_hostile_text_is_executed(
     with ReportWriter(path, title=HOSTILE[1], facts=[(HOSTILE[0], HOSTILE[1])], image_mode=image_mode) as writer:
         for text in HOSTILE:
             record = make_record(SIZE, image=text, labels=(text, text + "2"))
-            record["truth"] = text + "3"
-            record["overlay"] = text
+            record.update(truth=text + "3", overlay=text)
             record["evidence"][0]["name"] = text
             writer.add(record, Image.new("RGB", SIZE))
             writer.add(error_record(text, text, text), None)
     page = open_page(path, "#name=" + HOSTILE[0])
     expect_open(page, HOSTILE[0])
     page.keyboard.press("Escape")
-    page.select_option("#sort", "class")
-    page.select_option("#sort", "input")
+    for order in ("class", "input"):
+        page.select_option("#sort", order)
     page.fill("#search", HOSTILE[1])
     assert names(page) == [HOSTILE[1]] * 2
     page.fill("#search", "")
-    page.evaluate("""() => {
-        document.querySelectorAll('details').forEach(d => d.open = true);
-        document.querySelectorAll('#cards *').forEach(e => e.dispatchEvent(new MouseEvent('mouseover')));
-    }""")
-    for i in range(2 * len(HOSTILE)):
-        page.evaluate(f"location.hash = '#i={i}'")
-        expect(page.locator("#sheet-place")).to_have_text(f"{i + 1} of {2 * len(HOSTILE)}")
+    page.evaluate(OPEN_DETAILS)
+    page.evaluate("document.querySelectorAll('#cards *').forEach(e => e.dispatchEvent(new MouseEvent('mouseover')))")
+    count = 2 * len(HOSTILE)
+    places = page.evaluate(f"""async () => {{
+        const places = [];
+        for (let i = 0; i < {count}; i++) {{
+            const changed = new Promise(done => addEventListener('hashchange', done, {{once: true}}));
+            location.hash = '#i=' + i;
+            await changed;
+            places.push(document.querySelector('#sheet-place').textContent);
+        }}
+        return places;
+    }}""")
+    assert places == [f"{i + 1} of {count}" for i in range(count)]
     assert page.evaluate("window.hit ?? null") is None
     assert page.problems == []
     tags = set(page.evaluate("[...document.querySelectorAll('body *')].map(e => e.localName)"))
@@ -329,11 +324,11 @@ def test_without_scripts_cards_and_tables_are_there(open_page: OpenPage, report:
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_wider_than_the_window(open_page: OpenPage, report: Path, width: int) -> None:
     page = open_page(report, width=width)
-    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.evaluate(OPEN_DETAILS)
+    assert page.evaluate(FITS)
     page.evaluate("location.hash = '#i=3'")
     assert page.locator("#sheet[open]").evaluate("s => s.scrollWidth <= s.clientWidth")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate(FITS)
 
 
 def test_a_sheet_is_printed_alone_and_photographs_whole(open_page: OpenPage, tmp_path: Path, make_record: Any) -> None:
@@ -354,7 +349,7 @@ def test_a_sheet_is_printed_alone_and_photographs_whole(open_page: OpenPage, tmp
 def test_the_appearance_can_be_chosen(open_page: OpenPage, report: Path) -> None:
     page = open_page(report)
     light, dark = "rgb(251, 251, 249)", "rgb(22, 22, 21)"
-    for theme, background in (("", light), ("dark", dark), ("light", light)):
+    for theme, background in (("dark", dark), ("light", light), ("", light)):
         page.select_option("#theme", theme)
         expect(page.locator("body")).to_have_css("background-color", background)
 
@@ -373,7 +368,7 @@ def test_axe_finds_nothing(open_page: OpenPage, report: Path, scheme: Any, width
     page = open_page(report, width=width, bypass_csp=True, color_scheme=scheme)
     page.evaluate(find_axe().read_text(encoding="utf-8") + "; 0")
     steps = {
-        "grid": lambda: page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)"),
+        "grid": lambda: page.evaluate(OPEN_DETAILS),
         "sheet": lambda: page.locator("h3 a").first.click(),
         "help": lambda: (page.keyboard.press("Escape"), page.click("#show-help")),
     }
