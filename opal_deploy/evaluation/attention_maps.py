@@ -31,7 +31,7 @@ class MapSource:
         mean, std: per channel R, G, B.
         run: uint8 [N, H0, W0, 3] to outputs, with `attention` wherever the model can give it.
         run_normalised: the same for float32 [N, 3, H0, W0], normalised; None where normalisation is in the graph.
-        unavailable: figure to one line, why this model cannot be measured so and what would help.
+        unavailable: figure -> one line with the reason why this model has none, and a remedy.
     """
 
     prototypes_per_class: int
@@ -65,7 +65,7 @@ def from_network(network: OpalNetwork) -> MapSource:
         IMAGENET_STD,
         run,
         run_normalised,
-        _why_undefined(config.head.evidence, config.input_size),
+        _explain_undefined(config.head.evidence, config.input_size),
     )
 
 
@@ -77,15 +77,15 @@ def from_session(session: Session) -> MapSource:
     metadata = session.metadata
     run, run_normalised = session.run, None
     if isinstance(session, TorchSession) or metadata.input_kind == "float32":
-        run_normalised = cast(_TakesNormalised, session).run_normalised
+        run_normalised = cast(_NormalisedRunner, session).run_normalised
     if isinstance(session, TorchSession):
 
         def run(images: ImageBatch) -> Outputs:
             return session.run_normalised(normalise(images, metadata.mean, metadata.std))
 
-    unavailable = _why_undefined(metadata.evidence, metadata.input_size)
+    unavailable = _explain_undefined(metadata.evidence, metadata.input_size)
     if not unavailable and not isinstance(session, TorchSession):
-        unavailable = _missing_outputs(metadata)
+        unavailable = _explain_missing_outputs(metadata)
     return MapSource(
         metadata.prototypes_per_class,
         metadata.grid,
@@ -98,22 +98,22 @@ def from_session(session: Session) -> MapSource:
     )
 
 
-class _TakesNormalised(Protocol):
+class _NormalisedRunner(Protocol):
     def run_normalised(self, images: FloatArray) -> Outputs: ...
 
 
-def _why_undefined(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
+def _explain_undefined(evidence: str, input_size: tuple[int, int]) -> dict[str, str]:
     """Return the reason why no figure is defined for this model; empty if they are."""
     reason = ""
     if evidence == "none":
         reason = "the model has no prototypes (evidence none); only models with anchors have"
     elif input_size != INPUT_SIZE:
-        found = "x".join(map(str, input_size))
-        reason = f"its input is {found} and the protocol's regions are defined on 224x224; train it with --size 224"
+        size = "x".join(map(str, input_size))
+        reason = f"its input is {size} and the protocol's regions are defined on 224x224; train it with --size 224"
     return dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
 
 
-def _missing_outputs(metadata: Metadata) -> dict[str, str]:
+def _explain_missing_outputs(metadata: Metadata) -> dict[str, str]:
     """Return, per figure, which output an exported model lacks and the command that exports it."""
     source = metadata.source.get("file", "CHECKPOINT")
     reasons = {}
@@ -121,8 +121,8 @@ def _missing_outputs(metadata: Metadata) -> dict[str, str]:
         command = f"opal-deploy export {source} --outputs attention"
         reasons[CONSISTENCY] = f"the model has no output attention; export it again: {command}"
     if "attention" not in metadata.outputs or metadata.input_kind != "float32":
-        lacks = [] if "attention" in metadata.outputs else ["output attention"]
-        lacks += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
+        missing = [] if "attention" in metadata.outputs else ["output attention"]
+        missing += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
         command = f"opal-deploy export {source} --outputs attention --input float32"
-        reasons[STABILITY] = f"the model has no {' and no '.join(lacks)}; export it again: {command}"
+        reasons[STABILITY] = f"the model has no {' and no '.join(missing)}; export it again: {command}"
     return reasons

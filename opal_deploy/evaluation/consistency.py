@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.outputs import FloatArray
 
-# pixels of the 224 x 224 input from the region's centre to its edge
 HALF_REGION = 36
-# share of the images on which a part must be hit for the prototype to stand for it
-CONSISTENT = 0.8
-# standard deviation and largest amount of the noise that is added to normalised images
-NOISE_STD, NOISE_LIMIT = 0.2, 0.25
+"""Pixels of the 224 x 224 input from a region's centre to its edge."""
 
-# first word of the seeds: no other stream of random numbers here begins with it
-_NOISE = 2
+CONSISTENT = 0.8
+"""The least share of images on which a consistent prototype hits one and the same part."""
+
+NOISE_STD, NOISE_LIMIT = 0.2, 0.25
+"""Standard deviation and largest amount of the noise, added to normalised images."""
+
+# first word of the seeds: a stream of its own
+_STREAM = 2
 
 
 def true_class_maps(attention: FloatArray, labels: NDArray[np.int64], prototypes_per_class: int) -> NDArray[np.float32]:
@@ -65,7 +67,7 @@ def part_hits(
     """Return whether a visible part lies in a prototype's region, edges included: bool [N, m, P].
 
     Args:
-        centres: [N, m, 2], (y, x), see `peaks`.
+        centres: [N, m, 2], (y, x), see `peak_locations`.
         points: [N, P, 2], (x, y) of the parts; may lie outside the image.
         visible: [N, P].
         size: of the image; regions end at 0 and at `size`.
@@ -74,15 +76,15 @@ def part_hits(
     high = np.minimum(centres + HALF_REGION, size)[:, :, None]
     where = points[:, None, :, ::-1]  # [N, 1, P, 2], (y, x)
     inside = ((where >= low) & (where <= high)).all(axis=3)
-    found: NDArray[np.bool_] = inside & visible[:, None]
-    return found
+    hits: NDArray[np.bool_] = inside & visible[:, None]
+    return hits
 
 
 def consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64]) -> float:
     """Return the percentage, 0 ... 100, of prototypes that hit one part on at least 80 % of their class's images.
 
-    A part counts over the images on which it is visible; one that never is, is never hit. Classes without images
-    have no say.
+    A part counts over the images on which it is visible; a part that is never visible is never hit. Classes without
+    images do not count.
 
     Args:
         hit: [N, m, P], on each image the prototypes of its own class.
@@ -91,9 +93,9 @@ def consistency(hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDAr
     """
     scores: list[NDArray[np.bool_]] = []
     for label in np.unique(labels):
-        mine = labels == label
-        seen = np.maximum(visible[mine].sum(axis=0), 1)  # [P]; 0 of 0 is 0
-        shares = hit[mine].sum(axis=0) / seen  # [m, P]
+        of_class = labels == label
+        seen = np.maximum(visible[of_class].sum(axis=0), 1)  # [P]; 0 of 0 is 0
+        shares = hit[of_class].sum(axis=0) / seen  # [m, P]
         scores.append((shares >= CONSISTENT).any(axis=1))
     consistent = np.concatenate(scores)
     return 100.0 * int(consistent.sum()) / len(consistent)
@@ -122,6 +124,6 @@ def add_noise(images: FloatArray, first: int, seed: int) -> FloatArray:
     """
     noisy = np.empty_like(images)
     for offset, image in enumerate(images):
-        noise = np.random.default_rng((_NOISE, seed, first + offset)).standard_normal(image.shape, dtype=np.float32)
+        noise = np.random.default_rng((_STREAM, seed, first + offset)).standard_normal(image.shape, dtype=np.float32)
         noisy[offset] = image + np.clip(np.float32(NOISE_STD) * noise, -NOISE_LIMIT, NOISE_LIMIT)
     return noisy

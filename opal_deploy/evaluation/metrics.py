@@ -12,6 +12,11 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.statistics.risk import compute_risk_curve
 
+_TOP = 5
+
+RISK = "risk"
+"""The JSON key of the risk-coverage summary after its prefix: checkpoints keep `val_risk` for the metadata."""
+
 
 def accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     """Return the share of images, 0 ... 1, whose largest logit is their label's.
@@ -38,7 +43,7 @@ def top_k_accuracy(logits: NDArray[np.float32], labels: NDArray[np.int64], k: in
 def macro_f1(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     """Return the unweighted mean, 0 ... 1, of the classes' F1 = 2 TP / (2 TP + FP + FN).
 
-    Over the classes that are a label or an answer at least once, as scikit-learn has it by default.
+    The mean is over classes that are a label or a prediction at least once, scikit-learn's default.
 
     Args:
         logits: [N, C], N at least 1.
@@ -63,8 +68,8 @@ def margins(
     # stable: of equal logits the lowest class, as in the records
     best = np.argsort(-logits, axis=1, kind="stable")[:, :2]
     pair = np.take_along_axis(cosines(scores, prototypes_per_class, epsilon), best, axis=1)
-    found: NDArray[np.float64] = pair[:, 0] - pair[:, 1]
-    return found
+    differences: NDArray[np.float64] = pair[:, 0] - pair[:, 1]
+    return differences
 
 
 def confusion_matrix(logits: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -119,11 +124,6 @@ def spatial_prototype_collapse(
 ) -> float:
     """Return the mean of `collapse_per_image` over N images, at least 1."""
     return float(collapse_per_image(argmax, labels, prototypes_per_class).mean())
-
-
-_TOP = 5
-# checkpoints keep `val_risk`, from where the metadata has it
-RISK = "risk"
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,10 @@ class Agreement:
 
     Attributes:
         images: N.
-        same_class: share of images with the same answer.
-        same_cells: share of equal cells among the m of the first model's answer; None where they have no comparable
-            slots: another m or another grid, or no slots at all.
-        largest_cosine_difference: over all images and classes; None where one of them has no cosines.
+        same_class: share of images with the same predicted class.
+        same_cells: share of equal cells among the m of the class that the first model predicts; None for models
+            without slots, or with another m or grid.
+        largest_cosine_difference: over all images and classes; None if a model has no cosines.
     """
 
     images: int
@@ -222,19 +222,18 @@ class Agreement:
 
 def compare_outputs(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
     """Compare two models' outputs for the same images, row for row; both have the same classes."""
-    (ours, mine), (theirs, other) = first, second
-    answers = ours.logits.argmax(axis=1)
-    same = float((answers == theirs.logits.argmax(axis=1)).mean())
-    cells, gap = None, None
-    if ours.scores is not None and theirs.scores is not None:
-        difference = cosines(ours.scores, mine.prototypes_per_class, mine.epsilon) - cosines(
-            theirs.scores, other.prototypes_per_class, other.epsilon
-        )
-        gap = float(np.abs(difference).max())
-    comparable = (mine.prototypes_per_class, mine.grid) == (other.prototypes_per_class, other.grid)
-    if comparable and ours.argmax is not None and theirs.argmax is not None:
-        m = mine.prototypes_per_class
-        block = answers[:, None] * m + np.arange(m)  # [N, m]
-        equal = np.take_along_axis(ours.argmax, block, axis=1) == np.take_along_axis(theirs.argmax, block, axis=1)
-        cells = float(equal.mean())
-    return Agreement(len(answers), same, cells, gap)
+    (a, a_metadata), (b, b_metadata) = first, second
+    predicted = a.logits.argmax(axis=1)
+    same_class = float((predicted == b.logits.argmax(axis=1)).mean())
+    same_cells, largest_difference = None, None
+    if a.scores is not None and b.scores is not None:
+        a_cosines = cosines(a.scores, a_metadata.prototypes_per_class, a_metadata.epsilon)
+        b_cosines = cosines(b.scores, b_metadata.prototypes_per_class, b_metadata.epsilon)
+        largest_difference = float(np.abs(a_cosines - b_cosines).max())
+    m = a_metadata.prototypes_per_class
+    comparable = (m, a_metadata.grid) == (b_metadata.prototypes_per_class, b_metadata.grid)
+    if comparable and a.argmax is not None and b.argmax is not None:
+        block = predicted[:, None] * m + np.arange(m)  # [N, m]
+        equal = np.take_along_axis(a.argmax, block, axis=1) == np.take_along_axis(b.argmax, block, axis=1)
+        same_cells = float(equal.mean())
+    return Agreement(len(predicted), same_class, same_cells, largest_difference)

@@ -24,17 +24,25 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch
 
+TOP = 10
+"""Images by which a channel's purity is judged."""
+
+PATCH = 32
+"""Side of a channel's patch in pixels of the 224 x 224 input."""
+
+_SIDES = ("left ", "right ")
+
 
 @dataclass(frozen=True)
 class PartFigures:
     """Consistency, stability and purity over the images of a split, in percent as in the paper's tables.
 
     Attributes:
-        consistency: see `regions.consistency`; None where it cannot be measured.
-        stability: see `regions.stability`; None likewise.
-        purity: mean over the K channels, see `purity`; None likewise.
-        purity_std: standard deviation over channels.
-        prototypes: how many consistency and stability are means over: those of classes with images.
+        consistency: see `consistency.consistency`; None where it cannot be measured.
+        stability: see `consistency.stability`; None where it cannot be measured.
+        purity: mean over the K channels, see `purity_by_channel`; None where it cannot be measured.
+        purity_std: standard deviation of the purity over channels.
+        prototypes: number of prototypes behind consistency and stability, those of classes with images.
         images: N.
         unavailable: figure to the reason why it is None.
     """
@@ -61,12 +69,12 @@ class PartFigures:
 
 
 class PartMeter:
-    """Accumulates what the three figures need over the batches of a data set; a `BatchCallback`.
+    """Accumulates hits over the batches of a data set for consistency and stability; a `BatchCallback`.
 
     Args:
         source: the model.
-        parts: of the data set's N images.
-        labels: [N].
+        parts: part locations of the data set's N images.
+        labels: [N], class indices.
         seed: of the noise, 0 or more.
     """
 
@@ -106,7 +114,7 @@ class PartMeter:
         )
 
     def _hits(self, first: int, outputs: Outputs) -> NDArray[np.bool_]:
-        assert outputs.attention is not None  # `unavailable` says so otherwise
+        assert outputs.attention is not None  # `unavailable` has a reason otherwise
         rows = slice(first, first + len(outputs))
         maps = regions.true_class_maps(outputs.attention, self._labels[rows], self._source.prototypes_per_class)
         centres = regions.peak_locations(maps, self._source.input_size[0])
@@ -123,8 +131,8 @@ def measure_parts(
             has no prototypes.
     """
     if not cub.has_parts(data) or not data.test:
-        lacks = "test images" if cub.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
-        raise UsageError(f"{data.root}: it has no {lacks}, which consistency, stability and purity are measured on")
+        missing = "test images" if cub.has_parts(data) else "part locations (parts/part_locs.txt of CUB)"
+        raise UsageError(f"{data.root}: it has no {missing}, which consistency, stability and purity are measured on")
     source = from_network(network)
     if source.unavailable:
         raise UsageError(f"prototypes cannot be measured: {next(iter(source.unavailable.values()))}")
@@ -132,14 +140,6 @@ def measure_parts(
     meter = PartMeter(source, cub.read_parts(data.root, data.test), labels, seed=seed)
     outputs = predict_samples(source.run, data.test, source.input_size, batch=batch, watch=meter, report=report)
     return meter.figures(outputs.scores, outputs.argmax)
-
-
-# images a channel is judged by
-TOP = 10
-# pixels of the 224 x 224 input
-PATCH = 32
-
-_SIDES = ("left ", "right ")
 
 
 def merge_sides(
@@ -154,8 +154,8 @@ def merge_sides(
     Returns:
         present, visible: [..., Q], Q parts in the order of their first mention.
     """
-    whole = [name.removeprefix(_SIDES[0]).removeprefix(_SIDES[1]) for name in names]
-    groups = [[i for i, other in enumerate(whole) if other == name] for name in dict.fromkeys(whole)]
+    merged_names = [name.removeprefix(_SIDES[0]).removeprefix(_SIDES[1]) for name in names]
+    groups = [[i for i, other in enumerate(merged_names) if other == name] for name in dict.fromkeys(merged_names)]
     merged = [np.stack([array[..., group].any(axis=-1) for group in groups], axis=-1) for array in (present, visible)]
     return merged[0], merged[1]
 

@@ -36,6 +36,9 @@ FOREGROUND = 0.25
 
 NO_PART = "none"
 
+PARTS = "generated_parts"
+"""The JSON key of the summary."""
+
 
 @dataclass(frozen=True)
 class BoxHits:
@@ -64,7 +67,7 @@ class EvidenceSummary:
     """`BoxHits` of many images. Shares are 0 ... 1, of boxes; an image counts as often as it has boxes.
 
     Attributes:
-        images, boxes: how many were looked at.
+        images, boxes: how many.
         distinguishing: share of boxes that cover a distinguishing part.
         any_part: share of boxes that cover some part.
         control_distinguishing, control_any: the same, expected of random foreground cells of the same images.
@@ -92,25 +95,25 @@ def count_box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, in
     Raises:
         UsageError: `boxes` is not [B, 4], or the grid is empty.
     """
-    given = np.asarray(boxes, dtype=np.float64)
-    if given.size == 0:
-        given = given.reshape(0, 4)
-    if given.ndim != 2 or given.shape[1] != 4:
-        raise UsageError(f"boxes of {annotation.image} have the shape {list(given.shape)}, expected [B, 4]")
+    box_array = np.asarray(boxes, dtype=np.float64)
+    if box_array.size == 0:
+        box_array = box_array.reshape(0, 4)
+    if box_array.ndim != 2 or box_array.shape[1] != 4:
+        raise UsageError(f"boxes of {annotation.image} have the shape {list(box_array.shape)}, expected [B, 4]")
     names = [name for name, part in annotation.parts.items() if part.visible]
     parts = np.array([annotation.parts[name].box for name in names], dtype=np.float64).reshape(-1, 4)
-    wanted = np.array([annotation.parts[name].distinguishing for name in names], dtype=np.bool_)
+    distinguishing = np.array([annotation.parts[name].distinguishing for name in names], dtype=np.bool_)
 
-    shares = _shares(given, parts)
+    shares = _shares(box_array, parts)
     covers = shares >= COVERED - 1e-9  # a cell may hold exactly a quarter
     chance = _shares(_foreground_boxes(annotation, grid), parts) >= COVERED - 1e-9
-    best = shares.argmax(axis=1) if names else np.zeros(len(given), dtype=np.intp)
+    best = shares.argmax(axis=1) if names else np.zeros(len(box_array), dtype=np.intp)
     return BoxHits(
         species=annotation.species,
-        boxes=len(given),
-        distinguishing=int(covers[:, wanted].any(axis=1).sum()),
+        boxes=len(box_array),
+        distinguishing=int(covers[:, distinguishing].any(axis=1).sum()),
         any_part=int(covers.any(axis=1).sum()),
-        control_distinguishing=float(chance[:, wanted].any(axis=1).mean()),
+        control_distinguishing=float(chance[:, distinguishing].any(axis=1).mean()),
         control_any=float(chance.any(axis=1).mean()),
         most_covered=tuple(names[b] if c.any() else NO_PART for b, c in zip(best, covers, strict=True)),
     )
@@ -125,10 +128,10 @@ def summarize_hits(hits: Sequence[BoxHits]) -> EvidenceSummary:
     boxes = sum(h.boxes for h in hits)
     if boxes == 0:
         raise UsageError("no boxes to summarise: no image has an explanation")
-    seen: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    counts: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for h in hits:
         for slot, part in enumerate(h.most_covered):
-            seen[h.species][slot][part] += 1
+            counts[h.species][slot][part] += 1
     return EvidenceSummary(
         images=len(hits),
         boxes=boxes,
@@ -140,7 +143,7 @@ def summarize_hits(hits: Sequence[BoxHits]) -> EvidenceSummary:
             species: [
                 {part: n / slots[slot].total() for part, n in slots[slot].most_common()} for slot in range(len(slots))
             ]
-            for species, slots in sorted(seen.items())
+            for species, slots in sorted(counts.items())
         },
     )
 
@@ -154,7 +157,7 @@ def cell_foreground(annotation: Annotation, grid: tuple[int, int]) -> NDArray[np
         UsageError: the grid has no cells.
     """
     if min(grid) < 1:
-        raise UsageError(f"a grid of {grid[0]}x{grid[1]} cells asked for: each side must be at least 1")
+        raise UsageError(f"a grid of {grid[0]}x{grid[1]} cells; each side must be at least 1")
     rows = _overlaps(annotation.height, grid[0])
     columns = _overlaps(annotation.width, grid[1])
     return np.asarray(rows @ annotation.foreground() @ columns.T, dtype=np.float64)
@@ -184,9 +187,6 @@ def _shares(boxes: NDArray[np.float64], parts: NDArray[np.float64]) -> NDArray[n
     )
 
 
-PARTS = "generated_parts"
-
-
 def has_annotations(data: DataSet) -> bool:
     """Return whether `data` is a generated data set, which has a parts file in its folder."""
     try:
@@ -199,34 +199,34 @@ def match_annotations(data: DataSet, samples: list[Sample]) -> list[Annotation]:
     """Return the annotations of `samples`, row for row.
 
     Raises:
-        UsageError: the parts file is damaged, or says nothing of one of them.
+        UsageError: the parts file is damaged, or has no annotation of a sample.
     """
-    known = {annotation.image: annotation for annotation in read_annotations(data.root)}
-    found = []
+    by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
+    annotations = []
     for sample in samples:
         name = display_path(sample.path, data.root).replace("\\", "/")
-        if name not in known:
+        if name not in by_image:
             raise UsageError(
                 f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the image out, or leave the parts "
                 "out with --no-parts"
             )
-        found.append(known[name])
-    return found
+        annotations.append(by_image[name])
+    return annotations
 
 
 def evaluate_part_coverage(
-    measured: EvaluationResult, annotations: list[Annotation], metadata: Metadata
+    result: EvaluationResult, annotations: list[Annotation], metadata: Metadata
 ) -> EvidenceSummary | None:
     """Return which parts the evidence boxes of correctly predicted images cover, by slot.
 
-    That is: no answer was right, or the model's evidence is not single cells.
+    None if no prediction is right, or if single cells are not the model's evidence.
     """
-    argmax = measured.outputs.argmax
+    argmax = result.outputs.argmax
     if metadata.evidence != "exact" or argmax is None:
         return None
     m, hits = metadata.prototypes_per_class, []
-    for number, (annotation, label) in enumerate(zip(annotations, measured.labels.tolist(), strict=True)):
-        if int(measured.outputs.logits[number].argmax()) != label:
+    for number, (annotation, label) in enumerate(zip(annotations, result.labels.tolist(), strict=True)):
+        if int(result.outputs.logits[number].argmax()) != label:
             continue
         whole = Geometry.whole(annotation.width, annotation.height)
         cells = argmax[number, label * m : (label + 1) * m].tolist()
@@ -246,14 +246,14 @@ def format_part_coverage(summary: EvidenceSummary) -> Iterator[str]:
     yield (
         f"boxes on a distinguishing part {summary.distinguishing:.1%} (random cells of the creature "
         f"{summary.control_distinguishing:.1%}), on any part {summary.any_part:.1%} ({summary.control_any:.1%}); "
-        f"{summary.images} right answers"
+        f"{summary.images} right predictions"
     )
     for species, slots in summary.slots.items():
-        looks = [
+        slot_parts = [
             f"slot {number}: " + ", ".join(f"{part} {share:.0%}" for part, share in list(parts.items())[:3])
             for number, parts in enumerate(slots)
         ]
-        yield f"  {species}: {'; '.join(looks)}"
+        yield f"  {species}: {'; '.join(slot_parts)}"
 
 
 def part_coverage_table(summary: EvidenceSummary) -> tuple[list[str], list[list[str | int | float]]]:

@@ -48,26 +48,26 @@ def predict_samples(
         boxes: crop to the samples' boxes.
         batch: images a call of `run`.
         workers: threads that decode.
-        watch: sees each batch.
+        watch: called with each batch and its attention maps.
         report: called with images done and in all.
-        model: what it is called, for errors.
+        model: the name in error messages.
 
     Raises:
         UsageError: names an image that cannot be used, or the first whose logits are not finite.
     """
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
-    found: list[Outputs] = []
+    batches: list[Outputs] = []
     done = 0
     for pixels, _ in prepared_batches(requests, input_size, batch, workers):
         outputs = run(pixels)
         _check_finite(outputs, samples[done : done + len(pixels)], model)
         if watch is not None:
             watch(done, pixels, outputs)
-        found.append(replace(outputs, attention=None))
+        batches.append(replace(outputs, attention=None))
         done += len(pixels)
         if report is not None:
             report(done, len(samples), "evaluating")
-    return Outputs.concatenate(found)
+    return Outputs.concatenate(batches)
 
 
 def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:
@@ -95,11 +95,11 @@ def prepared_batches(
     with ThreadPoolExecutor(workers, "decode") as pool:
         ready = prefetch((pool.submit(prepared, request) for request in requests), 2 * batch)
         while group := list(itertools.islice(ready, batch)):
-            found = [_usable(entry) for entry in group]
-            yield np.stack([pixels for pixels, _ in found]), [geometry for _, geometry in found]
+            images = [_check_usable(entry) for entry in group]
+            yield np.stack([pixels for pixels, _ in images]), [geometry for _, geometry in images]
 
 
-def _usable(entry: Prepared) -> tuple[Pixels, Geometry]:
+def _check_usable(entry: Prepared) -> tuple[Pixels, Geometry]:
     if entry.pixels is None or entry.geometry is None:
         message = entry.error or "unusable"
         raise UsageError(f"{entry.request.name}: {message}; take it out of the data set")

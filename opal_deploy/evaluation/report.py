@@ -33,8 +33,8 @@ EVALUATION, MATRIX, MATRIX_IMAGE, PREDICTIONS = "evaluation.json", "confusion.cs
 RISK, RISK_IMAGE, SLOT_PARTS = "risk_coverage.csv", "risk_coverage.png", "slot_parts.csv"
 FAITHFULNESS, CURVES = "faithfulness.json", "faithfulness.png"
 
-# more classes than this have numbers at the axes instead of names; more than that, no counts in the cells
-_NAMED, _COUNTED = 40, 15
+# the most classes with their names at the axes, and with counts in the cells
+_MAX_NAMED, _MAX_COUNTED = 40, 15
 
 
 def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
@@ -53,12 +53,12 @@ def create_folder(folder: Path) -> None:
     """Create `folder`, before anything is measured that could not be kept.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be made ({error.strerror or error}); give another --out") from None
+        raise UsageError(f"{folder}: cannot be created ({error.strerror or error}); give another --out") from None
 
 
 def model_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
@@ -76,25 +76,23 @@ def write_evaluation(folder: Path, document: Any) -> None:
     write_json(folder / EVALUATION, document)
 
 
-def write_model(
-    folder: Path, measured: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path
-) -> None:
+def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path) -> None:
     """Write confusion.csv, confusion.png and predictions.csv of one model.
 
     Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \xff.
 
-    confusion.csv: rows truth, columns answers, counts. predictions.csv: one line an image, `rank` 1 where the label
-    has the largest logit; cosine and margin are empty for models without prototypes.
+    confusion.csv: rows labels, columns predictions, counts. predictions.csv: one line an image, `rank` 1 where the
+    label has the largest logit; cosine and margin are empty for models without prototypes.
 
     Args:
-        folder: made if it is not there.
-        measured, samples: of the same N images, in the same order.
+        folder: created if it does not exist.
+        result, samples: of the same N images, in the same order.
         metadata: of the model.
         root: what the paths in predictions.csv are relative to.
     """
     folder.mkdir(exist_ok=True)
     names = [escape_name(name) for name in metadata.class_names]
-    counts = confusion_matrix(measured.outputs.logits, measured.labels)
+    counts = confusion_matrix(result.outputs.logits, result.labels)
     _write_rows(
         folder / MATRIX,
         ["truth", *names],
@@ -103,7 +101,7 @@ def write_model(
     _write_rows(
         folder / PREDICTIONS,
         ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin"],
-        _predictions(measured, metadata, names, samples, root),
+        _prediction_rows(result, metadata, names, samples, root),
     )
     with atomic_write(folder / MATRIX_IMAGE) as temporary:
         draw_confusion_matrix(counts, metadata.class_names, temporary)
@@ -120,18 +118,18 @@ def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
     _write_rows(folder / SLOT_PARTS, *part_coverage_table(summary))
 
 
-def write_faithfulness(folder: Path, found: Faithfulness, title: str) -> None:
+def write_faithfulness(folder: Path, faithfulness: Faithfulness, title: str) -> None:
     """Write faithfulness.json, and its curves as faithfulness.png."""
-    write_json(folder / FAITHFULNESS, found.to_dict())
+    write_json(folder / FAITHFULNESS, faithfulness.to_dict())
     with atomic_write(folder / CURVES) as temporary:
-        tables.draw_curves(found, title, temporary)
+        tables.draw_curves(faithfulness, title, temporary)
 
 
 def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path: Path) -> None:
     """Write a PNG of the confusion matrix in shares of each row, with class names and counts where they fit.
 
     Args:
-        counts: [C, C], rows truth; a class without images is an empty row.
+        counts: [C, C], rows labels; a class without images is an empty row.
         names: C names.
         path: of the PNG.
     """
@@ -139,44 +137,44 @@ def draw_confusion_matrix(counts: NDArray[np.int64], names: Sequence[str], path:
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
-    number = len(counts)
+    num_classes = len(counts)
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    inches = 7.0 if number <= _COUNTED else 11.0
+    inches = 7.0 if num_classes <= _MAX_COUNTED else 11.0
     figure = Figure(figsize=(inches * 1.1, inches), layout="constrained")
     axes = figure.subplots()
     # the square root: one image in thirty must be seen beside a full diagonal
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest")
-    axes.set_xlabel("answer")
-    axes.set_ylabel("truth")
+    axes.set_xlabel("prediction")
+    axes.set_ylabel("label")
     axes.set_title(f"{counts.trace()} of {counts.sum()} right, shares of each row")
-    if number <= _NAMED:
+    if num_classes <= _MAX_NAMED:
         # no mathematics: a class may be called $x$
         tick_labels = [name if len(name) <= 30 else name[:29] + "…" for name in map(escape_name, names)]
-        axes.set_xticks(range(number), tick_labels, rotation=90, fontsize=8, parse_math=False)
-        axes.set_yticks(range(number), tick_labels, fontsize=8, parse_math=False)
-    if number <= _COUNTED:
+        axes.set_xticks(range(num_classes), tick_labels, rotation=90, fontsize=8, parse_math=False)
+        axes.set_yticks(range(num_classes), tick_labels, fontsize=8, parse_math=False)
+    if num_classes <= _MAX_COUNTED:
         for row, col in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, col] > 0.4 else "black"
             axes.text(col, row, str(counts[row, col]), ha="center", va="center", color=colour, fontsize=8)
-    figure.colorbar(image, ax=axes, label="share of the truth's images", shrink=0.8)
+    figure.colorbar(image, ax=axes, label="share of the label's images", shrink=0.8)
     with warnings.catch_warnings():
         # a name in a script that the font lacks is drawn as boxes
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(path, dpi=150, format="png")
 
 
-def _predictions(
-    measured: EvaluationResult, metadata: Metadata, names: list[str], samples: list[Sample], root: Path
+def _prediction_rows(
+    result: EvaluationResult, metadata: Metadata, names: list[str], samples: list[Sample], root: Path
 ) -> Iterable[list[str | int | float]]:
-    logits, labels, scores = measured.outputs.logits, measured.labels, measured.outputs.scores
-    order = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
-    ranks = 1 + (order == labels[:, None]).argmax(axis=1)
+    logits, labels, scores = result.outputs.logits, result.labels, result.outputs.scores
+    ranked = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
+    ranks = 1 + (ranked == labels[:, None]).argmax(axis=1)
     cosine = None if scores is None else cosines(scores, metadata.prototypes_per_class, metadata.epsilon)
     for index, sample in enumerate(samples):
-        first, second = order[index, :2]
-        certainty: list[str | float] = ["", ""]
+        first, second = ranked[index, :2]
+        cosine_and_margin: list[str | float] = ["", ""]
         if cosine is not None:
-            certainty = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
+            cosine_and_margin = [float(cosine[index, first]), float(cosine[index, first] - cosine[index, second])]
         yield [
             escape_name(display_path(sample.path, root)),
             names[labels[index]],
@@ -184,7 +182,7 @@ def _predictions(
             int(first == labels[index]),
             int(ranks[index]),
             float(logits[index, first]),
-            *certainty,
+            *cosine_and_margin,
         ]
 
 

@@ -14,18 +14,18 @@ from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.statistics.risk import RiskCurve, Threshold, compute_risk_curve, explain_too_few
 
 
-def compute_margin_curve(measured: EvaluationResult) -> RiskCurve | None:
+def compute_margin_curve(result: EvaluationResult) -> RiskCurve | None:
     """Return the risk-coverage curve over the margin; None for a model without anchors, which has no margins."""
-    if measured.margins is None:
+    if result.margins is None:
         return None
-    return compute_risk_curve(measured.margins, measured.outputs.logits.argmax(axis=1) == measured.labels)
+    return compute_risk_curve(result.margins, result.outputs.logits.argmax(axis=1) == result.labels)
 
 
 def check_support(images: int, target: float) -> None:
-    """Refuse an error rate that so few images cannot support, before any model runs.
+    """Check that so many images can support an error rate, before any model runs.
 
     Raises:
-        UsageError: they cannot, whatever the model.
+        UsageError: too few images, whatever the model.
     """
     reason = explain_too_few(images, target)
     if reason:
@@ -44,16 +44,17 @@ def format_curve(curve: RiskCurve) -> Iterator[str]:
     )
 
 
-def format_threshold(found: Threshold) -> Iterator[str]:
+def format_threshold(threshold: Threshold) -> Iterator[str]:
     """Yield the threshold chosen for an error rate, or the reason why there is none."""
-    target = f"an error rate of at most {100 * found.target:g} %"
-    if found.min_margin is None:
-        yield f"no --min-margin is known to give {target}: {found.reason}"
+    target = f"an error rate of at most {100 * threshold.target:g} %"
+    if threshold.min_margin is None:
+        yield f"no --min-margin is known to give {target}: {threshold.reason}"
         return
     yield (
-        f"--min-margin {found.min_margin!r} for {target}: answers {found.coverage:.1%} of {found.images:,} images, "
-        f"{found.wrong} of {found.answered:,} wrong; with {found.confidence:.0%} confidence at most "
-        f"{100 * found.bound:.2f} % (Clopper and Pearson's one-sided bound), on images such as these"
+        f"--min-margin {threshold.min_margin!r} for {target}: answers {threshold.coverage:.1%} of "
+        f"{threshold.images:,} images, {threshold.wrong} of {threshold.answered:,} wrong; with "
+        f"{threshold.confidence:.0%} confidence at most {100 * threshold.bound:.2f} % (Clopper and Pearson's one-sided "
+        "bound), on images such as these"
     )
 
 
@@ -76,10 +77,10 @@ def draw_curve(curve: RiskCurve, threshold: Threshold | None, path: Path) -> Non
         coverage, curve.wrong / curve.answered, color="#0072B2", drawstyle="steps-post", label="error, as seen here"
     )
     if threshold is not None:
-        axes.axhline(threshold.target, color="#D55E00", linestyle="--", label=f"wanted: {100 * threshold.target:g} %")
+        axes.axhline(threshold.target, color="#D55E00", linestyle="--", label=f"target: {100 * threshold.target:g} %")
         if threshold.min_margin is not None:
-            words = f"margin {threshold.min_margin:.3g}: at most {100 * threshold.bound:.2g} %"
-            axes.plot([threshold.coverage], [threshold.bound], "o", color="#D55E00", label=words)
+            label = f"margin {threshold.min_margin:.3g}: at most {100 * threshold.bound:.2g} %"
+            axes.plot([threshold.coverage], [threshold.bound], "o", color="#D55E00", label=label)
     axes.set_xlabel("coverage: share of images answered")
     axes.set_ylabel("share of wrong answers among them")
     axes.set_xlim(0, 1.01)

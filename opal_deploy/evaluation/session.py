@@ -18,7 +18,7 @@ from opal_deploy.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.evaluation.predictions import predict_samples
 from opal_deploy.runtime.session import ImageBatch, Session
 
-_BOXES = "the protocol crops to the boxes; leave --no-boxes out"
+_NOT_CROPPED = "the protocol crops to the boxes; leave --no-boxes out"
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class EvaluationResult:
     """The metrics and outputs of a model on N images.
 
     Attributes:
-        evaluation: the figures that need labels only.
-        parts: the figures that need part locations; None where they were not asked for.
-        labels: [N].
-        outputs: the model's answers, without attention maps.
-        margins: [N]; None without anchors.
+        evaluation: the metrics that need labels only.
+        parts: the figures that need part locations; None without.
+        labels: [N], class indices.
+        outputs: of the model, without attention maps.
+        margins: [N], see `metrics.margins`; None for a model without anchors.
     """
 
     evaluation: Evaluation
@@ -66,7 +66,7 @@ def evaluate_session(
         parts: of the samples; None leaves consistency, stability and purity out.
         seed: of stability's noise, 0 or more.
         report: called with images done and in all.
-        model: what it is called, for errors.
+        model: the name in error messages.
 
     Raises:
         UsageError: names an image that cannot be used, or the first whose logits are not finite.
@@ -78,8 +78,8 @@ def evaluate_session(
     if parts is not None:
         source = from_session(session)
         if not boxes:
-            nothing = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), _BOXES)
-            source = replace(source, unavailable={**nothing, **source.unavailable})
+            reasons = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), _NOT_CROPPED)
+            source = replace(source, unavailable={**reasons, **source.unavailable})
         meter = PartMeter(source, parts, labels, seed=seed)
         run = source.run
     outputs = predict_samples(
@@ -94,7 +94,7 @@ def evaluate_session(
         model=model,
     )
     m = metadata.prototypes_per_class
-    sizes = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
-    evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, sizes)
-    parts_found = meter.figures(outputs.scores, outputs.argmax) if meter else None
-    return EvaluationResult(evaluation, parts_found, labels, outputs, sizes)
+    top2_margins = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
+    evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, top2_margins)
+    part_figures = meter.figures(outputs.scores, outputs.argmax) if meter else None
+    return EvaluationResult(evaluation, part_figures, labels, outputs, top2_margins)

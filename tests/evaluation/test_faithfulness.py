@@ -117,7 +117,7 @@ def _measure(session: KnownSession, samples: list[Sample], **options: object) ->
 
 
 def _by_ranking(measured: Faithfulness, baseline: str) -> dict[str, RankingFigures]:
-    return {figures.order: figures for figures in measured.orders if figures.fill == baseline}
+    return {figures.ranking: figures for figures in measured.rankings if figures.baseline == baseline}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def two_cell_images(greys: list[tuple[int, int]], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def measured(two_cell_images: list[Sample]) -> Faithfulness:
-    return _measure(KnownSession(two_cells), two_cell_images, fills=("mean", "noise", "blur"), batch=5)
+    return _measure(KnownSession(two_cells), two_cell_images, baselines=("mean", "noise", "blur"), batch=5)
 
 
 def test_the_curves_are_what_the_rule_says_by_hand(measured: Faithfulness, greys: list[tuple[int, int]]) -> None:
@@ -166,11 +166,11 @@ def test_the_evidence_falls_at_once_and_its_reverse_late(measured: Faithfulness,
     assert evidence.deletion[1] < reverse.deletion[1] - 0.02
     assert evidence.insertion[1] > reverse.insertion[1] + 0.02
     assert evidence.deletion[2] == pytest.approx(reverse.deletion[2], abs=1e-12)
-    assert reverse.better is not None
-    assert reverse.better.deletion.interval[0] > 0
-    assert reverse.better.insertion.interval[0] > 0
+    assert reverse.advantage is not None
+    assert reverse.advantage.deletion.interval[0] > 0
+    assert reverse.advantage.insertion.interval[0] > 0
     # the same cells in the end: nothing to compare
-    assert reverse.better.drop is None
+    assert reverse.advantage.drop is None
 
 
 @pytest.mark.parametrize("baseline", ["mean", "noise", "blur"])
@@ -181,14 +181,14 @@ def test_controls_show_nothing_and_the_evidence_beats_them(measured: Faithfulnes
 
     assert other.deletion == pytest.approx([other.deletion[0]] * 3, abs=1e-12)
     assert other.drop.interval == pytest.approx((0.0, 0.0), abs=1e-12)
-    assert (other.overlap, other.kept, other.cells) == (0.0, 1.0, 2.0)
-    assert other.better is not None
-    assert other.better.drop is not None
-    assert other.better.drop.value == pytest.approx(evidence.drop.value, abs=1e-12)
-    assert other.better.deletion.interval[0] > 0.1
-    assert other.better.insertion.interval[0] > 0.05
+    assert (other.evidence_share, other.class_kept, other.cells) == (0.0, 1.0, 2.0)
+    assert other.advantage is not None
+    assert other.advantage.drop is not None
+    assert other.advantage.drop.value == pytest.approx(evidence.drop.value, abs=1e-12)
+    assert other.advantage.deletion.interval[0] > 0.1
+    assert other.advantage.insertion.interval[0] > 0.05
     # the class is lost with its evidence only
-    assert evidence.kept == 0.0
+    assert evidence.class_kept == 0.0
 
 
 def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path: Path) -> None:
@@ -203,46 +203,48 @@ def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path: Path) -> 
 
     generator = np.random.default_rng(1)
     images = painted(tmp_path, [dict(enumerate(row.tolist())) for row in generator.integers(100, 256, (40, 16))])
-    rankings = _by_ranking(_measure(KnownSession(everywhere), images, fills=("noise",)), "noise")
+    rankings = _by_ranking(_measure(KnownSession(everywhere), images, baselines=("noise",)), "noise")
 
     for control in ("random", "runner-up", "another class"):
-        better = rankings[control].better
-        assert better is not None
-        assert better.drop is not None
-        for difference in (better.deletion, better.insertion, better.drop):
+        advantage = rankings[control].advantage
+        assert advantage is not None
+        assert advantage.drop is not None
+        for difference in (advantage.deletion, advantage.insertion, advantage.drop):
             assert difference.interval[0] < 0 < difference.interval[1]
 
 
 def test_an_image_depends_on_its_index_and_the_seed_not_on_the_others(two_cell_images: list[Sample]) -> None:
     whole, alone, other, batched = (
-        _measure(KnownSession(two_cells), two_cell_images, fills=("noise",), **options)
+        _measure(KnownSession(two_cells), two_cell_images, baselines=("noise",), **options)
         for options in ({"chosen": [7], "batch": 1}, {"chosen": [7]}, {"chosen": [7], "seed": 1}, {"batch": 3})
     )
 
     assert whole == alone
     assert other != alone
-    assert batched == _measure(KnownSession(two_cells), two_cell_images, fills=("noise",), batch=12)
+    assert batched == _measure(KnownSession(two_cells), two_cell_images, baselines=("noise",), batch=12)
 
 
 def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images: list[Sample]) -> None:
     session = KnownSession(two_cells)
     done: list[tuple[int, int | None]] = []
     measured = _measure(
-        session, two_cell_images, fills=("mean",), batch=5, report=lambda *what: done.append((what[0], what[1]))
+        session, two_cell_images, baselines=("mean",), batch=5, report=lambda *what: done.append((what[0], what[1]))
     )
 
-    assert measured.passes == sum(session.batches)
+    assert measured.forward_passes == sum(session.batches)
     assert max(session.batches) == 5
-    assert measured.passes <= max_forward_passes(12, session.metadata, ("mean",))
+    assert measured.forward_passes <= max_forward_passes(12, session.metadata, ("mean",))
     # of an image: itself and seven changes; deletion of no cell, of 1 and 2 with 5 orders, of which two end alike; as
     # many insertions. A random cell may be another class's too
-    assert 12 * 25 < measured.passes <= 12 * (1 + 7 + 2 * (1 + 5 * 2 - 1))
+    assert 12 * 25 < measured.forward_passes <= 12 * (1 + 7 + 2 * (1 + 5 * 2 - 1))
     assert done == [(4, 12), (8, 12), (12, 12)]
 
 
 def _stability(session: KnownSession, images: list[Sample]) -> dict[str, tuple[float, float, float]]:
-    changes = _measure(session, images, fills=("mean",)).stability
-    return {change.change: (change.exactly.value, change.nearly.value, change.answer) for change in changes}
+    changes = _measure(session, images, baselines=("mean",)).stability
+    return {
+        change.change: (change.same_cell.value, change.within_one_cell.value, change.same_class) for change in changes
+    }
 
 
 CHANGES = [
@@ -288,7 +290,7 @@ def test_text_plot_and_json_are_complete(measured: Faithfulness, tmp_path: Path)
     drop = row["evidence_better_by"]["drop"]
     assert drop["low"] <= drop["mean"]
     assert drop["count"] == 12
-    assert document["forward_passes"] == measured.passes
+    assert document["forward_passes"] == measured.forward_passes
     draw_curves(measured, "a $model$", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 

@@ -63,7 +63,7 @@ def test_cells_are_ranked_by_contribution_and_slots_of_one_cell_add_up() -> None
 def test_rankings_of_the_controls() -> None:
     heat_map = np.zeros(16, np.float32)
     heat_map[[6, 10]] = 2.0, 1.0
-    rankings = build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=0, heat=heat_map)
+    rankings = build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=0, heat_map=heat_map)
 
     assert rankings.predicted == 0
     assert rankings.cells["contribution"] == rankings.evidence == (10, 5)

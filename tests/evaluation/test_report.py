@@ -88,7 +88,7 @@ def test_a_folder_in_the_data_set_is_refused(tmp_path: Path, below: str) -> None
 
 def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"cannot be made .*; give another --out"):
+    with pytest.raises(UsageError, match=r"cannot be created .*; give another --out"):
         create_folder(tmp_path / "file" / "out")
 
 

@@ -178,7 +178,7 @@ class _Options:
     batch: int
     faithfulness: bool
     limit: int
-    fills: tuple[Any, ...]
+    baselines: tuple[Any, ...]
     target: float | None
 
 
@@ -188,12 +188,12 @@ def _options(
 ) -> _Options:  # fmt: skip
     from opal_deploy.evaluation.faithfulness.perturbation import BASELINES
 
-    fills = tuple(dict.fromkeys(fill or BASELINES))
-    unknown = [name for name in fills if name not in BASELINES]
+    baselines = tuple(dict.fromkeys(fill or BASELINES))
+    unknown = [name for name in baselines if name not in BASELINES]
     if unknown:
         raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(BASELINES)}")
     target = None if target_error is None else parse_rate("--target-error", target_error)
-    return _Options(split, boxes, seed, device, threads, batch, faithfulness, limit, fills, target)
+    return _Options(split, boxes, seed, device, threads, batch, faithfulness, limit, baselines, target)
 
 
 def _check_wanted(path: Path, theirs: Metadata, options: _Options) -> None:
@@ -277,7 +277,7 @@ def _add_faithfulness(
             annotations,
             boxes=options.boxes,
             limit=options.limit,
-            fills=options.fills,
+            baselines=options.baselines,
             batch=options.batch,
             device=options.device,
             seed=options.seed,

@@ -26,7 +26,7 @@ def run_faithfulness(
     *,
     boxes: bool,
     limit: int,
-    fills: Sequence[Baseline],
+    baselines: Sequence[Baseline],
     batch: int,
     device: str,
     seed: int,
@@ -37,7 +37,7 @@ def run_faithfulness(
     from opal_deploy.evaluation.faithfulness.rankings import choose_foreground
 
     chosen = choose_samples(samples, limit)
-    passes = max_forward_passes(len(chosen), session.metadata, fills)
+    passes = max_forward_passes(len(chosen), session.metadata, baselines)
     print_message(
         f"faithfulness: {len(chosen):,} images, at most {passes:,} forward passes (--limit and --fill make it fewer)"
     )
@@ -47,15 +47,15 @@ def run_faithfulness(
         chosen,
         choose_foreground(samples, annotations, session.metadata.grid, boxes=boxes),
         boxes=boxes,
-        fills=fills,
-        heat=_heat(path, device),
+        baselines=baselines,
+        heat_map=_grad_cam(path, device),
         batch=batch,
         seed=seed,
         report=report,
     )
 
 
-def _heat(path: Path, device: str) -> HeatMap | None:
+def _grad_cam(path: Path, device: str) -> HeatMap | None:
     """Return Grad-CAM for a checkpoint, None for exported models, which have no gradients."""
     from opal_deploy.artifact.files import model_kind
 

@@ -18,7 +18,7 @@ from opal_deploy.statistics.intervals import Mean, mean_with_interval
 class Advantage:
     """By how much the evidence, ranked by contribution, beats another ranking: paired, positive where it does.
 
-    Where an image has fewer cells for the other order, the evidence counts with its first so many cells only.
+    Where an image has fewer cells in the other ranking, the evidence is cut to as many cells.
 
     Attributes:
         deletion: the other's deletion area minus the evidence's.
@@ -36,18 +36,18 @@ class RankingFigures:
     """One ranking with one baseline, over the images that have it.
 
     Attributes:
-        fill, order: which.
-        images: how many images.
+        baseline, ranking: their names.
+        images: how many images have the ranking.
         cells: mean number of cells that were removed.
         deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells stays where it then is.
-        deletion_area, insertion_area, drop: see `Path`.
-        kept: share of images that are still answered with the class when all its cells are removed.
-        overlap: mean share of the cells that are evidence.
-        better: None for the evidence itself.
+        deletion_area, insertion_area, drop: means of the properties of `Curve`.
+        class_kept: share of images whose predicted class stays with all cells removed.
+        evidence_share: mean share of the cells that are evidence.
+        advantage: of the evidence over this ranking; None for the evidence itself.
     """
 
-    fill: Baseline
-    order: str
+    baseline: Baseline
+    ranking: str
     images: int
     cells: float
     deletion: list[float]
@@ -55,15 +55,15 @@ class RankingFigures:
     deletion_area: Mean
     insertion_area: Mean
     drop: Mean
-    kept: float
-    overlap: float
-    better: Advantage | None
+    class_kept: float
+    evidence_share: float
+    advantage: Advantage | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under their JSON keys."""
         document: dict[str, Any] = {
-            "fill": self.fill,
-            "order": self.order,
+            "fill": self.baseline,
+            "order": self.ranking,
             "images": self.images,
             "cells": self.cells,
             "deletion": self.deletion,
@@ -71,68 +71,70 @@ class RankingFigures:
             "deletion_area": self.deletion_area.to_dict(),
             "insertion_area": self.insertion_area.to_dict(),
             "drop": self.drop.to_dict(),
-            "class_kept": self.kept,
-            "cells_that_are_evidence": self.overlap,
+            "class_kept": self.class_kept,
+            "cells_that_are_evidence": self.evidence_share,
         }
-        if self.better is not None:
-            drop = self.better.drop
+        if self.advantage is not None:
+            drop = self.advantage.drop
             document["evidence_better_by"] = {
-                "deletion_area": self.better.deletion.to_dict(),
-                "insertion_area": self.better.insertion.to_dict(),
+                "deletion_area": self.advantage.deletion.to_dict(),
+                "insertion_area": self.advantage.insertion.to_dict(),
                 "drop": None if drop is None else drop.to_dict(),
             }
         return document
 
 
-def summarize_rankings(paths: Sequence[Curves], fills: Sequence[Baseline], steps: int) -> list[RankingFigures]:
+def summarize_rankings(curves: Sequence[Curves], baselines: Sequence[Baseline], steps: int) -> list[RankingFigures]:
     """Return the figures by baseline, then in the order of `RANKINGS`; a ranking that no image has is left out.
 
     Args:
-        paths: of N images, at least 1.
-        fills: that were used.
+        curves: one mapping per image, at least one.
+        baselines: those measured.
         steps: m.
     """
-    found = []
-    for fill in fills:
-        for order in RANKINGS:
-            both = [
-                (other, each[fill, CONTRIBUTION].first(other.steps))
-                for each in paths
-                if (other := each.get((fill, order))) is not None
+    figures = []
+    for baseline in baselines:
+        for ranking in RANKINGS:
+            pairs = [
+                (other, by_ranking[baseline, CONTRIBUTION].first(other.steps))
+                for by_ranking in curves
+                if (other := by_ranking.get((baseline, ranking))) is not None
             ]
-            if both:
-                found.append(_summarize(fill, order, both, steps))
-    return found
+            if pairs:
+                figures.append(_summarize(baseline, ranking, pairs, steps))
+    return figures
 
 
-def _summarize(fill: Baseline, order: str, both: list[tuple[Curve, Curve]], steps: int) -> RankingFigures:
-    mine = [path for path, _ in both]
-    better = None
-    if order != CONTRIBUTION:
-        better = Advantage(
-            mean_with_interval([other.deletion_area - ours.deletion_area for other, ours in both]),
-            mean_with_interval([ours.insertion_area - other.insertion_area for other, ours in both]),
-            None if order == REVERSE else mean_with_interval([ours.drop - other.drop for other, ours in both]),
+def _summarize(baseline: Baseline, ranking: str, pairs: list[tuple[Curve, Curve]], steps: int) -> RankingFigures:
+    ranked = [curve for curve, _ in pairs]
+    advantage = None
+    if ranking != CONTRIBUTION:
+        advantage = Advantage(
+            mean_with_interval([other.deletion_area - evidence.deletion_area for other, evidence in pairs]),
+            mean_with_interval([evidence.insertion_area - other.insertion_area for other, evidence in pairs]),
+            None
+            if ranking == REVERSE
+            else mean_with_interval([evidence.drop - other.drop for other, evidence in pairs]),
         )
 
-    def curve(name: str) -> list[float]:
-        curves = [getattr(path, name) for path in mine]
-        held = np.stack([np.pad(c, (0, steps + 1 - len(c)), mode="edge") for c in curves])
-        return [float(value) for value in held.mean(axis=0)]
+    def mean_curve(name: str) -> list[float]:
+        curves = [getattr(curve, name) for curve in ranked]
+        padded = np.stack([np.pad(c, (0, steps + 1 - len(c)), mode="edge") for c in curves])
+        return [float(value) for value in padded.mean(axis=0)]
 
     return RankingFigures(
-        fill,
-        order,
-        len(mine),
-        float(np.mean([path.steps for path in mine])),
-        curve("deletion"),
-        curve("insertion"),
-        mean_with_interval([path.deletion_area for path in mine]),
-        mean_with_interval([path.insertion_area for path in mine]),
-        mean_with_interval([path.drop for path in mine]),
-        float(np.mean([path.kept for path in mine])),
-        float(np.mean([path.overlap for path in mine])),
-        better,
+        baseline,
+        ranking,
+        len(ranked),
+        float(np.mean([curve.steps for curve in ranked])),
+        mean_curve("deletion"),
+        mean_curve("insertion"),
+        mean_with_interval([curve.deletion_area for curve in ranked]),
+        mean_with_interval([curve.insertion_area for curve in ranked]),
+        mean_with_interval([curve.drop for curve in ranked]),
+        float(np.mean([curve.class_kept for curve in ranked])),
+        float(np.mean([curve.evidence_share for curve in ranked])),
+        advantage,
     )
 
 
@@ -141,34 +143,34 @@ class StabilityFigures:
     """The stability of cells under one change of the images.
 
     Attributes:
-        change: which.
-        exactly, nearly: mean shares of slots, see `Kept`.
-        answer: share of images whose answer stayed.
+        change: its name.
+        same_cell, within_one_cell: mean shares of slots, see `SlotStability`.
+        same_class: share of images whose predicted class stayed.
     """
 
     change: str
-    exactly: Mean
-    nearly: Mean
-    answer: float
+    same_cell: Mean
+    within_one_cell: Mean
+    same_class: float
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures under their JSON keys."""
         return {
             "change": self.change,
-            "same_cell": self.exactly.to_dict(),
-            "within_one_cell": self.nearly.to_dict(),
-            "same_class": self.answer,
+            "same_cell": self.same_cell.to_dict(),
+            "within_one_cell": self.within_one_cell.to_dict(),
+            "same_class": self.same_class,
         }
 
 
-def summarize_stability(kept: Sequence[dict[str, SlotStability]]) -> list[StabilityFigures]:
+def summarize_stability(stabilities: Sequence[dict[str, SlotStability]]) -> list[StabilityFigures]:
     """Return the figures of each change over N images, at least 1."""
     return [
         StabilityFigures(
             change,
-            mean_with_interval([each[change].exactly for each in kept]),
-            mean_with_interval([each[change].nearly for each in kept]),
-            float(np.mean([each[change].answer for each in kept])),
+            mean_with_interval([each[change].same_cell for each in stabilities]),
+            mean_with_interval([each[change].within_one_cell for each in stabilities]),
+            float(np.mean([each[change].same_class for each in stabilities])),
         )
-        for change in kept[0]
+        for change in stabilities[0]
     ]

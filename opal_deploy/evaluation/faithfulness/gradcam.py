@@ -40,8 +40,8 @@ class GradCam:
         with torch.enable_grad():
             features = features.detach().requires_grad_()  # [n, D, H, W]
             logits = self._network.head(features)
-            wanted = logits.gather(1, torch.from_numpy(classes).to(self._device)[:, None]).sum()
-            (gradient,) = torch.autograd.grad(wanted, features)
+            selected = logits.gather(1, torch.from_numpy(classes).to(self._device)[:, None]).sum()
+            (gradient,) = torch.autograd.grad(selected, features)
         weights = gradient.mean(dim=(2, 3), keepdim=True)
-        heat: NDArray[np.float32] = (weights * features.detach()).sum(1).flatten(1).float().cpu().numpy()
-        return heat
+        heat_map: NDArray[np.float32] = (weights * features.detach()).sum(1).flatten(1).float().cpu().numpy()
+        return heat_map

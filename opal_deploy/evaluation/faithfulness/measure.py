@@ -33,7 +33,7 @@ from opal_deploy.inference.types import Request
 from opal_deploy.runtime.session import Session
 
 # images measured before the next ones: each makes dozens of passes, which fill batches of their own
-_TOGETHER = 4
+_IMAGES_TOGETHER = 4
 
 NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
 
@@ -46,22 +46,22 @@ class Faithfulness:
         images: how many images.
         available: how many images the data set has.
         prototypes_per_class: m, the most cells that are removed.
-        cells: mean number of different cells of an image, d.
-        passes: forward passes that it took, counted in images.
-        control: what the random cells are.
-        orders: curves and areas by fill and order.
-        stability: by change.
-        unavailable: order -> one line, why it is not there or on fewer images.
-        seed: of everything random.
+        different_cells: mean number of different evidence cells of an image, d.
+        forward_passes: counted in images.
+        random_control: describes the cells of the random ranking.
+        rankings: curves and areas by baseline and ranking.
+        stability: of the cells, by change.
+        unavailable: ranking -> why it is missing, or measured on fewer images, in one line.
+        seed: of all random numbers.
     """
 
     images: int
     available: int
     prototypes_per_class: int
-    cells: float
-    passes: int
-    control: str
-    orders: list[RankingFigures]
+    different_cells: float
+    forward_passes: int
+    random_control: str
+    rankings: list[RankingFigures]
     stability: list[StabilityFigures]
     unavailable: dict[str, str] = field(default_factory=dict)
     seed: int = 0
@@ -72,12 +72,12 @@ class Faithfulness:
             "images": self.images,
             "of_images": self.available,
             "prototypes_per_class": self.prototypes_per_class,
-            "different_cells": self.cells,
-            "forward_passes": self.passes,
-            "random_control": self.control,
+            "different_cells": self.different_cells,
+            "forward_passes": self.forward_passes,
+            "random_control": self.random_control,
             "confidence": 0.95,
             "seed": self.seed,
-            "removal": [figures.to_dict() for figures in self.orders],
+            "removal": [figures.to_dict() for figures in self.rankings],
             "stability": [figures.to_dict() for figures in self.stability],
             "unavailable": self.unavailable,
         }
@@ -89,18 +89,18 @@ def check_evidence(metadata: Metadata, model: str) -> None:
     Raises:
         UsageError: no single cell is its evidence, or it has one class only.
     """
-    why = {
+    reasons = {
         "map": "it averages over all cells (evidence map), so no single cell is its evidence",
         "none": "it has no prototypes (evidence none)",
     }
     if metadata.evidence != "exact":
-        raise UsageError(f"{model}: {why[metadata.evidence]}; --faithfulness needs a model with evidence exact")
+        raise UsageError(f"{model}: {reasons[metadata.evidence]}; --faithfulness needs a model with evidence exact")
 
 
-def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Baseline]) -> int:
+def max_forward_passes(images: int, metadata: Metadata, baselines: Sequence[Baseline]) -> int:
     """Return the most forward passes a measurement takes: no two slots or rankings share a cell."""
-    each = len(RANKINGS) * 2 * metadata.prototypes_per_class * len(fills)
-    return images * (1 + len(image_changes(0)) + each)
+    per_image = len(RANKINGS) * 2 * metadata.prototypes_per_class * len(baselines)
+    return images * (1 + len(image_changes(0)) + per_image)
 
 
 def measure_faithfulness(
@@ -110,8 +110,8 @@ def measure_faithfulness(
     foreground: Foreground,
     *,
     boxes: bool = True,
-    fills: Sequence[Baseline] = BASELINES,
-    heat: HeatMap | None = None,
+    baselines: Sequence[Baseline] = BASELINES,
+    heat_map: HeatMap | None = None,
     batch: int = 16,
     workers: int = 2,
     seed: int = 0,
@@ -120,32 +120,32 @@ def measure_faithfulness(
     """Measure deletion and insertion curves, controls and stability of one model.
 
     Args:
-        session: of a model that `check` accepts.
+        session: of a model that `check_evidence` accepts.
         samples: the data set's images.
-        chosen: indices of those to measure on, at least one. What is random for an image depends on `seed` and its
-            index, not on the others.
+        chosen: indices of the images to measure on, at least one. Random numbers for an image depend on `seed` and its
+            index, not on the other images.
         foreground: for the random control.
         boxes: crop to the samples' boxes.
-        fills: what removed cells are painted with, at least one.
-        heat: for Grad-CAM's cells; None leaves that control out.
+        baselines: that replace removed cells, at least one.
+        heat_map: Grad-CAM; None leaves that control out.
         batch: images a forward pass.
         workers: threads that decode.
         seed: 0 or more.
         report: called with images done and in all.
 
     Raises:
-        UsageError: names an image that cannot be used, or the model's logits are no numbers.
+        UsageError: names an image that cannot be used, or the model's logits are not finite.
     """
-    metadata, runner = session.metadata, Perturber(session, batch)
-    moved: list[Curves] = []
-    kept: list[dict[str, SlotStability]] = []
-    different: list[int] = []
+    metadata, perturber = session.metadata, Perturber(session, batch)
+    curves: list[Curves] = []
+    stabilities: list[dict[str, SlotStability]] = []
+    different_cells: list[int] = []
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in (samples[i] for i in chosen))
-    for pixels, geometries in prepared_batches(requests, metadata.input_size, min(batch, _TOGETHER), workers):
-        indices = chosen[len(moved) : len(moved) + len(pixels)]
-        outputs = runner.run(pixels)
-        heats = None if heat is None else heat(pixels, outputs.logits.argmax(axis=1).astype(np.int64))
-        orders = [
+    for pixels, geometries in prepared_batches(requests, metadata.input_size, min(batch, _IMAGES_TOGETHER), workers):
+        indices = chosen[len(curves) : len(curves) + len(pixels)]
+        outputs = perturber.run(pixels)
+        heat_maps = None if heat_map is None else heat_map(pixels, outputs.logits.argmax(axis=1).astype(np.int64))
+        rankings = [
             build_rankings(
                 outputs,
                 row,
@@ -153,28 +153,30 @@ def measure_faithfulness(
                 foreground.cells(index, geometry),
                 seed=seed,
                 index=index,
-                heat=None if heats is None else heats[row],
+                heat_map=None if heat_maps is None else heat_maps[row],
             )
             for row, (index, geometry) in enumerate(zip(indices, geometries, strict=True))
         ]
-        kept += measure_stability(runner, pixels, outputs, indices, metadata, seed)
-        moved += perturbation_curves(runner, pixels, orders, indices, metadata.grid, fills, seed)
-        different += [len(order.evidence) for order in orders]
+        stabilities += measure_stability(perturber, pixels, outputs, indices, metadata, seed)
+        curves += perturbation_curves(perturber, pixels, rankings, indices, metadata.grid, baselines, seed)
+        different_cells += [len(ranking.evidence) for ranking in rankings]
         if report is not None:
-            report(len(moved), len(chosen), f"{runner.passes:,} forward passes")
-    unavailable = {} if heat is not None else {GRAD_CAM: NO_GRADIENTS}
-    without = sum((fills[0], RANDOM) not in each for each in moved)
+            report(len(curves), len(chosen), f"{perturber.forward_passes:,} forward passes")
+    unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
+    without = sum((baselines[0], RANDOM) not in by_ranking for by_ranking in curves)
     if without:
-        unavailable[RANDOM] = f"{without} of {len(moved)} images have no foreground cell but evidence, and are left out"
+        unavailable[RANDOM] = (
+            f"{without} of {len(curves)} images have no foreground cell but evidence, and are left out"
+        )
     return Faithfulness(
-        len(moved),
+        len(curves),
         len(samples),
         metadata.prototypes_per_class,
-        float(np.mean(different)),
-        runner.passes,
+        float(np.mean(different_cells)),
+        perturber.forward_passes,
         foreground.name,
-        summarize_rankings(moved, fills, metadata.prototypes_per_class),
-        summarize_stability(kept),
+        summarize_rankings(curves, baselines, metadata.prototypes_per_class),
+        summarize_stability(stabilities),
         unavailable,
         seed,
     )
@@ -186,23 +188,23 @@ def choose_samples(samples: list[Sample], limit: int) -> list[int]:
     No class has two images more than another that has some left; within a class they lie evenly over its images in
     their order.
     """
-    of_class: dict[int, list[int]] = defaultdict(list)
+    by_class: dict[int, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
-        of_class[sample.label].append(index)
-    shares = dict.fromkeys(sorted(of_class), 0)
-    left = min(limit, len(samples))
-    while left:
-        open_classes = [label for label in shares if shares[label] < len(of_class[label])]
+        by_class[sample.label].append(index)
+    shares = dict.fromkeys(sorted(by_class), 0)
+    remaining = min(limit, len(samples))
+    while remaining:
+        open_classes = [label for label in shares if shares[label] < len(by_class[label])]
         # fewer images than classes: classes that lie evenly over all of them
-        if left < len(open_classes):
-            open_classes = [open_classes[i] for i in _evenly(len(open_classes), left)]
+        if remaining < len(open_classes):
+            open_classes = [open_classes[i] for i in _spread(len(open_classes), remaining)]
         for label in open_classes:
             shares[label] += 1
-        left -= len(open_classes)
-    chosen = [of_class[label][i] for label, share in shares.items() for i in _evenly(len(of_class[label]), share)]
+        remaining -= len(open_classes)
+    chosen = [by_class[label][i] for label, share in shares.items() for i in _spread(len(by_class[label]), share)]
     return sorted(chosen)
 
 
-def _evenly(number: int, share: int) -> list[int]:
+def _spread(number: int, share: int) -> list[int]:
     """Return `share` different indices spread evenly over `number`."""
-    return [int(place) for place in (np.arange(share) * number) // max(share, 1)]
+    return [int(index) for index in (np.arange(share) * number) // max(share, 1)]

@@ -19,88 +19,92 @@ from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.faithfulness.rankings import Rankings
 from opal_deploy.runtime.session import Session
 
-
-class Perturber:
-    """Runs images through a session in batches, and counts them.
-
-    Attributes:
-        passes: forward passes, counted in images.
-    """
-
-    def __init__(self, session: Session, batch: int) -> None:
-        self._session, self._batch = session, batch
-        self.passes = 0
-
-    def run(self, images: NDArray[np.uint8]) -> Outputs:
-        """Return the outputs for images uint8 [n, H0, W0, 3], n at least 1."""
-        return Outputs.concatenate(
-            [self._once(images[first : first + self._batch]) for first in range(0, len(images), self._batch)]
-        )
-
-    def cosines(self, wanted: Iterable[tuple[ImageArray, int]]) -> Iterator[tuple[float, bool]]:
-        """Yield, for pairs of an image and a class, the class's cosine and whether it is predicted.
-
-        At most a batch of images is held at a time.
-        """
-        metadata = self._session.metadata
-        stream = iter(wanted)
-        while group := list(itertools.islice(stream, self._batch)):
-            outputs = self._once(np.stack([image for image, _ in group]))
-            if outputs.scores is None:
-                raise ValueError("a model without slots has no cosines")
-            found = cosines(outputs.scores, metadata.prototypes_per_class, metadata.epsilon)
-            answers = outputs.logits.argmax(axis=1)
-            for row, (_, class_id) in enumerate(group):
-                yield float(found[row, class_id]), bool(answers[row] == class_id)
-
-    def _once(self, images: NDArray[np.uint8]) -> Outputs:
-        self.passes += len(images)
-        outputs = self._session.run(images)
-        if not np.isfinite(outputs.logits).all():
-            raise UsageError(
-                "its logits for an image with cells taken away are not finite numbers, so its faithfulness cannot be "
-                "measured; its precision is too low, export fp32"
-            )
-        return outputs
-
-
 Baseline = Literal["blur", "mean", "noise"]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 
 ImageArray = NDArray[np.uint8]
 
+# first word of the noise's seeds: a stream of its own
 _STREAM = 12
 
 
-def baseline_image(image: ImageArray, fill: Baseline, grid: tuple[int, int], *, seed: int, index: int) -> ImageArray:
+class Perturber:
+    """Runs images through a session in batches, and counts them.
+
+    Attributes:
+        forward_passes: forward passes, counted in images.
+    """
+
+    def __init__(self, session: Session, batch: int) -> None:
+        self._session, self._batch = session, batch
+        self.forward_passes = 0
+
+    def run(self, images: NDArray[np.uint8]) -> Outputs:
+        """Return the outputs for images uint8 [n, H0, W0, 3], n at least 1."""
+        return Outputs.concatenate(
+            [self._run_batch(images[first : first + self._batch]) for first in range(0, len(images), self._batch)]
+        )
+
+    def cosines(self, targets: Iterable[tuple[ImageArray, int]]) -> Iterator[tuple[float, bool]]:
+        """Yield, for pairs of an image and a class, the class's cosine and whether it is predicted.
+
+        At most a batch of images is held at a time.
+        """
+        metadata = self._session.metadata
+        stream = iter(targets)
+        while group := list(itertools.islice(stream, self._batch)):
+            outputs = self._run_batch(np.stack([image for image, _ in group]))
+            if outputs.scores is None:
+                raise ValueError("a model without slots has no cosines")
+            values = cosines(outputs.scores, metadata.prototypes_per_class, metadata.epsilon)
+            predicted = outputs.logits.argmax(axis=1)
+            for row, (_, class_id) in enumerate(group):
+                yield float(values[row, class_id]), bool(predicted[row] == class_id)
+
+    def _run_batch(self, images: NDArray[np.uint8]) -> Outputs:
+        self.forward_passes += len(images)
+        outputs = self._session.run(images)
+        if not np.isfinite(outputs.logits).all():
+            raise UsageError(
+                "the model's logits for an image with cells removed are not finite numbers, so its faithfulness cannot "
+                "be measured; its precision is too low, export fp32"
+            )
+        return outputs
+
+
+def baseline_image(
+    image: ImageArray, baseline: Baseline, grid: tuple[int, int], *, seed: int, index: int
+) -> ImageArray:
     """Return the image that removed cells are taken from: uint8 [H0, W0, 3].
 
     `blur`: Gaussian, with a standard deviation of half a cell's smaller side: a cell's colours stay, its shapes go.
     `mean`: the image's mean colour. `noise`: normal, of the image's mean and standard deviation in each channel; it
     depends on `seed` and `index`, the image's number, only.
     """
-    if fill == "blur":
+    if baseline == "blur":
         radius = min(image.shape[0] / grid[0], image.shape[1] / grid[1]) / 2
         return np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius)), np.uint8)
     mean = image.mean(axis=(0, 1))
-    if fill == "mean":
+    if baseline == "mean":
         return np.full_like(image, np.rint(mean).astype(np.uint8))
     drawn = np.random.default_rng((_STREAM, seed, index)).standard_normal(image.shape)
     noise: ImageArray = np.rint(mean + image.std(axis=(0, 1)) * drawn).clip(0, 255).astype(np.uint8)
     return noise
 
 
-def replace_cells(image: ImageArray, paint: ImageArray, cells: frozenset[int], grid: tuple[int, int]) -> ImageArray:
-    """Return `image` with the rectangles of `cells` (flat row-major in `grid`) taken from `paint`."""
+def replace_cells(
+    image: ImageArray, replacement: ImageArray, cells: frozenset[int], grid: tuple[int, int]
+) -> ImageArray:
+    """Return `image` with the rectangles of `cells` (flat row-major in `grid`) taken from `replacement`."""
     rows, cols = grid
     y, x = (np.rint(np.linspace(0, length, n + 1)).astype(int) for length, n in zip(image.shape, grid, strict=False))
     if len(cells) == rows * cols:
-        return paint
+        return replacement
     changed = image.copy()
     for cell in cells:
         row, col = divmod(cell, cols)
-        trapezoid_area = (slice(y[row], y[row + 1]), slice(x[col], x[col + 1]))
-        changed[trapezoid_area] = paint[trapezoid_area]
+        rectangle = (slice(y[row], y[row + 1]), slice(x[col], x[col + 1]))
+        changed[rectangle] = replacement[rectangle]
     return changed
 
 
@@ -111,14 +115,14 @@ class Curve:
     Attributes:
         deletion: float64 [k + 1], cosine with the first 0, 1, ..., k cells removed.
         insertion: float64 [k + 1], cosine with nothing but the first 0, 1, ..., k cells.
-        kept: whether the class is still the answer with all k cells removed.
-        overlap: share of the k cells that are evidence, 0 ... 1.
+        class_kept: whether the class is still predicted with all k cells removed.
+        evidence_share: share of the k cells that are evidence, 0 ... 1.
     """
 
     deletion: NDArray[np.float64]
     insertion: NDArray[np.float64]
-    kept: bool
-    overlap: float
+    class_kept: bool
+    evidence_share: float
 
     @property
     def steps(self) -> int:
@@ -126,7 +130,7 @@ class Curve:
         return len(self.deletion) - 1
 
     def first(self, steps: int) -> Curve:
-        """Return the curve cut after `steps` cells; `kept` and `overlap` stay those of the whole curve."""
+        """Return the curve cut after `steps` cells; `class_kept` and `evidence_share` stay those of the whole curve."""
         return replace(self, deletion=self.deletion[: steps + 1], insertion=self.insertion[: steps + 1])
 
     @property
@@ -150,70 +154,71 @@ def trapezoid_area(curve: NDArray[np.float64]) -> float:
     return float((curve[:-1] + curve[1:]).mean() / 2)
 
 
-# of one image: (fill, order) to what happened
 Curves = dict[tuple[Baseline, str], Curve]
+"""The curves of one image by baseline and ranking."""
 
 
 def perturbation_curves(
-    runner: Perturber,
+    perturber: Perturber,
     images: NDArray[np.uint8],
-    orders: Sequence[Rankings],
+    rankings: Sequence[Rankings],
     indices: Sequence[int],
     grid: tuple[int, int],
-    fills: Sequence[Baseline],
+    baselines: Sequence[Baseline],
     seed: int,
 ) -> list[Curves]:
     """Return the curves of every ranking with every baseline for n images; equal sets of removed cells run once.
 
     Args:
-        runner: the model.
+        perturber: of the model.
         images: uint8 [n, H0, W0, 3].
-        orders: of each.
-        indices: the images' numbers in their data set.
+        rankings: one per image.
+        indices: of the images in their data set.
         grid: (H, W).
-        fills, seed: see `fills`.
+        baselines: at least one.
+        seed: of the noise baseline, 0 or more.
     """
     every = frozenset(range(grid[0] * grid[1]))
     steps = [
-        (number, fill, removed)
-        for number, order in enumerate(orders)
-        for fill in fills
+        (number, baseline, removed)
+        for number, ranking in enumerate(rankings)
+        for baseline in baselines
         for removed in dict.fromkeys(
             removed
-            for cells in order.cells.values()
+            for cells in ranking.cells.values()
             for k in range(len(cells) + 1)
-            # nothing removed is one and the same with every fill
+            # an unchanged image is the same for every baseline
             for removed in (frozenset(cells[:k]), every.difference(cells[:k]))
         )
-        if removed or fill == fills[0]
+        if removed or baseline == baselines[0]
     ]
 
-    def changed() -> Iterator[tuple[ImageArray, int]]:
-        painted, paint = None, images[0]
-        for number, fill, removed in steps:
-            if (number, fill) != painted:
-                painted = (number, fill)
-                paint = baseline_image(images[number], fill, grid, seed=seed, index=indices[number])
-            yield replace_cells(images[number], paint, removed, grid), orders[number].predicted
+    def perturbed() -> Iterator[tuple[ImageArray, int]]:
+        current, replacement = None, images[0]
+        for number, baseline, removed in steps:
+            if (number, baseline) != current:
+                current = (number, baseline)
+                replacement = baseline_image(images[number], baseline, grid, seed=seed, index=indices[number])
+            yield replace_cells(images[number], replacement, removed, grid), rankings[number].predicted
 
-    answers = dict(zip(steps, runner.cosines(changed()), strict=True))
+    results = dict(zip(steps, perturber.cosines(perturbed()), strict=True))
 
-    def answer(number: int, fill: Baseline, removed: frozenset[int]) -> tuple[float, bool]:
-        return answers[number, fill if removed else fills[0], removed]
+    def look_up(number: int, baseline: Baseline, removed: frozenset[int]) -> tuple[float, bool]:
+        return results[number, baseline if removed else baselines[0], removed]
 
-    found: list[Curves] = []
-    for number, order in enumerate(orders):
-        evidence = set(order.evidence)
+    curves: list[Curves] = []
+    for number, ranking in enumerate(rankings):
+        evidence = set(ranking.evidence)
         curves_of_image: Curves = {}
-        for fill in fills:
-            for name, cells in order.cells.items():
-                deleted = [answer(number, fill, frozenset(cells[:k])) for k in range(len(cells) + 1)]
-                inserted = [answer(number, fill, every.difference(cells[:k])) for k in range(len(cells) + 1)]
-                curves_of_image[fill, name] = Curve(
+        for baseline in baselines:
+            for name, cells in ranking.cells.items():
+                deleted = [look_up(number, baseline, frozenset(cells[:k])) for k in range(len(cells) + 1)]
+                inserted = [look_up(number, baseline, every.difference(cells[:k])) for k in range(len(cells) + 1)]
+                curves_of_image[baseline, name] = Curve(
                     np.array([cosine for cosine, _ in deleted]),
                     np.array([cosine for cosine, _ in inserted]),
                     deleted[-1][1],
                     len(evidence.intersection(cells)) / len(cells),
                 )
-        found.append(curves_of_image)
-    return found
+        curves.append(curves_of_image)
+    return curves

@@ -22,7 +22,7 @@ CONTRIBUTION, REVERSE, RANDOM = "contribution", "reverse", "random"
 RUNNER_UP, ANOTHER, GRAD_CAM = "runner-up", "another class", "grad-cam"
 RANKINGS = (CONTRIBUTION, REVERSE, RANDOM, RUNNER_UP, ANOTHER, GRAD_CAM)
 
-# first word of the seeds, so that fills draw from other streams
+# first word of the seeds: a stream of its own
 _STREAM = 11
 
 
@@ -31,9 +31,8 @@ class Rankings:
     """The cells of one image, flat row-major, in the order in which they are removed or put back.
 
     Attributes:
-        predicted: the class that the untouched image is answered with.
-        cells: name of the order -> different cells, d of them; a control for which there are not as many has what there
-            is, and is left out where there is none.
+        predicted: the class predicted for the unchanged image.
+        cells: ranking -> its different cells, at most d; rankings without any cell are left out.
     """
 
     predicted: int
@@ -71,51 +70,55 @@ def build_rankings(
     *,
     seed: int,
     index: int,
-    heat: NDArray[np.float32] | None = None,
+    heat_map: NDArray[np.float32] | None = None,
 ) -> Rankings:
     """Return the rankings of image `row` of a batch.
 
-    `random` draws from the foreground's cells that are not evidence, of which a small creature may have fewer than d.
+    `random` draws from foreground cells that are not evidence; a small creature may have fewer than d.
     `runner-up` and `another class` take the cells of those classes' slots as they are, evidence or not: a class that
-    looks at the same places is a fair rival; where they are fewer than d, random cells that are no evidence follow.
+    looks at the same places is a fair rival. Where it has fewer than d cells, random ones that are not evidence follow.
     `reverse` needs at least two cells.
 
     Args:
-        outputs, row: of the untouched images.
+        outputs: for the unchanged images of the batch.
+        row: of the image in the batch.
         metadata: of the model.
         foreground: bool [H * W].
-        seed, index: what is random depends on these two only; `index` is the image's number in its data set.
-        heat: float32 [H * W], Grad-CAM's map; None leaves it out.
+        seed: 0 or more.
+        index: of the image in its data set; random cells depend on `seed` and `index` only.
+        heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.
     """
     rng = np.random.default_rng((_STREAM, seed, index))
-    ranking = np.argsort(-outputs.logits[row], kind="stable")
-    predicted = int(ranking[0])
+    classes = np.argsort(-outputs.logits[row], kind="stable")
+    predicted = int(classes[0])
     evidence = evidence_cells(predicted, outputs, row, metadata)
     d = len(evidence)
-    mixed = [int(cell) for cell in rng.permutation(len(foreground)) if cell not in evidence]
-    wanted = [cell for cell in mixed if foreground[cell]]
-    spare = wanted + [cell for cell in mixed if not foreground[cell]]
-    rivals = {RUNNER_UP: int(ranking[1])} if len(ranking) > 1 else {}
-    if len(ranking) > 2:
-        rivals[ANOTHER] = int(rng.choice(ranking[2:]))
+    shuffled = [int(cell) for cell in rng.permutation(len(foreground)) if cell not in evidence]
+    foreground_cells = [cell for cell in shuffled if foreground[cell]]
+    spare = foreground_cells + [cell for cell in shuffled if not foreground[cell]]
+    rivals = {RUNNER_UP: int(classes[1])} if len(classes) > 1 else {}
+    if len(classes) > 2:
+        rivals[ANOTHER] = int(rng.choice(classes[2:]))
 
-    found = {CONTRIBUTION: evidence}
+    rankings = {CONTRIBUTION: evidence}
     if d > 1:
-        found[REVERSE] = evidence[::-1]
-    found[RANDOM] = tuple(wanted[:d])
+        rankings[REVERSE] = evidence[::-1]
+    rankings[RANDOM] = tuple(foreground_cells[:d])
     for name, class_id in rivals.items():
-        theirs = evidence_cells(class_id, outputs, row, metadata)
-        found[name] = (*theirs, *(cell for cell in spare if cell not in theirs))[:d]
-    if heat is not None:
-        found[GRAD_CAM] = tuple(int(cell) for cell in np.argsort(-heat, kind="stable")[:d])
-    return Rankings(predicted, {name: cells for name, cells in found.items() if cells})
+        own = evidence_cells(class_id, outputs, row, metadata)
+        rankings[name] = (*own, *(cell for cell in spare if cell not in own))[:d]
+    if heat_map is not None:
+        rankings[GRAD_CAM] = tuple(int(cell) for cell in np.argsort(-heat_map, kind="stable")[:d])
+    return Rankings(predicted, {name: cells for name, cells in rankings.items() if cells})
 
 
 @dataclass(frozen=True)
 class Foreground:
-    """Attributes:
-    name: what the control's random cells are, for a person.
-    cells: an image's number in its data set and how it was laid out -> bool [H * W].
+    """The cells that the random control draws from.
+
+    Attributes:
+        name: describes the random cells for a person.
+        cells: returns bool [H * W] for an image's index in its data set and its geometry.
     """
 
     name: str
@@ -155,8 +158,8 @@ def choose_foreground(
 
 
 def _select_foreground(shares: NDArray[np.float64]) -> NDArray[np.bool_]:
-    counted: NDArray[np.bool_] = (shares >= FOREGROUND - 1e-9).ravel()
-    return counted if counted.any() else np.ones_like(counted)
+    selected: NDArray[np.bool_] = (shares >= FOREGROUND - 1e-9).ravel()
+    return selected if selected.any() else np.ones_like(selected)
 
 
 def _share_in_box(box: Box, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.float64]:

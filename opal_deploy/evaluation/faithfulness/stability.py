@@ -16,7 +16,11 @@ from opal_deploy.evaluation.faithfulness.perturbation import ImageArray, Perturb
 
 FLIP = "horizontal flip"
 
+# first word of the seeds: a stream of its own
 _STREAM = 13
+
+Change = Callable[[ImageArray, int], ImageArray]
+"""Changes an image, given its index in the data set."""
 
 
 @dataclass(frozen=True)
@@ -24,36 +28,33 @@ class SlotStability:
     """One image under one change. Shares are of the m slots of the class predicted for the unchanged image.
 
     Attributes:
-        exactly: share of slots whose cell is the same (after a flip: the mirrored one).
-        nearly: share of slots whose cell is the same or one of its neighbours, diagonal ones included.
-        answer: whether the answer is the same class.
+        same_cell: share of slots whose cell is the same (after a flip: the mirrored one).
+        within_one_cell: share of slots whose cell is the same or one of its neighbours, diagonal ones included.
+        same_class: whether the predicted class is the same.
     """
 
-    exactly: float
-    nearly: float
-    answer: bool
-
-
-Change = Callable[[ImageArray, int], ImageArray]
+    same_cell: float
+    within_one_cell: float
+    same_class: bool
 
 
 def image_changes(seed: int) -> dict[str, Change]:
-    """Return the changes of the model's input by name; noise depends on `seed` and the image's number only."""
+    """Return the changes of the model's input by name; noise depends on `seed` and the image's index only."""
     return {
-        "JPEG quality 90": lambda image, _: _recompressed(image, 90),
-        "JPEG quality 75": lambda image, _: _recompressed(image, 75),
-        "JPEG quality 50": lambda image, _: _recompressed(image, 50),
-        "resize by a pixel": lambda image, _: _resized(image),
-        "noise, 2 counts": lambda image, index: _noisy(image, 2.0, seed, index),
-        "noise, 5 counts": lambda image, index: _noisy(image, 5.0, seed, index),
+        "JPEG quality 90": lambda image, _: _compress_jpeg(image, 90),
+        "JPEG quality 75": lambda image, _: _compress_jpeg(image, 75),
+        "JPEG quality 50": lambda image, _: _compress_jpeg(image, 50),
+        "resize by a pixel": lambda image, _: _resize_by_a_pixel(image),
+        "noise, 2 counts": lambda image, index: _add_noise(image, 2.0, seed, index),
+        "noise, 5 counts": lambda image, index: _add_noise(image, 5.0, seed, index),
         FLIP: lambda image, _: image[:, ::-1],
     }
 
 
 def measure_stability(
-    runner: Perturber,
+    perturber: Perturber,
     images: NDArray[np.uint8],
-    untouched: Outputs,
+    unchanged: Outputs,
     indices: Sequence[int],
     metadata: Metadata,
     seed: int,
@@ -61,20 +62,20 @@ def measure_stability(
     """Return the stability of n images under every change, by name.
 
     Args:
-        runner: the model.
+        perturber: of the model.
         images: uint8 [n, H0, W0, 3].
-        untouched: the model's answers for them.
-        indices: the images' numbers in their data set.
+        unchanged: the model's outputs for `images`.
+        indices: of the images in their data set.
         metadata: of the model.
         seed: of the noise.
     """
-    found: list[dict[str, SlotStability]] = [{} for _ in images]
+    stabilities: list[dict[str, SlotStability]] = [{} for _ in images]
     for name, change in image_changes(seed).items():
         changed = np.stack([change(image, index) for image, index in zip(images, indices, strict=True)])
-        outputs = runner.run(changed)
-        for row, kept in enumerate(found):
-            kept[name] = _compare(untouched, outputs, row, metadata, mirrored=name == FLIP)
-    return found
+        outputs = perturber.run(changed)
+        for row, by_change in enumerate(stabilities):
+            by_change[name] = _compare(unchanged, outputs, row, metadata, mirrored=name == FLIP)
+    return stabilities
 
 
 def _compare(before: Outputs, after: Outputs, row: int, metadata: Metadata, *, mirrored: bool) -> SlotStability:
@@ -88,26 +89,26 @@ def _compare(before: Outputs, after: Outputs, row: int, metadata: Metadata, *, m
     )
     if mirrored:
         new_col = width - 1 - new_col
-    apart = np.maximum(np.abs(new_row - old_row), np.abs(new_col - old_col))
+    distance = np.maximum(np.abs(new_row - old_row), np.abs(new_col - old_col))
     return SlotStability(
-        float((apart == 0).mean()), float((apart <= 1).mean()), int(after.logits[row].argmax()) == predicted
+        float((distance == 0).mean()), float((distance <= 1).mean()), int(after.logits[row].argmax()) == predicted
     )
 
 
-def _recompressed(image: ImageArray, quality: int) -> ImageArray:
+def _compress_jpeg(image: ImageArray, quality: int) -> ImageArray:
     stream = io.BytesIO()
     Image.fromarray(image).save(stream, "JPEG", quality=quality)
     return np.asarray(Image.open(stream).convert("RGB"))
 
 
-def _resized(image: ImageArray) -> ImageArray:
+def _resize_by_a_pixel(image: ImageArray) -> ImageArray:
     """Return the image resized to one pixel more each way, and back."""
     height, width = image.shape[:2]
     larger = Image.fromarray(image).resize((width + 1, height + 1), Image.Resampling.BILINEAR)
     return np.asarray(larger.resize((width, height), Image.Resampling.BILINEAR))
 
 
-def _noisy(image: ImageArray, sigma: float, seed: int, index: int) -> ImageArray:
+def _add_noise(image: ImageArray, sigma: float, seed: int, index: int) -> ImageArray:
     # the same noise at every strength
     drawn = np.random.default_rng((_STREAM, seed, index)).standard_normal(image.shape)
     return np.rint(image + sigma * drawn).clip(0, 255).astype(np.uint8)
