@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -53,17 +52,18 @@ def _write_noise(path: Path) -> None:
     path.write_bytes(random.Random(0).randbytes(5000))
 
 
+KINDS = "expected a checkpoint (.pt, .pth) or one of our .onnx files"
+
+
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
         ("nowhere.pt", lambda path: None, "nowhere.pt: no such file"),
-        ("c.pt", _write_noise, "c.pt: "),
         ("c.pth", _write_noise, "c.pth: "),
         ("c.onnx", _write_noise, "not an ONNX file"),
         ("c.onnx", _write_foreign, "without opal metadata"),
-        ("c.bin", _write_noise, "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
-        ("c.engine", _write_noise, "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
-        ("c", _write_noise, "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
+        ("c.engine", _write_noise, KINDS),
+        ("c", _write_noise, KINDS),
     ],
 )
 def test_a_source_that_is_no_model_is_one_line(
@@ -80,23 +80,16 @@ def test_a_source_that_is_no_model_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["--classes", "a\nb\n"], id="too few classes"),
-        pytest.param(["--classes", "a\nb\nc\nd\ne\n"], id="too many classes"),
-        pytest.param(["--classes", "a\na\nb\nc\n"], id="a class twice"),
-        pytest.param(["--classes", ""], id="no classes"),
-        pytest.param(["--distance", "l1"], id="an option for the authors' files"),
-    ],
+    "classes",
+    ["a\nb\n", "a\nb\nc\nd\ne\n", "a\na\nb\nc\n", "", None],
+    ids=["too few classes", "too many", "a class twice", "none", "an option for the authors' files"],
 )
 def test_options_that_do_not_fit_the_checkpoint_are_one_line(
-    opal: Any, exact_model: Path, tmp_path: Path, arguments: list[str]
+    opal: Any, exact_model: Path, tmp_path: Path, classes: str | None
 ) -> None:
-    option, value = arguments
-    if option == "--classes":
-        (tmp_path / "names.txt").write_text(value)
-        value = "names.txt"
-    done = opal("export", exact_model.with_suffix(".pt"), option, value, "--out", "c.onnx", cwd=tmp_path)
+    (tmp_path / "names.txt").write_text(classes or "")
+    option = ("--distance", "l1") if classes is None else ("--classes", "names.txt")
+    done = opal("export", exact_model.with_suffix(".pt"), *option, "--out", "c.onnx", cwd=tmp_path)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("opal-deploy: ")
@@ -164,9 +157,11 @@ class TestEngines:
         assert "3 images in" in inferred.stderr
         assert (tmp_path / "explanations" / "report.html").is_file()
 
-    def test_the_document_names_files_and_engines_that_are_kept_the_next_time(self, opal: Any, folder: Path) -> None:
+    def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kept_the_next_time(
+        self, opal: Any, folder: Path
+    ) -> None:
         call = ("export", "c.onnx", "--trt", "--target", "a100", "--target", "l4", "--json", *SMALL)
-        done = opal(*call, cwd=folder)
+        done = opal(*call, cwd=folder, blocked=("torch", "torchvision"))
         assert done.returncode == 0, done.stderr
         document = json.loads(done.stdout)
         assert [file["path"] for file in document["files"]] == ["c.fp16.onnx"]
@@ -174,30 +169,22 @@ class TestEngines:
         assert {engine["state"]["state"] for engine in document["engines"]} == {"unverified"}
         assert "Kept c.fp16.sm80.rtx.engine" in opal(*call, cwd=folder).stderr
 
-    def test_an_onnx_file_needs_no_torch(self, opal: Any, folder: Path) -> None:
-        done = opal("export", "c.onnx", "--trt", *SMALL, cwd=folder, blocked=("torch", "torchvision"))
-        assert done.returncode == 0, done.stderr
-        assert "c.fp16.sm80.rtx.engine" in names(folder)
-
     def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(self, folder: Path) -> None:
         # the signal comes at a moment when native code is running
-        program = (
-            "import os, signal, sys\n"
-            "from opal_deploy.export.tensorrt import builder\n"
-            "make = builder._make_monitor\n"
-            "def interrupting(trt, on_progress):\n"
-            "    monitor = make(trt, on_progress)\n"
-            "    def start(phase, parent, steps):\n"
-            "        os.kill(os.getpid(), signal.SIGINT)\n"
-            "    monitor.phase_start = start\n"
-            "    return monitor\n"
-            "builder._make_monitor = interrupting\n"
-            "sys.argv = ['opal-deploy', 'export', 'c.onnx', '--trt', '--batch', '1:2:4', '--threads', '1']\n"
-            "from opal_deploy.cli import main; main()\n"
-        )
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+        program = """
+import os, signal, sys
+from opal_deploy.export.tensorrt import builder
+make = builder._make_monitor
+def interrupting(trt, on_progress):
+    monitor = make(trt, on_progress)
+    monitor.phase_start = lambda phase, parent, steps: os.kill(os.getpid(), signal.SIGINT)
+    return monitor
+builder._make_monitor = interrupting
+sys.argv = ["opal-deploy", *sys.argv[1:]]
+from opal_deploy.cli import main; main()
+"""
+        command = [sys.executable, "-c", program, "export", "c.onnx", "--trt", *SMALL]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
         assert done.returncode == 130, done.stderr
         assert "interrupted" in done.stderr
         assert names(folder) == ["c.onnx"]
@@ -217,11 +204,8 @@ class TestEngines:
             (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
             (["--trt", "--timing-cache", "."], "--timing-cache"),
             (["--trt", "--builder", "tensorrt"], "tensorrt"),
-            (
-                ["--trt", "--precision", "fp32", "--outputs", "attention"],
-                "inputs and outputs are fixed in an ONNX file",
-            ),
-            (["--trt", "--precision", "fp32", "--input", "float32"], "inputs and outputs are fixed in an ONNX file"),
+            (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
+            (["--trt", "--precision", "fp32", "--input", "float32"], "inputs and outputs are fixed in an ONNX"),
             (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",

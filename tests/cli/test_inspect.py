@@ -6,9 +6,11 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import onnx
 import pytest
+import torch
+from onnx import TensorProto, helper
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -41,33 +43,14 @@ def test_a_damaged_model_is_shown_as_damaged(opal: Opal, exact_model: Path, tmp_
     assert "DOES NOT MATCH" in opal("inspect", tmp_path / "m.onnx").stderr
 
 
-def _saved(path: Path, document: Any) -> None:
-    import torch
-
-    torch.save(document, path)
-
-
-def _write_nothing(_: Path) -> None:
-    pass
-
-
 def _write_foreign(path: Path) -> None:
-    import onnx
-    from onnx import TensorProto, helper
-
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", [value], [value])
     onnx.save(helper.make_model(graph), path)
 
 
-def _tensor(*shape: int) -> Any:
-    import torch
-
-    return torch.zeros(*shape)
-
-
 BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "missing": ("m.onnx", _write_nothing, "no such file; expected an ONNX file or a checkpoint"),
+    "missing": ("m.onnx", lambda path: None, "no such file; expected an ONNX file or a checkpoint"),
     "a folder": ("m.onnx", lambda path: path.mkdir(), "no such file"),
     "another kind of file": ("m.txt", lambda path: path.write_text("x"), "expected .onnx, .engine, .pt or .pth"),
     "empty": ("m.onnx", lambda path: path.write_bytes(b""), "the file is empty; export or copy it again"),
@@ -76,15 +59,15 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "not a checkpoint": ("m.pt", lambda path: path.write_text("x"), "not a readable PyTorch checkpoint"),
     "another program's checkpoint": (
         "m.pt",
-        lambda path: _saved(path, {"config": {"lr": 1}, "state_dict": {"a": _tensor(2)}}),
+        lambda path: torch.save({"config": {"lr": 1}, "state_dict": {"a": torch.zeros(2)}}, path),
         "no tensors in it, only config, state_dict; expected a checkpoint or a state dict",
     ),
     "parts missing": (
         "m.pt",
-        lambda path: _saved(path, {"format": "opal-deploy checkpoint", "state_dict": {}, "config": {}}),
+        lambda path: torch.save({"format": "opal-deploy checkpoint", "state_dict": {}, "config": {}}, path),
         "an opal-deploy checkpoint with parts missing; train or copy it again",
     ),
-    "no state": ("m.pt", lambda path: _saved(path, {"format": "opal-deploy checkpoint"}), "with parts missing"),
+    "no state": ("m.pt", lambda path: torch.save({"format": "opal-deploy checkpoint"}, path), "with parts missing"),
 }
 
 
@@ -100,7 +83,8 @@ def test_what_is_no_model_is_refused_in_one_line(opal: Opal, tmp_path: Path, nam
 
 
 def test_a_state_dict_with_a_strange_anchor_is_no_opal_checkpoint(opal: Opal, tmp_path: Path) -> None:
-    _saved(tmp_path / "m.pt", {"classifier.prototypes": _tensor(0), "final_conv_layer.weight": _tensor(2)})
+    state = {"classifier.prototypes": torch.zeros(0), "final_conv_layer.weight": torch.zeros(2)}
+    torch.save(state, tmp_path / "m.pt")
     done = opal("inspect", tmp_path / "m.pt")
     assert done.returncode == 0
     assert "not an OPAL checkpoint" in done.stderr

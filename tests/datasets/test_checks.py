@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.datasets.layouts import draw, write_class_folders, write_cub
 
 
 class TestUnreadableFiles:
-    def test_they_are_left_out_and_named(self, tmp_path: Path) -> None:
+    def test_they_are_left_out_and_named_up_to_the_twentieth(self, tmp_path: Path) -> None:
         write_class_folders(tmp_path)
         (tmp_path / "a" / "zero.jpg").touch()
         (tmp_path / "b" / "text.jpg").write_text("hello")
@@ -26,81 +27,98 @@ class TestUnreadableFiles:
         assert "a/zero.jpg (zero bytes)" in line
         assert "b/text.jpg (no decoder recognises it as an image)" in line
         assert len(found.train) + len(found.val) == 10
-
-    def test_only_the_first_twenty_are_spelled_out(self, tmp_path: Path) -> None:
-        write_class_folders(tmp_path)
         for index in range(25):
             (tmp_path / "a" / f"bad{index:02}.jpg").touch()
         (line,) = read_dataset(tmp_path).warnings
         assert line.count("zero bytes") == 20
-        assert "and 5 more" in line
+        assert "and 7 more" in line
 
-    def test_a_class_with_nothing_left_is_an_error(self, tmp_path: Path) -> None:
-        write_class_folders(tmp_path)
-        (tmp_path / "c").mkdir()
-        (tmp_path / "c" / "zero.jpg").touch()
-        with pytest.raises(UsageError, match="no training image is left of c"):
-            read_dataset(tmp_path)
+
+AUK, JAY = "001.Auk/3.png", "002.Jay/3.png"
+JAYS_TO_TRAIN_ON = tuple(f"002.Jay/{i}.png" for i in range(3))
+
+
+def write_cub_without(root: Path, *names: str) -> None:
+    write_cub(root)
+    for name in names:
+        (root / "images" / name).unlink()
 
 
 class TestMissingImages:
     """Listed, but not there."""
 
-    def _few_missing(self, root: Path, *names: str) -> Path:
-        for name in names:
-            (write_cub(root) if not (root / "images.txt").exists() else root).joinpath("images", name).unlink()
-        return root
-
-    def test_all_are_named_with_the_option_that_leaves_them_out(self, tmp_path: Path) -> None:
-        self._few_missing(tmp_path, "001.Auk/3.png", "002.Jay/3.png")
-        with pytest.raises(UsageError, match=r"2 of 8 listed .* missing: images/001.Auk/3.png, .*skip-missing"):
+    @pytest.mark.parametrize(
+        ("names", "warnings"),
+        [
+            ((JAY,), ["1 of 8 listed images is missing and left out: images/002.Jay/3.png"]),
+            ((AUK, JAY), [f"2 of 8 listed images are missing and left out: images/{AUK}, images/{JAY}",
+                          "no test image is left"]),
+        ],
+        ids=["one", "all of the test split"],
+    )  # fmt: skip
+    def test_all_are_named_and_skip_missing_leaves_them_out_with_a_warning(
+        self, tmp_path: Path, names: tuple[str, ...], warnings: list[str]
+    ) -> None:
+        write_cub_without(tmp_path, *names)
+        with pytest.raises(UsageError, match=rf"{len(names)} of 8 listed .* missing: images/{names[0]}.*skip-missing"):
             read_dataset(tmp_path)
-
-    def test_skip_missing_leaves_them_out_with_a_warning(self, tmp_path: Path) -> None:
-        self._few_missing(tmp_path, "002.Jay/3.png")
         found = read_dataset(tmp_path, skip_missing=True)
-        assert len(found.test) == 1
-        assert found.skipped == [tmp_path / "images" / "002.Jay" / "3.png"]
-        assert "1 of 8 listed images is missing and left out: images/002.Jay/3.png" in found.warnings
-
-    def test_a_class_whose_training_images_are_all_missing_is_an_error(self, tmp_path: Path) -> None:
-        self._few_missing(tmp_path, *(f"002.Jay/{i}.png" for i in range(3)))
-        with pytest.raises(UsageError, match=r"no training image is left of 002.Jay"):
-            read_dataset(tmp_path, skip_missing=True)
+        assert len(found.test) == 2 - len(names)
+        assert found.skipped == [tmp_path / "images" / name for name in names]
+        assert found.warnings == warnings
 
     def test_what_is_refused_as_missing_is_not_called_empty_as_well(self, tmp_path: Path) -> None:
-        self._few_missing(tmp_path, *(f"002.Jay/{i}.png" for i in range(3)))
+        write_cub_without(tmp_path, *JAYS_TO_TRAIN_ON)
         with pytest.raises(UsageError) as caught:
             read_dataset(tmp_path)
         assert "is left" not in str(caught.value)
 
-    def test_an_official_validation_split_with_nothing_left_is_an_error(self, tmp_path: Path) -> None:
-        write_class_folders(tmp_path / "train")
-        for name in "ab":
-            (tmp_path / "val" / name).mkdir(parents=True)
-            (tmp_path / "val" / name / "0.png").write_text("hello")
-        with pytest.raises(UsageError, match="no validation image is left"):
-            read_dataset(tmp_path)
-
-    def test_a_test_split_that_is_missing_altogether_is_a_warning(self, tmp_path: Path) -> None:
-        self._few_missing(tmp_path, "001.Auk/3.png", "002.Jay/3.png")
-        found = read_dataset(tmp_path, skip_missing=True)
-        assert "no test image is left" in found.warnings
-
     def test_what_else_is_wrong_is_named_with_them(self, tmp_path: Path) -> None:
-        self._few_missing(tmp_path, "001.Auk/3.png")
+        write_cub_without(tmp_path, AUK)
         images = tmp_path / "images"
         (images / "002.Jay" / "0.png").write_text("hello")
         (images / "002.Jay" / "new.png").write_text("hello")
         shutil.copy(images / "001.Auk" / "1.png", images / "001.Auk" / "2.png")
         with pytest.raises(UsageError) as caught:
             read_dataset(tmp_path)
-        message = str(caught.value)
-        assert "1 of 8 listed images is missing: images/001.Auk/3.png" in message
-        assert "images/002.Jay/0.png (no decoder recognises it as an image)" in message
-        assert "1 image is in no list and not used: images/002.Jay/new.png" in message
-        assert "images/001.Auk/1.png = images/001.Auk/2.png" in message
-        assert "\n" not in message
+        for part in (
+            "1 of 8 listed images is missing: images/001.Auk/3.png",
+            "images/002.Jay/0.png (no decoder recognises it as an image)",
+            "1 image is in no list and not used: images/002.Jay/new.png",
+            "images/001.Auk/1.png = images/001.Auk/2.png",
+        ):
+            assert part in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def _write_an_unreadable_class(root: Path) -> None:
+    write_class_folders(root)
+    (root / "c").mkdir()
+    (root / "c" / "zero.jpg").touch()
+
+
+def _write_an_unreadable_validation_split(root: Path) -> None:
+    write_class_folders(root / "train")
+    for name in "ab":
+        (root / "val" / name).mkdir(parents=True)
+        (root / "val" / name / "0.png").write_text("hello")
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (_write_an_unreadable_class, "no training image is left of c"),
+        (lambda root: write_cub_without(root, *JAYS_TO_TRAIN_ON), r"no training image is left of 002\.Jay"),
+        (_write_an_unreadable_validation_split, "no validation image is left"),
+    ],
+    ids=["an unreadable class", "a missing class", "an unreadable validation split"],
+)
+def test_a_class_or_validation_split_with_nothing_left_is_an_error(
+    tmp_path: Path, write: Callable[[Path], None], message: str
+) -> None:
+    write(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        read_dataset(tmp_path, skip_missing=True)
 
 
 class TestUnlistedImages:
@@ -116,65 +134,49 @@ class TestUnlistedImages:
         assert line == "1 image is in no list and not used: images/001.Auk/extra.jpg"
 
 
+IN_ONE_CLASS = "1 pair of images is listed twice or byte-identical, in one split and class"
+IN_TWO_SPLITS = (
+    "1 pair of images is listed or byte-identical in two splits, so that one is measured on what another has seen"
+)
+WITH_TWO_LABELS = "1 pair of images is listed or byte-identical with two labels"
+
+
 class TestDoubledImages:
     """One image twice, as a file or as a line."""
-
-    def _data(self, root: Path, **splits: list[tuple[str, int]]) -> DataSet:
-        samples = {name: [Sample(root / file, label) for file, label in pairs] for name, pairs in splits.items()}
-        return DataSet(root, "", ["Auk", "Jay"], samples["train"], samples.get("val", []), samples.get("test", []))
-
-    def _twins(self, root: Path) -> None:
-        draw(root / "a.png")
-        shutil.copy(root / "a.png", root / "b.png")
-        draw(root / "c.png")
-
-    def test_different_images_are_no_warning(self, tmp_path: Path) -> None:
-        self._twins(tmp_path)
-        assert checks.duplicate_warnings(self._data(tmp_path, train=[("a.png", 0), ("c.png", 0)])) == []
 
     @pytest.mark.parametrize(
         ("splits", "expected"),
         [
+            ({"train": ["a Auk", "c Auk"]}, []),
+            ({"train": ["a Auk", "c Auk", "b Auk"]}, [f"{IN_ONE_CLASS}: a.png = b.png"]),
+            ({"train": ["c Auk", "c Auk"]}, [f"{IN_ONE_CLASS}: c.png = c.png"]),
+            ({"train": ["a Auk"], "test": ["b Auk"]}, [f"{IN_TWO_SPLITS}: a.png (train) = b.png (test)"]),
+            ({"train": ["c Auk"], "val": ["c Auk"]}, [f"{IN_TWO_SPLITS}: c.png (train) = c.png (val)"]),
+            ({"train": ["a Auk", "b Jay"]}, [f"{WITH_TWO_LABELS}: a.png (Auk) = b.png (Jay)"]),
             (
-                {"train": [("a.png", 0), ("c.png", 0), ("b.png", 0)]},
-                ["1 pair of images is listed twice or byte-identical, in one split and class: a.png = b.png"],
-            ),
-            (
-                {"train": [("c.png", 0), ("c.png", 0)]},
-                ["1 pair of images is listed twice or byte-identical, in one split and class: c.png = c.png"],
-            ),
-            (
-                {"train": [("a.png", 0)], "test": [("b.png", 0)]},
+                {"train": ["a Auk"], "test": ["b Jay"]},
                 [
-                    "1 pair of images is listed or byte-identical in two splits, so that one is measured on what "
-                    "another has seen: a.png (train) = b.png (test)"
+                    f"{IN_TWO_SPLITS}: a.png (train) = b.png (test)",
+                    f"{WITH_TWO_LABELS}: a.png (Auk) = b.png (Jay)",
                 ],
-            ),
-            (
-                {"train": [("c.png", 0)], "val": [("c.png", 0)]},
-                [
-                    "1 pair of images is listed or byte-identical in two splits, so that one is measured on what "
-                    "another has seen: c.png (train) = c.png (val)"
-                ],
-            ),
-            (
-                {"train": [("a.png", 0), ("b.png", 1)]},
-                ["1 pair of images is listed or byte-identical with two labels: a.png (Auk) = b.png (Jay)"],
             ),
         ],
-        ids=["files in one class", "lines in one class", "files in two splits", "lines in two splits", "two labels"],
-    )
-    def test_each_kind_says_what_it_is(
-        self, tmp_path: Path, splits: dict[str, list[tuple[str, int]]], expected: list[str]
-    ) -> None:
-        self._twins(tmp_path)
-        assert checks.duplicate_warnings(self._data(tmp_path, **splits)) == expected
-
-    def test_two_splits_and_two_labels_are_two_warnings(self, tmp_path: Path) -> None:
-        self._twins(tmp_path)
-        lines = checks.duplicate_warnings(self._data(tmp_path, train=[("a.png", 0)], test=[("b.png", 1)]))
-        assert ["two splits" in line for line in lines] == [True, False]
-        assert "two labels" in lines[1]
+        ids=[
+            "different", "files in one class", "lines in one class", "files in two splits", "lines in two splits",
+            "two labels", "two splits and two labels",
+        ],
+    )  # fmt: skip
+    def test_each_kind_says_what_it_is(self, tmp_path: Path, splits: dict[str, list[str]], expected: list[str]) -> None:
+        """Of `a` and `b`, which are one image, and `c`, which is another."""
+        draw(tmp_path / "a.png")
+        shutil.copy(tmp_path / "a.png", tmp_path / "b.png")
+        draw(tmp_path / "c.png")
+        names = ["Auk", "Jay"]
+        train, val, test = (
+            [Sample(tmp_path / f"{line[0]}.png", names.index(line[2:])) for line in splits.get(split, [])]
+            for split in ("train", "val", "test")
+        )
+        assert checks.duplicate_warnings(DataSet(tmp_path, "", names, train, val, test)) == expected
 
     def test_they_are_looked_for_after_validation_was_set_aside(self, tmp_path: Path) -> None:
         write_class_folders(tmp_path, count=5)

@@ -13,12 +13,6 @@ from opal_deploy.errors import UsageError
 from tests.datasets.layouts import write_class_folders, write_cub
 
 
-def test_names() -> None:
-    assert DATASET_NAMES == (
-        "cub", "cub100", "dogs", "cars", "pets", "flowers", "imagenet", "caltech101", "dtd", "sun397", "imagefolder",
-    )  # fmt: skip
-
-
 def test_unknown_name_lists_the_names(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no data set is called 'birds'; choose one of cub, cub100, .*imagefolder"):
         read_dataset(tmp_path, "birds")

@@ -177,28 +177,20 @@ def test_the_attention_of_these_tests_is_not_uniform(candidate: ExportCandidate)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_no_file(
+def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there(
     candidate: ExportCandidate, tmp_path: Path, fault: str
 ) -> None:
-    faulty = _with(candidate, fault)
-    with pytest.raises(VerificationError, match=r"m\.onnx was not written"):
-        _write(faulty, tmp_path / "m.onnx")
-    with pytest.raises(VerificationError):
-        _write(replace(faulty, measure_rounding=lambda: NOISIEST), tmp_path / "m.onnx")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("fault", ["bias lost", "cells transposed"])
-def test_a_good_file_of_that_name_survives_a_bad_export(candidate: ExportCandidate, tmp_path: Path, fault: str) -> None:
-    out = tmp_path / "m.onnx"
-    _write(candidate, out)
-    before = out.read_bytes()
-    with pytest.raises(VerificationError) as error:
-        _write(_with(candidate, fault), out)
-    assert "cells differ" in str(error.value)
+    faulty, out = _with(candidate, fault), tmp_path / "m.onnx"
+    with pytest.raises(VerificationError, match=r"m\.onnx was not written") as error:
+        _write(faulty, out)
+    assert ("cells differ" in str(error.value)) >= (fault in ("bias lost", "cells transposed"))
     assert "\n" not in str(error.value)
-    assert out.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+    assert list(tmp_path.iterdir()) == []
+    # nor does a good file of that name suffer
+    out.write_bytes(b"good")
+    with pytest.raises(VerificationError):
+        _write(replace(faulty, measure_rounding=lambda: NOISIEST), out)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("m.onnx", b"good")]
 
 
 def test_rounding_is_measured_only_when_the_plain_gate_fails(candidate: ExportCandidate, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
-from opal_deploy.train.setup import default_weights
 
 Opal = Callable[..., Any]
 
@@ -30,14 +29,6 @@ def test_size_is_one_number_or_height_x_width(text: str, expected: tuple[int, in
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a number of pixels"):
         parse_size(text)
-
-
-@pytest.mark.parametrize(
-    ("backbone", "weights"),
-    [("resnet50", "IMAGENET1K_V2"), ("resnet18", "IMAGENET1K_V1"), ("convnext_tiny", "IMAGENET1K_V1")],
-)
-def test_default_weights_are_the_papers(backbone: str, weights: str) -> None:
-    assert default_weights(backbone) == weights
 
 
 def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal: Opal, squares: DataSet, tmp_path: Path) -> None:

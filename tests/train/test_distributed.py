@@ -9,18 +9,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import loop
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.images import Batches, TrainImages
@@ -29,18 +30,10 @@ from opal_deploy.train.validation import evaluate
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3 classes; 27 training images, so that shares of a batch differ in size; 7 to validate, 5 to test."""
-    root = tmp_path_factory.mktemp("squares")
-    rng = np.random.default_rng(0)
-    for split, counts in (("train", (9, 9, 9)), ("val", (3, 2, 2)), ("test", (2, 2, 1))):
-        for label, count in enumerate(counts):
-            (root / split / f"{label}").mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(60, 160, (72, 72, 3), dtype=np.uint8)
-                pixels[20:50, 20:50, label] = 250
-                Image.fromarray(pixels).save(root / split / f"{label}" / f"{index:02}.png")
-    return root
+def folder(write_squares: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """27 training images, so that shares of a batch differ in size; 7 to validate, 5 to test."""
+    splits = {"train": (9, 9, 9), "val": (3, 2, 2), "test": (2, 2, 1)}
+    return write_squares(tmp_path_factory.mktemp("squares"), splits)
 
 
 def _train(folder: Path, out: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -86,7 +79,8 @@ def test_two_processes_train_as_one_does(folder: Path, tmp_path: Path) -> None:
     assert second.metrics["test_images"] == 5
     assert second.metrics["test_accuracy"] == first.metrics["test_accuracy"]
     weights = [net.network.head.projection.weight for net in (first, second)]
-    start = _start(tmp_path, folder)
+    torch.manual_seed(0)
+    start = OpalNetwork(NetworkConfig("vgg11", 3, (64, 64), HeadConfig(prototypes_per_class=2))).head.projection.weight
     moved = (weights[0] - start).abs().max()
     # the paths stay together: what separates them is rounding, small beside what training moved
     assert (weights[0] - weights[1]).abs().max() < 0.05 * moved
@@ -100,15 +94,6 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_
     stored = checkpoint.load(tmp_path / "run" / "last.pt")
     again = evaluate(stored.network, Batches(TrainImages(read_dataset(folder).val, (64, 64)), 64))
     assert again.loss == pytest.approx(stored.metrics["val_loss"], abs=1e-6)
-
-
-def _start(tmp_path: Path, folder: Path) -> torch.Tensor:
-    from opal_deploy.model.config import HeadConfig, NetworkConfig
-    from opal_deploy.model.network import OpalNetwork
-
-    torch.manual_seed(0)
-    network = OpalNetwork(NetworkConfig("vgg11", 3, (64, 64), HeadConfig(prototypes_per_class=2)))
-    return network.head.projection.weight.detach()
 
 
 @pytest.mark.slow

@@ -9,15 +9,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.cli.inspect import inspect
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.statistics.risk import choose_threshold
 from opal_deploy.train import loop
 from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.loop import DivergenceError, TrainResult, fit
@@ -48,7 +52,7 @@ def run(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return result, lines, steps
 
 
-def test_files_and_metrics_of_a_run(run: Run) -> None:
+def test_files_of_a_run_are_plain_values(run: Run) -> None:
     result, lines, steps = run
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES)
@@ -64,10 +68,6 @@ def test_files_and_metrics_of_a_run(run: Run) -> None:
         assert image.width > 500
     assert [line.split(":")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation images, twice
-
-
-def test_config_and_checkpoints_are_plain_values(run: Run) -> None:
-    out = run[0].best.parent
     config = json.loads((out / "config.json").read_text())
     assert (config["options"]["lr"], config["data"]["train"], config["weights"]) == (1e-3, 24, {"origin": "random"})
     assert config["device"] in ("cpu", "cuda")
@@ -92,9 +92,28 @@ def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run: Run, 
     assert json.loads((result.best.parent / "summary.json").read_text())["test_accuracy"] == test.accuracy
 
 
-def test_the_same_seed_gives_the_same_losses(run: Run, squares: DataSet, tmp_path: Path) -> None:
-    again = fit(squares, OPTIONS, tmp_path / "again")
-    assert [r.val_loss for r in again.epochs] == pytest.approx([r.val_loss for r in run[0].epochs], rel=1e-5)
+def test_the_risk_curve_is_kept_from_training_to_inspect(
+    run: Run, squares: DataSet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = run[0].best
+    stored = checkpoint.load(best)
+    metadata = checkpoint.build_metadata(stored)
+    assert (metadata.risk["split"], metadata.risk["images"]) == ("val", 6)
+    assert metadata.risk["error"] == pytest.approx(1 - stored.metrics["val_accuracy"])
+    again = evaluate(stored.network, Batches(TrainImages(squares.val, (64, 64)), 64)).risk
+    assert again is not None
+    assert {**metadata.risk, "levels": None} == {"split": "val", **again, "levels": None}
+    assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)
+    # every metric in the training record is a single number
+    assert not [value for value in metadata.training["metrics"].values() if isinstance(value, dict)]
+    # through the file, and from there a threshold can be chosen, or refused
+    read_back = Metadata.from_json(metadata.to_json())
+    assert read_back.risk == metadata.risk
+    assert "6 labelled images cannot show" in choose_threshold(read_back.risk, 0.05).reason
+    inspect(best)
+    shown = capsys.readouterr().err
+    assert "6 val images: error" in next(line for line in shown.splitlines() if line.startswith("risk"))
+    assert "levels" not in shown
 
 
 def test_squares_are_learnt(squares: DataSet, tmp_path: Path) -> None:
@@ -103,16 +122,11 @@ def test_squares_are_learnt(squares: DataSet, tmp_path: Path) -> None:
     assert result.epochs[-1].train_accuracy > 0.9
 
 
-def test_a_folder_with_a_run_is_refused_and_left_alone(squares: DataSet, tmp_path: Path) -> None:
-    (tmp_path / "best.pt").write_text("precious")
-    with pytest.raises(UsageError, match=r"already holds a run \(best.pt\); give --resume to continue it"):
-        fit(squares, OPTIONS, tmp_path)
-    assert (tmp_path / "best.pt").read_text() == "precious"
-
-
-def test_overwrite_replaces_a_run_only_once_the_new_one_can_start(squares: DataSet, tmp_path: Path) -> None:
+def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(squares: DataSet, tmp_path: Path) -> None:
     (tmp_path / "best.pt").write_text("precious")
     (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"already holds a run \(best.pt\); give --resume to continue it"):
+        fit(squares, OPTIONS, tmp_path)
     with pytest.raises(UsageError, match="no such weights file"):
         fit(squares, replace(OPTIONS, weights="nowhere.pth"), tmp_path, overwrite=True)
     assert (tmp_path / "best.pt").read_text() == "precious"
@@ -208,3 +222,14 @@ def test_a_compiled_step_trains_as_a_plain_one(squares: DataSet, tmp_path: Path)
         fit(squares, replace(options, compile=wanted), tmp_path / str(wanted)) for wanted in (False, True)
     )
     assert compiled.epochs[0].train_loss == pytest.approx(plain.epochs[0].train_loss, rel=1e-3)
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_three_epochs_on_ten_species_are_far_above_chance(cub_mini: Path, shared_weights: Path, tmp_path: Path) -> None:
+    weights = str(shared_weights / "resnet18_ktb_small.safetensors")
+    test = fit(read_dataset(cub_mini), TrainOptions(backbone="resnet18", weights=weights, epochs=3), tmp_path).test
+    assert test is not None
+    assert test.accuracy > 0.5
+    assert test.spatial_prototype_collapse is not None
+    assert test.spatial_prototype_collapse < 0.15

@@ -118,16 +118,18 @@ def test_an_unknown_recipe_names_those_there_are() -> None:
     assert recipe.recipe_names() == ["paper"]
 
 
-@pytest.mark.parametrize("size", [[224], [224, 0], [224.0, 224], ["a", 3]])
-def test_an_input_size_is_two_numbers(size: list[Any]) -> None:
-    with pytest.raises(UsageError, match="expected two whole numbers"):
-        resolve_recipe({"model": {"input_size": size}}, {})
-
-
 @pytest.mark.parametrize(
-    ("training", "message"),
-    [({"augment": "strong"}, "expected one of paper, none"), ({"precision": "int8"}, "expected one of auto, fp32")],
+    ("sections", "message"),
+    [
+        *(
+            ({"model": {"input_size": size}}, "expected two whole numbers")
+            for size in ([224], [224, 0], [224.0, 224], ["a", 3])
+        ),
+        ({"training": {"augment": "strong"}}, "expected one of paper, none"),
+        ({"training": {"precision": "int8"}}, "expected one of auto, fp32"),
+    ],
+    ids=str,
 )
-def test_words_are_checked(training: dict[str, Any], message: str) -> None:
+def test_values_are_checked(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        resolve_recipe({"training": training}, {})
+        resolve_recipe(sections, {})

@@ -12,16 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
@@ -40,26 +37,6 @@ OPTIONS = TrainOptions(
     head=HeadConfig(prototypes_per_class=2),
     device="cpu",
 )
-COLORS = ((40, 60, 220), (40, 190, 60), (220, 50, 40))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("squares")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 12), ("test", 2)):
-        for label, color in enumerate(COLORS):
-            (root / split / f"{label}").mkdir(parents=True)
-            for index in range(count):
-                pixels = rng.integers(90, 140, (40, 40, 3), dtype=np.uint8)
-                pixels[8:30, 8:30] = color
-                Image.fromarray(pixels).save(root / split / f"{label}" / f"{index:02}.png")
-    return root
-
-
-@pytest.fixture(scope="module")
-def squares(folder: Path) -> DataSet:
-    return read_dataset(folder)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +55,8 @@ def _outcome(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("best.pt", "last.pt"):
         stored = checkpoint.load(out / name)
-        found[name] = {
-            key: hashlib.sha256(value.numpy().tobytes()).hexdigest()
-            for key, value in stored.network.state_dict().items()
-        }
+        state = stored.network.state_dict()
+        found[name] = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in state.items()}
         found[f"{name} metrics"] = stored.metrics
     with (out / "metrics.csv").open() as stream:
         found["epochs"] = [
@@ -202,9 +177,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(sizes[0]) // 2, before[1]))
 
     try:
-        with pytest.raises(
-            StoppedEarly, match=r"last\.pt: cannot be written .*best\.pt holds epoch 1, .*make room and"
-        ):
+        with pytest.raises(StoppedEarly, match=r"last\.pt: cannot be written .*best\.pt holds epoch 1, .*make room"):
             fit(squares, OPTIONS, out, log=fill_the_disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -239,14 +212,8 @@ def test_the_checkpoint_counts_and_not_the_record_beside_it(squares: DataSet, tm
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        {"resume": 3},
-        {"resume": {}},
-        {"random": []},
-        {"optimizer": {}},
-        {"progress": {"epoch": 1}},
-        {"state_dict": {}},
-    ],
+    [{"resume": 3}, {"resume": {}}, {"random": []}, {"optimizer": {}}, {"progress": {"epoch": 1}}, {"state_dict": {}}],
+    ids=str,
 )
 def test_a_damaged_state_is_one_line(squares: DataSet, whole: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
     run = tmp_path / "run"
@@ -297,21 +264,19 @@ def test_what_killed_writers_left_is_taken_away(squares: DataSet, tmp_path: Path
     assert {path.name for path in run.iterdir() if path.name.startswith(".")} == {".mine.part"}
 
 
-@dataclass(frozen=True)
-class _Commanded:
-    """An uninterrupted run from the command line: what a killed one is held against, processes on both sides."""
-
-    out: Path
-    seconds: float  # from its first file to its end
+@pytest.fixture(scope="module")
+def folder(squares: DataSet) -> Path:
+    return squares.root
 
 
 @pytest.fixture(scope="module")
-def commanded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> _Commanded:
+def commanded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """An uninterrupted run from the command line, and its seconds from its first file to its end."""
     out = tmp_path_factory.mktemp("commanded") / "run"
     process = _start(folder, out)
     began = _wait_for_its_first_file(process, out)
     assert process.wait() == 0
-    return _Commanded(out, time.monotonic() - began)
+    return out, time.monotonic() - began
 
 
 def _start(folder: Path, out: Path) -> subprocess.Popen[bytes]:
@@ -346,18 +311,19 @@ def _kill_and_resume(folder: Path, out: Path, kills: int, seed: int, longest_s: 
     return killed
 
 
-def test_kill_9_and_resume_from_the_command_line(folder: Path, commanded: _Commanded, tmp_path: Path) -> None:
-    assert _kill_and_resume(folder, tmp_path / "run", kills=1, seed=1, longest_s=commanded.seconds) == 1
-    assert _outcome(tmp_path / "run") == _outcome(commanded.out)
+def test_kill_9_and_resume_from_the_command_line(folder: Path, commanded: tuple[Path, float], tmp_path: Path) -> None:
+    whole, seconds = commanded
+    assert _kill_and_resume(folder, tmp_path / "run", kills=1, seed=1, longest_s=seconds) == 1
+    assert _outcome(tmp_path / "run") == _outcome(whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_kill_9_twenty_times_at_random_moments(folder: Path, commanded: _Commanded, tmp_path: Path) -> None:
-    killed = 0
+def test_kill_9_twenty_times_at_random_moments(folder: Path, commanded: tuple[Path, float], tmp_path: Path) -> None:
+    (whole, seconds), killed = commanded, 0
     for series in range(12):
-        killed += _kill_and_resume(folder, tmp_path / f"{series}", kills=2, seed=series, longest_s=commanded.seconds)
-        assert _outcome(tmp_path / f"{series}") == _outcome(commanded.out)
+        killed += _kill_and_resume(folder, tmp_path / f"{series}", kills=2, seed=series, longest_s=seconds)
+        assert _outcome(tmp_path / f"{series}") == _outcome(whole)
         if killed >= 20:
             return
     pytest.fail(f"only {killed} of 24 runs were hit while they ran")

@@ -31,7 +31,7 @@ def test_sizes_are_the_authors_scaled_to_the_input(
     assert augmentation.crop_size == crop_size
 
 
-@pytest.mark.parametrize("input_size", [(224, 224), (64, 96), (32, 32)])
+@pytest.mark.parametrize("input_size", [(64, 96), (32, 32)])
 def test_every_draw_is_uint8_of_the_input_size(input_size: tuple[int, int]) -> None:
     augmentation = PaperAugmentation(input_size)
     pixels = _noise(*augmentation.resize_size)
@@ -42,22 +42,14 @@ def test_every_draw_is_uint8_of_the_input_size(input_size: tuple[int, int]) -> N
         assert drawn.dtype == np.uint8
 
 
-def test_the_same_generator_gives_the_same_image() -> None:
+def test_the_same_generator_gives_the_same_image_and_leaves_the_source_alone() -> None:
     augmentation = PaperAugmentation((64, 64))
     pixels = _noise(*augmentation.resize_size)
+    before = pixels.copy()
     first = [augmentation(pixels, np.random.default_rng(seed)) for seed in range(20)]
     again = [augmentation(pixels, np.random.default_rng(seed)) for seed in range(20)]
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert len({a.tobytes() for a in first}) > 15
-
-
-def test_the_source_pixels_are_not_changed() -> None:
-    augmentation = PaperAugmentation((64, 64))
-    pixels = _noise(*augmentation.resize_size)
-    before = pixels.copy()
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        augmentation(pixels, rng)
     assert np.array_equal(pixels, before)
 
 
@@ -157,16 +149,14 @@ def test_brightness_changes_by_at_most_half() -> None:
 
 
 @pytest.mark.parametrize("size", [(232, 232), (464, 232)], ids=["square", "wide"])
-def test_thesample_resized_crop_takes_at_least_95_percent_of_the_area(size: tuple[int, int]) -> None:
+def test_the_resized_crop_takes_at_least_95_percent_of_the_area(size: tuple[int, int]) -> None:
     image = Image.new("RGB", size)
     rng = np.random.default_rng(0)
     areas = []
     for _ in range(300):
         top, left, rows, cols = sample_resized_crop(image, rng)
-        assert top >= 0
-        assert left >= 0
-        assert top + rows <= image.height
-        assert left + cols <= image.width
+        assert 0 <= top <= top + rows <= image.height
+        assert 0 <= left <= left + cols <= image.width
         areas.append(rows * cols / (image.width * image.height))
     assert min(areas) > 0.94
     assert len(set(areas)) > 20

@@ -174,26 +174,20 @@ class TestAnEngineThatIsThere:
     def test_anything_else_is_built_anew(
         self, again: Path, make_checkpoint: Any, write_onnx: Any, change: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        path, request = again.parent / ENGINE, {}
-        before = check_engine(path).engine["sha256"]
-        if change == "options":
-            request = {"build": BuildOptions(batch=BatchRange(1, 2, 8))}
-        elif change == "rebuild":
-            request = {"rebuild": True}
-        elif change == "damaged":
-            plan = bytearray(path.read_bytes())
-            plan[-1] ^= 1
-            path.write_bytes(plan)
-        elif change == "no sidecar":
-            sidecar_path(path).unlink()
-        elif change == "class names":
-            _rename_classes(again)
-        elif change == "network":
-            write_onnx(make_checkpoint(seed=5), again)
-        else:
-            load = engine.load
-            monkeypatch.setattr(engine, "load", lambda *call: replace(load(*call), version="1.8.0.0"))
-        (exported,) = build(again, **request).engines
+        path, load = again.parent / ENGINE, engine.load
+        before, plan = check_engine(path).engine["sha256"], path.read_bytes()
+        changes: dict[str, Any] = {
+            "damaged": lambda: path.write_bytes(plan[:-1] + bytes([plan[-1] ^ 1])),
+            "no sidecar": lambda: sidecar_path(path).unlink(),
+            "class names": lambda: _rename_classes(again),
+            "network": lambda: write_onnx(make_checkpoint(seed=5), again),
+            "builder": lambda: monkeypatch.setattr(
+                engine, "load", lambda *call: replace(load(*call), version="1.8.0.0")
+            ),
+        }
+        requests = {"options": {"build": BuildOptions(batch=BatchRange(1, 2, 8))}, "rebuild": {"rebuild": True}}
+        changes.get(change, lambda: None)()
+        (exported,) = build(again, **requests.get(change, {})).engines
         assert not exported.reused
         assert check_engine(path).key == exported.sidecar.key
         if change == "network":
@@ -207,50 +201,59 @@ def _rename_classes(path: Path) -> None:
     onnx_file.embed_digest(path)
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail_the_second_build(patch: pytest.MonkeyPatch) -> None:
+    build_network = Network.build
+
+    def fail(self: Network, target: Any, *rest: Any) -> Any:
+        if target.sm == "sm89":
+            raise UsageError("could not build sm89")
+        return build_network(self, target, *rest)
+
+    patch.setattr(Network, "build", fail)
+
+
+def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
+    write = Path.write_bytes
+
+    def full(self: Path, content: bytes) -> int:
+        if ".engine" in self.name:
+            write(self, content[:100])
+            raise OSError(28, os.strerror(28))
+        return write(self, content)
+
+    patch.setattr(Path, "write_bytes", full)
+
+
+GIVING_UP = BuildOptions(batch=BatchRange(1, 2, 4), workspace=1024)
+
+
 class TestFailures:
     """One line, and what was there stays as it was."""
 
-    def test_a_builder_that_gives_up(self, again: Path) -> None:
+    @pytest.mark.parametrize(
+        ("seed_fault", "request_", "error", "message"),
+        [
+            pytest.param(None, {"build": GIVING_UP}, UsageError, "could not build", id="a builder that gives up"),
+            pytest.param(
+                _fail_the_second_build, {}, UsageError, "could not build sm89", id="the second of two builds gives up"
+            ),
+            pytest.param(None, {"on_progress": _interrupt}, KeyboardInterrupt, None, id="ctrl c"),
+            pytest.param(
+                _fill_the_disk, {}, UsageError, r"cannot be written \(No space left", id="a disk that is full"
+            ),
+        ],
+    )
+    def test_what_was_there_stays(self, again: Path, seed_fault: Any, request_: Any, error: Any, message: Any) -> None:
         before = content(again.parent)
-        with pytest.raises(UsageError, match="could not build"):
-            build(again, build=BuildOptions(batch=BatchRange(1, 2, 4), workspace=1024))
-        assert content(again.parent) == before
-
-    def test_the_second_of_two_builds_gives_up(self, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        before, build_network = content(again.parent), Network.build
-
-        def fail(self: Network, target: Any, *rest: Any) -> Any:
-            if target.sm == "sm89":
-                raise UsageError("no")
-            return build_network(self, target, *rest)
-
-        monkeypatch.setattr(Network, "build", fail)
-        with pytest.raises(UsageError, match="no"):
-            build(again, None, "sm80", "sm89", rebuild=True)
-        assert content(again.parent) == before
-
-    def test_ctrl_c(self, again: Path) -> None:
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        before = content(again.parent)
-        with pytest.raises(KeyboardInterrupt):
-            build(again, rebuild=True, on_progress=interrupt)
-        assert content(again.parent) == before
-
-    def test_a_disk_that_is_full(self, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        before, write = content(again.parent), Path.write_bytes
-
-        def full(self: Path, content: bytes) -> int:
-            if ".engine" in self.name:
-                write(self, content[:100])
-                raise OSError(28, os.strerror(28))
-            return write(self, content)
-
-        monkeypatch.setattr(Path, "write_bytes", full)
-        with pytest.raises(UsageError, match=r"cannot be written \(No space left"):
-            build(again, rebuild=True)
-        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            if seed_fault:
+                seed_fault(patch)
+            with pytest.raises(error, match=message):
+                build(again, None, "sm80", "sm89", rebuild=True, **request_)
         assert content(again.parent) == before
 
     def test_a_folder_in_the_engines_place(self, source: Path) -> None:
@@ -260,13 +263,8 @@ class TestFailures:
         assert names(source.parent) == [ENGINE, "ckpt.onnx"]
 
     def test_a_new_folder_for_a_file_that_fails_is_removed(self, source: Path) -> None:
-        new = OnnxSource(source)
-        request = EngineRequest(
-            choose_engine_targets("tensorrt-rtx", [], NO_GPU),
-            source.parent / "new" / "deep",
-            NO_GPU,
-            BuildOptions(batch=BatchRange(1, 2, 4), workspace=1024),
-        )
+        new, targets = OnnxSource(source), choose_engine_targets("tensorrt-rtx", [], NO_GPU)
+        request = EngineRequest(targets, source.parent / "new" / "deep", NO_GPU, GIVING_UP)
         with pytest.raises(UsageError, match="could not build"):
             export(new, plan_targets(new, engines=request), ExportOptions(threads=2))
         assert names(source.parent) == ["ckpt.onnx"]
@@ -279,15 +277,14 @@ class TestFailures:
             raise AssertionError("the parser saw it")
 
         monkeypatch.setattr(engine, "Network", parse)
-        content = source.read_bytes()
-        if damage == "flipped":
-            source.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
-        elif damage == "truncated":
-            source.write_bytes(content[: len(content) // 2])
-        else:
-            model = onnx.load(source)
-            del model.metadata_props[:]
-            source.write_bytes(model.SerializeToString())
+        content, model = source.read_bytes(), onnx.load(source)
+        del model.metadata_props[:]
+        damaged = {
+            "flipped": content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+            "truncated": content[: len(content) // 2],
+            "foreign": model.SerializeToString(),
+        }
+        source.write_bytes(damaged[damage])
         for precision in ("fp32", "fp16"):
             with pytest.raises(ArtifactError):
                 build(source, precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +92,27 @@ def test_gpus_are_known_by_name(text: str, sm: str) -> None:
     assert parse_target(text) == sm
 
 
-def test_batches() -> None:
-    assert parse_batch("1:64:256") == BatchRange(1, 64, 256)
-    assert parse_batch("8") == BatchRange(8, 8, 8)
-
-
-@pytest.mark.parametrize("text", ["", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1", "1:64:99999999"])
-def test_batches_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match="--batch"):
-        parse_batch(text)
+def test_batches_and_sizes() -> None:
+    batches = {"1:64:256": BatchRange(1, 64, 256), "8": BatchRange(8, 8, 8)}
+    assert {text: parse_batch(text) for text in batches} == batches
+    sizes = {"4G": 4 << 30, "512M": 512 << 20, "1.5 GiB": 3 << 29, "1048576": 1 << 20}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4G", 4 << 30), ("512M", 512 << 20), ("1.5 GiB", 3 << 29), ("1048576", 1 << 20)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "G", "0", "-1G", "4T", "many", "100", "0.1", "9999999999999G"])
-def test_sizes_that_make_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match="--workspace"):
-        parse_bytes(text)
+    ("parse", "option", "text"),
+    [
+        *((parse_batch, "--batch", text) for text in (
+            "", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1", "1:64:99999999",
+        )),
+        *((parse_bytes, "--workspace", text) for text in (
+            "", "G", "0", "-1G", "4T", "many", "100", "0.1", "9999999999999G",
+        )),
+    ],
+)  # fmt: skip
+def test_batches_and_sizes_that_make_no_sense(parse: Callable[[str], object], option: str, text: str) -> None:
+    with pytest.raises(UsageError, match=option):
+        parse(text)
 
 
 @pytest.mark.parametrize(
