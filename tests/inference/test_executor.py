@@ -46,12 +46,12 @@ def predict(requests: Iterable[Request | Path], *sessions: Session, **options: o
     return [result.record for result in results]
 
 
-def lines(records: list[Record]) -> list[str]:
-    return [json.dumps(record) for record in records]
-
-
 def names(records: list[Record]) -> list[int]:
     return [int(str(record["image"])) for record in records]
+
+
+def codes(records: list[Record]) -> list[str | None]:
+    return [record["error"]["code"] if "error" in record else None for record in records]
 
 
 def wrap(session: Session, before: Callable[[ImageBatch], object], after: Callable[[Outputs], object] = id) -> Session:
@@ -68,16 +68,36 @@ def wrap(session: Session, before: Callable[[ImageBatch], object], after: Callab
     return session
 
 
+def count_blanks(session: Session) -> list[tuple[int, int]]:
+    """Return a list that gets the size of each forward pass, and how many of its images are blank."""
+    seen: list[tuple[int, int]] = []
+    wrap(session, lambda images: seen.append((len(images), sum(not image.any() for image in images))))
+    return seen
+
+
+def before_resize(monkeypatch: pytest.MonkeyPatch, function: Callable[[int], object]) -> None:
+    """Call a function with the lower right value of each image before it is resized."""
+    to_input = prepare.to_input
+
+    def wrapped(image: Image.Image, *rest: object) -> np.ndarray:
+        function(image.getpixel((63, 63))[0])  # type: ignore[index]
+        return to_input(image, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prepare, "to_input", wrapped)
+
+
 def own_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("decode", "session-"))}
 
 
-# ---- order
+# ---- order and bounds
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 50])
-@pytest.mark.parametrize("workers", [1, 4])
-def test_one_record_an_image_in_their_order(bright_session: Callable, count: int, workers: int) -> None:
+@pytest.mark.parametrize(("count", "workers"), [(0, 4), (1, 4), (7, 4), (8, 1), (9, 4), (50, 4)])
+def test_one_record_an_image_in_their_order(
+    bright_session: Callable, monkeypatch: pytest.MonkeyPatch, count: int, workers: int
+) -> None:
+    before_resize(monkeypatch, lambda value: time.sleep(0.02 * (value % 5 == 0)))
     session = bright_session()
     records = predict(shades(range(count)), session, batch=8, workers=workers)
     assert names(records) == list(range(count))
@@ -85,46 +105,13 @@ def test_one_record_an_image_in_their_order(bright_session: Callable, count: int
     assert session.batches == [8] * (count // 8) + [count % 8] * (count % 8 > 0)
 
 
-def test_images_that_take_longer_to_decode_keep_their_place(
-    bright_session: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    to_input = prepare.to_input
-
-    def slow_for_some(image: Image.Image, *rest: object) -> np.ndarray:
-        time.sleep(0.03 if image.getpixel((63, 63))[0] % 5 == 0 else 0)  # type: ignore[index]
-        return to_input(image, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(prepare, "to_input", slow_for_some)
-    assert names(predict(shades(range(30)), bright_session(), batch=4, workers=4)) == list(range(30))
-
-
 def test_two_sessions_take_turns_at_the_same_time(bright_session: Callable) -> None:
-    hold = threading.Event()
-    entered: set[int] = set()
-
-    def enter(number: int) -> None:
-        entered.add(number)
-        if len(entered) == 2:
-            # the first is still in its batch
-            hold.set()
-
-    sessions = [bright_session(hold=hold) for _ in range(2)]
-    wrapped = [wrap(session, lambda _, n=n: enter(n)) for n, session in enumerate(sessions)]  # type: ignore[misc]
-    started = time.monotonic()
-    assert len(predict(shades(range(20)), *wrapped, batch=4)) == 20
-    assert time.monotonic() - started < 10
-    assert [session.batches for session in sessions] == [[4, 4, 4], [4, 4]]
-
-
-def test_two_sessions_give_the_records_of_one(
-    exact_session: OnnxSession, exact_model: Path, make_pictures: Callable, tmp_path: Path
-) -> None:
-    paths = make_pictures(tmp_path, 30)
-    second = OnnxSession(exact_model, device="cpu", threads=1)
-    assert predict(paths, exact_session, second, batch=4) == predict(paths, exact_session, batch=4)
-
-
-# ---- bounds
+    # neither goes on before both are in a batch
+    both = threading.Barrier(2)
+    sessions = [bright_session() for _ in range(2)]
+    records = predict(shades(range(16)), *(wrap(session, lambda _: both.wait(30)) for session in sessions), batch=4)
+    assert names(records) == list(range(16))
+    assert [session.batches for session in sessions] == [[4, 4], [4, 4]]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -153,7 +140,7 @@ def test_an_endless_stream_is_read_a_bounded_distance_ahead(bright_session: Call
     assert own_threads() == before
 
 
-@pytest.mark.parametrize("end", [0, 1, 7, 8, 30])
+@pytest.mark.parametrize("end", [0, 1, 8, 30])
 def test_ending_the_requests_predicts_all_that_were_taken(bright_session: Callable, end: int) -> None:
     taken: list[int] = []
     found: list[int] = []
@@ -174,28 +161,28 @@ def test_ending_the_requests_predicts_all_that_were_taken(bright_session: Callab
 # ---- errors that end the loop
 
 
-@pytest.mark.parametrize(("fails_at", "count"), [((3,), 12), ((None, 1), 12)], ids=["the only device", "one of two"])
-def test_records_before_a_lost_device_are_whole(
-    bright_session: Callable, fails_at: tuple[int | None, ...], count: int
+def raising(good: int) -> Iterator[Request]:
+    yield from shades(range(good))
+    raise UsageError("no such file")
+
+
+@pytest.mark.parametrize(
+    ("requests", "fails_at", "message", "count"),
+    [
+        pytest.param(shades(range(40)), [3], "device was lost", 12, id="the only device"),
+        pytest.param(shades(range(40)), [None, 1], "device was lost", 12, id="one of two devices"),
+        *(pytest.param(raising(n), [None], "no such file", n, id=f"the list after {n}") for n in (0, 1, 9, 17)),
+    ],
+)
+def test_records_before_an_error_are_whole(
+    bright_session: Callable, requests: Iterator[Request], fails_at: list[int | None], message: str, count: int
 ) -> None:
     sessions = [bright_session(fails_at=batch) for batch in fails_at]
     records: list[Record] = []
-    with pytest.raises(StoppedEarly, match="device was lost"):
-        records.extend(r.record for r in predict_stream(shades(range(40)), sessions, InferenceOptions(batch=4)))
+    with pytest.raises((StoppedEarly, UsageError), match=message):
+        records.extend(r.record for r in predict_stream(requests, sessions, InferenceOptions(batch=4)))
     assert names(records) == list(range(count))
-    assert {record["status"] for record in records} == {"ok"}
-
-
-@pytest.mark.parametrize("good", [0, 1, 9, 17])
-def test_an_error_in_the_list_of_images_loses_none_before_it(bright_session: Callable, good: int) -> None:
-    def requests() -> Iterator[Request]:
-        yield from shades(range(good))
-        raise UsageError("no such file")
-
-    records: list[Record] = []
-    with pytest.raises(UsageError, match="no such file"):
-        records.extend(r.record for r in predict_stream(requests(), [bright_session()], InferenceOptions(batch=4)))
-    assert names(records) == list(range(good))
+    assert codes(records) == [None] * count
 
 
 def test_prefetch_yields_what_was_begun_before_an_error() -> None:
@@ -215,42 +202,32 @@ def test_prefetch_yields_what_was_begun_before_an_error() -> None:
 # ---- errors of single images
 
 
-def test_logits_that_are_nan_are_an_error_of_their_image_alone(bright_session: Callable) -> None:
+def test_nan_in_one_images_logits_is_an_error_of_that_image(bright_session: Callable) -> None:
     def overflow(outputs: Outputs) -> None:
         outputs.logits[1] = np.nan
 
     records = predict(shades(range(4)), wrap(bright_session(), id, overflow), batch=4)
-    assert [record["status"] for record in records] == ["ok", "error", "ok", "ok"]
-    assert records[1]["error"]["code"] == "not_finite"
+    assert codes(records) == [None, "not_finite", None, None]
 
 
 def test_an_image_that_memory_cannot_hold_is_an_error_of_its_own(
     bright_session: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_input = prepare.to_input
-
-    def out_of_memory(image: Image.Image, *rest: object) -> np.ndarray:
-        if image.getpixel((63, 63)) == (1, 1, 1):
+    def out_of_memory(value: int) -> None:
+        if value == 1:
             raise MemoryError
-        return to_input(image, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(prepare, "to_input", out_of_memory)
+    before_resize(monkeypatch, out_of_memory)
     assert [r["status"] for r in predict(shades(range(3)), bright_session(), batch=4)] == ["ok", "error", "ok"]
 
 
 def test_an_error_of_the_request_is_the_records(bright_session: Callable) -> None:
     error = ImageError("no_box", "boxes.csv has no box for it")
     (record,) = predict([Request("a", shade(1), truth="oak", error=error)], bright_session())
-    expected = {
-        "schema": 1,
-        "image": "a",
-        "status": "error",
-        "file_sha256": None,
-        "model_sha256": None,
-        "error": {"code": "no_box", "message": "boxes.csv has no box for it"},
-        "truth": "oak",
-    }
-    assert list(record.items()) == list(expected.items())
+    assert json.dumps(record) == (
+        '{"schema": 1, "image": "a", "status": "error", "file_sha256": null, "model_sha256": null,'
+        ' "error": {"code": "no_box", "message": "boxes.csv has no box for it"}, "truth": "oak"}'
+    )
 
 
 def test_evidence_inside_a_crop_is_in_pixels_of_the_whole_image(bright_session: Callable) -> None:
@@ -262,58 +239,36 @@ def test_evidence_inside_a_crop_is_in_pixels_of_the_whole_image(bright_session: 
     assert [(slot["cell"], slot["box"]) for slot in record["evidence"]] == [([2, 1], [150, 140, 200, 190])] * 2
 
 
-def count_blanks(session: Session) -> list[tuple[int, int]]:
-    """Return a list that gets the size of each forward pass, and how many of its images are blank."""
-    seen: list[tuple[int, int]] = []
-    wrap(session, lambda images: seen.append((len(images), sum(not image.any() for image in images))))
-    return seen
-
-
-def test_a_bad_image_keeps_its_place_as_a_blank_one(bright_session: Callable) -> None:
-    session, bad = bright_session(), (1, 6)
+@pytest.mark.parametrize(
+    ("bad", "passes"), [({1, 6}, [(4, 1), (4, 1), (2, 0)]), (set(range(10)), [])], ids=["two", "all of them"]
+)
+def test_bad_images_keep_their_places_as_blank_ones(
+    bright_session: Callable, bad: set[int], passes: list[tuple[int, int]]
+) -> None:
+    session = bright_session()
     seen = count_blanks(session)
     records = predict([Request(str(n), b"nothing" if n in bad else shade(n + 1)) for n in range(10)], session, batch=4)
-    assert [n for n, record in enumerate(records) if record["status"] == "error"] == list(bad)
+    assert codes(records) == ["not_an_image" if n in bad else None for n in range(10)]
     cells = [record["evidence"][0]["cell"] for record in records if "evidence" in record]
     assert cells == [list(divmod((n + 1) % 16, 4)) for n in range(10) if n not in bad]
-    assert seen == [(4, 1), (4, 1), (2, 0)]
-
-
-def test_a_batch_of_bad_files_only_never_reaches_the_session(bright_session: Callable) -> None:
-    session = bright_session()
-    records = predict((Request(str(number), b"nothing") for number in range(10)), session, batch=4)
-    assert [record["error"]["code"] for record in records] == ["not_an_image"] * 10
-    assert session.batches == []
-
-
-def test_one_bad_file_leaves_the_63_others_records_byte_identical(
-    exact_session: OnnxSession, make_pictures: Callable, tmp_path: Path
-) -> None:
-    paths = make_pictures(tmp_path, 64)
-    clean = lines(predict(paths, exact_session, batch=64))
-    paths[20].write_bytes(paths[20].read_bytes()[:300])
-    found = lines(predict(paths, exact_session, batch=64))
-    assert json.loads(found[20])["error"]["code"] == "truncated_image"
-    assert found[:20] + found[21:] == clean[:20] + clean[21:]
+    assert seen == passes
 
 
 # ---- batches of one size
 
 
-@pytest.mark.parametrize("count", [1, 4, 7])
-def test_a_fixed_batch_fills_every_forward_pass(bright_session: Callable, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "invariant", "passes"),
+    [(1, False, [(4, 3)]), (4, False, [(4, 0)]), (7, False, [(4, 0), (4, 1)]), (5, True, [(4, 0), (1, 0)])],
+)
+def test_a_fixed_batch_fills_every_forward_pass_of_a_session_that_needs_it(
+    bright_session: Callable, count: int, invariant: bool, passes: list[tuple[int, int]]
+) -> None:
     session = bright_session()
+    session.batch_invariant = invariant
     seen = count_blanks(session)
     assert len(predict(shades(range(1, count + 1)), session, batch=4, fixed_batch=True)) == count
-    assert [size for size, _ in seen] == [4] * ((count + 3) // 4)
-    assert sum(blank for _, blank in seen) == -count % 4
-
-
-def test_a_fixed_batch_leaves_a_batch_invariant_session_as_it_is(bright_session: Callable) -> None:
-    session = bright_session()
-    session.batch_invariant = True
-    predict(shades(range(5)), session, batch=4, fixed_batch=True)
-    assert session.batches == [4, 1]
+    assert seen == passes
 
 
 @pytest.fixture(scope="module")
@@ -340,39 +295,35 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(source, plan_targets(source), ExportOptions(threads=1)).onnx[0].path
 
 
+@pytest.fixture(scope="module")
+def images(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return make_pictures(tmp_path_factory.mktemp("images"), 64)
+
+
 @pytest.mark.parametrize(("runtime", "threads"), [("onnx", 1), ("onnx", 2), ("torch", 1)])
-def test_in_a_batch_of_64_of_a_resnet_one_bad_file_changes_not_a_byte_of_the_others(
-    resnet: Path, make_pictures: Callable, tmp_path: Path, runtime: str, threads: int
+def test_one_bad_file_in_a_batch_of_64_changes_not_a_byte_of_the_others(
+    resnet: Path, images: list[Path], runtime: str, threads: int
 ) -> None:
     path = resnet if runtime == "onnx" else resnet.with_suffix(".pt")
     sessions = open_sessions(path, device="cpu", threads=threads)
-    paths = make_pictures(tmp_path, 64)
-    bad = paths[20].with_name("bad.png")
-    bad.write_bytes(paths[20].read_bytes()[:300])
+    bad = Request("bad.png", images[20].read_bytes()[:300])
 
-    def run(listed: list[Path]) -> dict[str, str]:
-        records = predict(listed, *sessions, batch=64, fixed_batch=True)
+    def run(listed: list[Path | Request], batch: int = 64) -> dict[str, str]:
+        records = predict(listed, *sessions, batch=batch, fixed_batch=True)
         return {str(record["image"]): json.dumps(record) for record in records}
 
-    with_bad = run([*paths[:20], bad, *paths[21:]])
+    with_bad = run([*images[:20], bad, *images[21:]])
     assert json.loads(with_bad.pop("bad.png"))["error"]["code"] == "truncated_image"
-    assert len(with_bad) == 63
-    with_good = run(paths)
-    del with_good[paths[20].name]
+    with_good = run([*images])
+    del with_good[images[20].name]
     assert with_bad == with_good
     # everything after it moves up, and the batch is one short
-    assert with_bad == run(paths[:20] + paths[21:])
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_onnx_runtime_on_the_cpu_is_batch_invariant(
-    resnet: Path, make_pictures: Callable, tmp_path: Path, threads: int
-) -> None:
-    session = OnnxSession(resnet, device="cpu", threads=threads)
-    assert session.batch_invariant
-    paths = make_pictures(tmp_path, 24)
-    one, five, all_of_them = (lines(predict(paths, session, batch=batch)) for batch in (1, 5, 24))
-    assert one == five == all_of_them
+    assert with_bad == run([*images[:20], *images[21:]])
+    if runtime == "onnx":
+        assert isinstance(sessions[0], OnnxSession)
+        assert sessions[0].batch_invariant
+        first = dict(itertools.islice(with_bad.items(), 6))
+        assert first == run([*images[:6]], 1) == run([*images[:6]], 5)
 
 
 # ---- memory
@@ -393,14 +344,14 @@ def limit_memory(session: Session, most: int, error: Exception) -> list[int]:
 
 @pytest.mark.parametrize("error", [OutOfMemory("full"), MemoryError()], ids=["the device's", "the host's"])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_out_of_memory_halves_the_batch_for_good_and_says_so(
+def test_out_of_memory_halves_the_batch_for_good_and_is_reported(
     bright_session: Callable, error: Exception, fixed: bool
 ) -> None:
     session, messages = bright_session(), []
     sizes = limit_memory(session, 4, error)
     options = InferenceOptions(batch=16, fixed_batch=fixed)
     results = predict_stream(shades(range(38)), [session], options, print_message=messages.append)
-    assert lines([r.record for r in results]) == lines(predict(shades(range(38)), bright_session(), batch=16))
+    assert [r.record for r in results] == predict(shades(range(38)), bright_session(), batch=16)
     assert sizes == [16, 8, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4 if fixed else 2]
     assert messages == [
         "brightness on CPU: out of memory with a batch of 16; going on with 8",
@@ -446,19 +397,19 @@ from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.runtime.select import open_sessions
 
 sessions = open_sessions(Path(sys.argv[1]), device="cpu", threads=1)
-pictures = list(example_images(64, 128, 128))
-said = []
+images = list(example_images(64, 128, 128))
+messages = []
 
 def run(batch):
-    asked = (Request(str(number), picture) for number, picture in enumerate(pictures))
+    requests = (Request(str(number), image) for number, image in enumerate(images))
     options = InferenceOptions(batch=batch)
-    return [json.dumps(r.record) for r in predict_stream(asked, sessions, options, print_message=said.append)]
+    return [json.dumps(r.record) for r in predict_stream(requests, sessions, options, print_message=messages.append)]
 
 clean = run(4)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
 found = run(64)
-print(json.dumps({"same": found == clean, "said": said}))
+print(json.dumps([found == clean, messages]))
 """
 
 
@@ -467,6 +418,6 @@ def test_onnx_runtime_without_memory_for_a_batch_goes_on_with_half(resnet: Path)
     arguments = [sys.executable, "-c", _SHORT_OF_MEMORY, str(resnet)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["same"]
-    assert "out of memory with a batch of 64; going on with 32" in told["said"][0]
+    same, messages = json.loads(done.stdout)
+    assert same
+    assert "out of memory with a batch of 64; going on with 32" in messages[0]
