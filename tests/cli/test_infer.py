@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,43 +49,27 @@ def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "ckpt.onnx").write_bytes(exact_model.read_bytes())
     done = opal("infer", "in/", "--explain", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Model: ckpt.onnx (fp32, no usable GPU)" in done.stderr or "Model: ckpt.onnx" in done.stderr
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "Model: ckpt.onnx" in done.stderr
     assert "4 images in" in done.stderr
-    assert done.stdout == ""
     out = tmp_path / "explanations"
     assert [Path(record["image"]).name for record in records(out)] == ["000.png", "001.png", "002.png", "003.png"]
-    assert (out / "report.html").is_file()
     assert len(list((out / "overlays").iterdir())) == 4
+    assert (out / "report.html").read_text(encoding="utf-8").count('src="data:image/jpeg;base64,') == 4
 
 
-def test_failed_images_are_counted_and_the_exit_code_says_so(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, tmp_path: Path) -> None:
     (pictures / "bad.jpg").write_bytes(b"no")
     (pictures / "empty.jpg").write_bytes(b"")
-    done = infer(pictures)
+    (pictures / "notes\x1b[31m.txt").write_text("x")
+    done = infer(pictures, "--explain", "--report-images", "files")
     assert done.returncode == 3
-    assert "6 images in" in done.stderr
-    assert "2 error, 4 ok" in done.stderr
-    assert "not_an_image: 1" in done.stderr
-    assert "empty_file: 1" in done.stderr
+    # a name must not drive the terminal
+    for text in ("6 images in", "2 error, 4 ok", "not_an_image: 1", "empty_file: 1",
+                 "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)"):  # fmt: skip
+        assert text in done.stderr
     assert len(records(tmp_path / "out")) == 6
-
-
-def test_a_reader_of_the_summary_that_has_gone_away_changes_no_exit_code(
-    exact_model: Path, pictures: Path, tmp_path: Path
-) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, "infer", str(pictures), "--model", str(exact_model), "--json"],
-        cwd=tmp_path,
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(writer)
-    assert done.returncode == 0, done.stderr
-    assert "rror" not in done.stderr
+    assert (tmp_path / "out/report.html").read_text(encoding="utf-8").count('src="overlays/') == 4
 
 
 def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, tmp_path: Path) -> None:
@@ -102,47 +85,20 @@ def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, 
     assert 0 < document["seconds_to_first_record"] <= document["seconds"]
 
 
-def test_shards_make_up_the_whole(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    infer(pictures)
-    for index in (1, 2, 3):
-        assert infer(pictures, "--shard", f"{index}/3", out=f"out{index}").returncode == 0
-    parts = [record["image"] for index in (1, 2, 3) for record in records(tmp_path / f"out{index}")]
-    assert sorted(parts) == [record["image"] for record in records(tmp_path / "out")]
-    assert infer(pictures, "--shard", "9/9", out="none").returncode == 0
-    assert records(tmp_path / "none") == []
-
-
-def test_boxes_crop_first(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path, tmp_path: Path) -> None:
     rows = "".join(f"{number:03}.png,10,20,70,80\n" for number in range(3))
     (tmp_path / "boxes.csv").write_text("image,x0,y0,x1,y1\n" + rows)
-    done = infer(pictures, "--boxes", "boxes.csv")
-    assert done.returncode == 3
-    assert "no_box: 1" in done.stderr
-    for record in records(tmp_path / "out")[:3]:
-        for slot in record["evidence"]:
-            assert slot["box"][0] >= 10
-            assert slot["box"][3] <= 80
-
-
-def test_a_list_on_stdin_names_the_images(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    done = infer("-", input="in/002.png\nin/none.png\nin/000.png\n")
-    assert done.returncode == 3
-    assert [record["image"] for record in records(tmp_path / "out")] == ["in/002.png", "in/none.png", "in/000.png"]
-
-
-def test_files_that_were_passed_over_are_mentioned(infer: Opal, pictures: Path) -> None:
-    (pictures / "notes\x1b[31m.txt").write_text("x")
-    done = infer(pictures)
-    assert done.returncode == 0
-    # a name must not drive the terminal
-    assert "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)" in done.stderr
-
-
-def test_one_empty_folder_costs_the_others_nothing(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    done = infer(pictures, "empty")
-    assert done.returncode == 3
-    assert [record["status"] for record in records(tmp_path / "out")] == ["ok"] * 4 + ["error"]
+    parts = [infer("in", "--boxes", "boxes.csv", "--shard", f"{n}/2", out=f"out{n}") for n in (1, 2)]
+    assert sorted(part.returncode for part in parts) == [0, 3]
+    assert "no_box: 1" in parts[0].stderr + parts[1].stderr
+    found = records(tmp_path / "out1") + records(tmp_path / "out2")
+    assert sorted(record["image"] for record in found) == [f"in/00{n}.png" for n in range(4)]
+    # more shards than images
+    assert infer("in", "--shard", "9/9", out="none").returncode == 0
+    assert records(tmp_path / "none") == []
+    for slot in (slot for record in found for slot in record.get("evidence", [])):
+        assert slot["box"][0] >= 10
+        assert slot["box"][3] <= 80
 
 
 def test_explaining_the_working_directory_leaves_earlier_overlays_out(
@@ -177,15 +133,17 @@ def test_a_wrong_call_is_answered_in_one_line_and_leaves_nothing(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
-    assert message in one_line(infer(*arguments, input=""))
+    assert message in one_line(infer(*arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_debug_shows_the_traceback_and_the_same_exit_code(infer: Opal) -> None:
-    done = infer("none", "--debug")
+def test_an_out_that_is_a_file_is_a_wrong_call_also_with_debug(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = infer(pictures, "--debug", out="file/out")
     assert done.returncode == 2
     assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1] == "opal-deploy: none: no such file or folder"
+    last = done.stderr.splitlines()[-1]
+    assert "opal-deploy: file/out: cannot be written (Not a directory); give another --out" in last
 
 
 def _corrupt(path: Path, model: Path) -> None:
@@ -230,11 +188,12 @@ def test_without_a_model_it_says_how_to_get_one(
     assert "exact.onnx (of exact.pt), map.onnx (of map.pt); choose one with --model" in line
 
 
-def test_an_out_that_cannot_be_written_is_a_wrong_call(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    done = infer(pictures, out="file/out")
-    assert "file/out: cannot be written (Not a directory); give another --out" in done.stderr.splitlines()[-1]
-    assert done.returncode == 2
+def test_a_checkpoint_answers_as_its_export(infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
+    assert infer(pictures, "--device", "cpu", model=exact_model.with_suffix(".pt"), out="pt").returncode == 0
+    infer(pictures)
+    for one, other in zip(records(tmp_path / "pt"), records(tmp_path / "out"), strict=True):
+        assert one["prediction"]["class_id"] == other["prediction"]["class_id"]
+        assert one["prediction"]["cosine"] == pytest.approx(other["prediction"]["cosine"], abs=1e-5)
 
 
 def test_a_linear_baseline_classifies_and_explains_nothing(
@@ -247,31 +206,13 @@ def test_a_linear_baseline_classifies_and_explains_nothing(
     assert records(tmp_path / "out")[0]["prediction"]["cosine"] is None
 
 
-def test_explaining_a_model_that_averages_says_what_overlays_lack(
+def test_explaining_a_model_that_averages_reports_that_overlays_lack_boxes(
     infer: Opal, map_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     done = infer(pictures, "--explain", model=map_model)
     assert done.returncode == 0
     assert "no single cell is its evidence, so overlays show no boxes" in done.stderr
     assert (tmp_path / "out/report.html").is_file()
-
-
-def test_a_checkpoint_answers_as_its_export(infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
-    assert infer(pictures, "--device", "cpu", model=exact_model.with_suffix(".pt"), out="pt").returncode == 0
-    infer(pictures)
-    for one, other in zip(records(tmp_path / "pt"), records(tmp_path / "out"), strict=True):
-        assert one["prediction"]["class_id"] == other["prediction"]["class_id"]
-        assert one["prediction"]["cosine"] == pytest.approx(other["prediction"]["cosine"], abs=1e-5)
-
-
-def test_a_full_disk_stops_early_with_whole_lines(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    done = infer(pictures, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)))
-    assert done.returncode == 5
-    assert "Traceback" not in done.stderr
-    assert "make room and run again; the same command resumes: " in done.stderr.splitlines()[-1]
-    written = (tmp_path / "out/results.jsonl").read_bytes()
-    assert written.endswith(b"}\n")
-    assert f"the {len(records(tmp_path / 'out'))} records before are whole" in done.stderr
 
 
 def test_a_bug_is_called_one(infer: Opal, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,39 +228,24 @@ def test_a_bug_is_called_one(infer: Opal, pictures: Path, monkeypatch: pytest.Mo
     assert "Traceback" not in done.stderr
 
 
-def test_names_on_stdin_need_not_be_utf8(exact_model: Path, pictures: Path, tmp_path: Path) -> None:
-    (tmp_path / os.fsdecode(b"a\xff.png")).write_bytes((pictures / "000.png").read_bytes())
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, "infer", "-", "--model", str(exact_model), "--out", "out"],
-        cwd=tmp_path,
-        input=b"a\xff.png\n",
-        capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert records(tmp_path / "out")[0]["image"] == "a\\xff.png"
-
-
 KNOWN_CODES = {
     "empty_file", "not_an_image", "truncated_image", "corrupt_image", "too_many_pixels", "unsupported_image",
 }  # fmt: skip
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("explain", [False, True])
-def test_every_odd_image_gets_its_record(exact_model: Path, odd_images: Path, tmp_path: Path, explain: bool) -> None:
-    arguments = ["infer", str(odd_images), "--model", str(exact_model), "--out", str(tmp_path / "out")]
-    # not getrusage: what it tells of a child includes the process that started it
+def test_every_odd_image_gets_its_record_and_memory_is_bounded(
+    exact_model: Path, odd_images: Path, tmp_path: Path
+) -> None:
+    # not getrusage: its peak of a child includes the process that started it
     measure = (
         "import atexit, re\n"
         "def peak(): print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "atexit.register(peak)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", measure + MAIN, *arguments, *(["--explain"] if explain else [])],
-        capture_output=True,
-        text=True,
-    )
+    arguments = ["infer", odd_images, "--model", exact_model, "--out", tmp_path / "out", "--explain"]
+    command = [sys.executable, "-c", measure + MAIN, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning:" not in done.stderr
@@ -328,15 +254,26 @@ def test_every_odd_image_gets_its_record(exact_model: Path, odd_images: Path, tm
     found = records(tmp_path / "out")
     assert len(found) == 149
     assert [record["image"] for record in found] == sorted(record["image"] for record in found)
-    codes = {record["error"]["code"] for record in found if record["status"] == "error"}
-    assert codes <= KNOWN_CODES
+    assert {record["error"]["code"] for record in found if record["status"] == "error"} <= KNOWN_CODES
     assert {record["status"] for record in found} == {"ok", "error"}
-    assert all(("overlay" in record) == (explain and record["status"] == "ok") for record in found)
+    assert all(("overlay" in record) == (record["status"] == "ok") for record in found)
 
 
-def test_the_reports_pictures_are_in_it_or_beside_it(infer: Opal, pictures: Path, tmp_path: Path) -> None:
-    for where, source in (("embed", "data:image/jpeg;base64,"), ("files", "overlays/")):
-        done = infer(pictures, "--explain", "--report-images", where, out=where)
-        assert done.returncode == 0, done.stderr
-        page = (tmp_path / where / "report.html").read_text(encoding="utf-8")
-        assert page.count(f'src="{source}') == 4
+def test_names_on_stdin_need_not_be_utf8_and_a_closed_stdout_changes_no_exit_code(
+    exact_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    (tmp_path / os.fsdecode(b"a\xff.png")).write_bytes((pictures / "000.png").read_bytes())
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "infer", "-", "--model", str(exact_model), "--out", "out", "--json"],
+        cwd=tmp_path,
+        input=b"in/002.png\na\xff.png\nin/000.png\n",
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert b"rror" not in done.stderr
+    assert [record["image"] for record in records(tmp_path / "out")] == ["in/002.png", "a\\xff.png", "in/000.png"]

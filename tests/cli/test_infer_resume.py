@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
 MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 IMAGES = 100
+EXPLAIN = ("--explain", "--format", "csv")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ class Infer:
         (cwd / "in").symlink_to(pictures)
         self._fixed = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"]
 
-    def start(self, *arguments: str, before: str = "", out: str = "out", **options: Any) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, before: str = "", out: str = "out") -> subprocess.Popen[str]:
         """`before`: Python to run first."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
         return subprocess.Popen(
@@ -51,7 +51,6 @@ class Infer:
             text=True,
             # a shell may have told its background jobs to ignore it
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            **options,
         )
 
     def __call__(self, *arguments: str, out: str = "out", before: str = "") -> subprocess.CompletedProcess[str]:
@@ -61,17 +60,15 @@ class Infer:
             stdout, stderr = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
-    def count(self, out: str = "out") -> int:
-        """Lines of results.jsonl."""
-        try:
-            return (self.cwd / out / "results.jsonl").read_bytes().count(b"\n")
-        except FileNotFoundError:
-            return 0
+    def count(self) -> int:
+        """Return the number of lines of results.jsonl."""
+        path = self.cwd / "out/results.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def wait_for(self, count: int, process: subprocess.Popen[str], out: str = "out") -> None:
-        """Until there are so many records, or the process has ended."""
+    def wait_for(self, count: int, process: subprocess.Popen[str]) -> None:
+        """Wait until there are so many records, or the process has ended."""
         deadline = time.monotonic() + 60
-        while self.count(out) < count and process.poll() is None and time.monotonic() < deadline:
+        while self.count() < count and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
 
 
@@ -84,7 +81,7 @@ def infer(tmp_path: Path, exact_model: Path, many: Path, opal: Opal) -> Infer:
 def clean(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path, opal: Opal) -> Path:
     """The output of a run that nothing happened to."""
     cwd = tmp_path_factory.mktemp("clean")
-    done = Infer(cwd, exact_model, many, opal)("--explain", "--format", "csv")
+    done = Infer(cwd, exact_model, many, opal)(*EXPLAIN)
     assert done.returncode == 3, done.stderr
     return cwd / "out"
 
@@ -104,69 +101,57 @@ def same(out: Path, clean: Path) -> None:
     assert one["complete"] is True
 
 
-def killed(infer: Infer, clean: Path, kills: int, seed: int) -> None:
-    """Kill at random moments until `kills` came in time, beginning anew whenever a run got to its end."""
-    moments = random.Random(seed)
-    in_time = 0
-    while in_time < kills:
-        with infer.start("--explain", "--format", "csv") as process:
-            before = infer.count()
-            infer.wait_for(before + moments.randint(1, IMAGES // 8), process)
-            time.sleep(moments.random() * 0.02)
-            process.kill()
-            process.communicate()
-        in_time += process.returncode == -signal.SIGKILL
-        written = (infer.cwd / "out/results.jsonl").read_bytes()
-        assert (clean / "results.jsonl").read_bytes().startswith(written[: written.rfind(b"\n") + 1])
-        if infer.count() == IMAGES or process.returncode != -signal.SIGKILL:
-            _end(infer, clean)
-            shutil.rmtree(infer.cwd / "out")
-    _end(infer, clean)
-
-
-def _end(infer: Infer, clean: Path) -> None:
-    done = infer("--explain", "--format", "csv")
+def assert_goes_on(infer: Infer, clean: Path) -> None:
+    done = infer(*EXPLAIN)
     assert done.returncode == 3, done.stderr
     same(infer.cwd / "out", clean)
 
 
-def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, clean: Path) -> None:
-    killed(infer, clean, kills=5, seed=6)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_fifty_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, clean: Path) -> None:
-    killed(infer, clean, kills=50, seed=50)
-
-
-KILL = "import os, signal; die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
-MOMENTS = {
-    "before the first record": "import opal_deploy.inference.run.run as i; i.RecordWriter = die\n",
-    "between an overlay and its name": "import pathlib; pathlib.Path.replace = die\n",
-    "in the report": "import opal_deploy.visualization.report as r; r.ReportWriter._head = die\n",
-    "in a table": "import opal_deploy.records.tables as t; t._WRITERS['csv'] = die\n",
-    "before the summary": "import opal_deploy.inference.run.directory as f; f.RunDirectory.write_summary = die\n",
-}
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer: Infer, clean: Path, kills: int) -> None:
+    moments = random.Random(kills)
+    while kills:
+        with infer.start(*EXPLAIN) as process:
+            infer.wait_for(infer.count() + moments.randint(1, IMAGES // 8), process)
+            time.sleep(moments.random() * 0.02)
+            process.kill()
+            process.communicate()
+        kills -= process.returncode == -signal.SIGKILL
+        written = (infer.cwd / "out/results.jsonl").read_bytes()
+        assert (clean / "results.jsonl").read_bytes().startswith(written[: written.rfind(b"\n") + 1])
+        if infer.count() == IMAGES or process.returncode != -signal.SIGKILL:
+            assert_goes_on(infer, clean)
+            shutil.rmtree(infer.cwd / "out")
+    assert_goes_on(infer, clean)
 
 
 @pytest.mark.parametrize(
-    "moment", [m if m == "in the report" else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS]
-)
-def test_killed_between_two_steps_it_goes_on_there(infer: Infer, clean: Path, moment: str) -> None:
-    # in the middle of the overlays
-    counted = "n = [0]; old = pathlib.Path.replace\ndef second(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"
-    before = KILL + MOMENTS[moment].replace("pathlib.Path.replace = die\n", counted + "pathlib.Path.replace = second\n")
-    before = before.replace("import pathlib; n", "import pathlib\nn")
-    assert infer("--explain", "--format", "csv", before=before).returncode == -signal.SIGKILL
-    _end(infer, clean)
+    "before",
+    [
+        pytest.param("import opal_deploy.inference.run.run as i; i.RecordWriter = die", id="before the first record",
+                     marks=pytest.mark.slow),
+        pytest.param("import pathlib\nn, old = [0], pathlib.Path.replace\n"
+                     "def thirtieth(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"
+                     "pathlib.Path.replace = thirtieth", id="between an overlay and its name", marks=pytest.mark.slow),
+        pytest.param("import opal_deploy.visualization.report as r; r.ReportWriter._head = die", id="in the report"),
+        pytest.param("import opal_deploy.records.tables as t; t._WRITERS['csv'] = die", id="in a table",
+                     marks=pytest.mark.slow),
+        pytest.param("import opal_deploy.inference.run.directory as f; f.RunDirectory.write_summary = die",
+                     id="before the summary", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_killed_between_two_steps_it_goes_on_there(infer: Infer, clean: Path, before: str) -> None:
+    die = "import os, signal; die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert infer(*EXPLAIN, before=f"{die}{before}\n").returncode == -signal.SIGKILL
+    assert_goes_on(infer, clean)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
     infer: Infer, clean: Path, number: signal.Signals
 ) -> None:
-    with infer.start("--explain", "--format", "csv") as process:
+    with infer.start(*EXPLAIN) as process:
         infer.wait_for(5, process)
         process.send_signal(number)
         sent = time.monotonic()
@@ -181,7 +166,7 @@ def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
     document = json.loads((infer.cwd / "out/summary.json").read_text())
     assert (document["complete"], document["stopped"], document["images"]) == (False, "interrupted", count)
     assert not (infer.cwd / "out/report.html").exists()
-    done = infer("--explain", "--format", "csv")
+    done = infer(*EXPLAIN)
     assert f"out: {count} records are there already\n" in done.stderr
     assert f"{IMAGES} images ({count} of them before) in" in done.stderr
     same(infer.cwd / "out", clean)
@@ -207,23 +192,6 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer, clean:
     assert (infer.cwd / "out/results.jsonl").read_bytes().endswith(b"}\n")
 
 
-def test_a_second_process_is_refused_in_one_line(infer: Infer) -> None:
-    with infer.start() as process:
-        infer.wait_for(1, process)
-        process.send_signal(signal.SIGSTOP)
-        try:
-            refused = infer("--overwrite")
-        finally:
-            process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=60)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines() == [
-        "opal-deploy: out: another process is at work there; wait for it, or give another --out"
-    ]
-    assert process.returncode == 3
-    assert infer.count() == IMAGES
-
-
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, exact_model: Path, many: Path, opal: Opal) -> Path:
     """The output of a run that stopped after a few records."""
@@ -244,70 +212,43 @@ def begun(infer: Infer, stopped: Path) -> Infer:
 def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(begun: Infer, clean: Path) -> None:
     again = begun("--max-errors", "0")
     assert again.returncode == 5
-    assert (
-        "1 of 8 images failed, more than --max-errors 0; most often not_an_image (1)" in again.stderr.splitlines()[-1]
-    )
-    assert "the same command resumes" in again.stderr
-    assert begun("--max-errors", "10").returncode == 3
+    last = again.stderr.splitlines()[-1]
+    assert "1 of 8 images failed, more than --max-errors 0; most often not_an_image (1)" in last
+    assert "the same command resumes" in last
+    # options that change no record
+    assert begun("--max-errors", "10", "--batch", "3", "--workers", "1", "--no-isolate").returncode == 3
     found = [json.loads(line) for line in (begun.cwd / "out/results.jsonl").read_text().splitlines()]
     expected = [json.loads(line) for line in (clean / "results.jsonl").read_text().splitlines()]
     assert found == [{key: value for key, value in record.items() if key != "overlay"} for record in expected]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--top", "3"], "out: it holds a run of its own: --top 5 there, 3 here; choose another --out, or give --over"),
-        (["--decode", "exact"], "--decode default there, exact here"),
-        (["--no-resume"], "out: it holds an unfinished run, and --no-resume was given; choose another --out, or give"),
-    ],
-)
-def test_another_run_is_refused_with_the_difference(begun: Infer, arguments: list[str], message: str) -> None:
-    before = (begun.cwd / "out/results.jsonl").read_bytes()
-    done = begun(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1]
-    assert (begun.cwd / "out/results.jsonl").read_bytes() == before
-
-
-def test_what_changes_no_record_may_change(begun: Infer, clean: Path) -> None:
-    assert begun("--batch", "3", "--workers", "1", "--no-isolate", "--report-limit", "5").returncode == 3
-    document = json.loads((begun.cwd / "out/summary.json").read_text())
-    assert document["classes"] == json.loads((clean / "summary.json").read_text())["classes"]
-
-
-def test_overwriting_begins_anew_and_says_how_to_go_on_without(begun: Infer) -> None:
+def test_another_run_is_refused_and_overwriting_begins_anew(begun: Infer) -> None:
+    out = begun.cwd / "out"
+    before = (out / "results.jsonl").read_bytes()
+    refused = [begun("--top", "2", "--decode", "exact"), begun("--no-resume")]
+    assert [done.returncode for done in refused] == [2, 2]
+    assert "out: it holds a run of its own: --top 5 there, 2 here; --decode default there, exact" in refused[0].stderr
+    assert "out: it holds an unfinished run, and --no-resume was given; choose another --out" in refused[1].stderr
+    assert (out / "results.jsonl").read_bytes() == before
     done = begun("--overwrite", "--max-errors", "0", "--top", "2")
     assert done.returncode == 5
     assert "--overwrite" not in done.stderr.splitlines()[-1].partition("resume with: ")[2]
     assert "resume with: opal-deploy infer in/ --model" in done.stderr
-    assert json.loads((begun.cwd / "out/results.jsonl").read_text().splitlines()[0])["top"][1:2]
-    assert json.loads((begun.cwd / "out/run.json").read_text())["run"]["top"] == 2
-
-
-def test_other_images_are_refused_and_nothing_is_lost(begun: Infer, many: Path, exact_model: Path) -> None:
-    before = (begun.cwd / "out/results.jsonl").read_bytes()
-    (begun.cwd / "in").unlink()
-    (begun.cwd / "in").mkdir()
-    for path in sorted(many.iterdir())[1:]:
-        (begun.cwd / "in" / path.name).symlink_to(path)
-    done = begun()
-    assert done.returncode == 2
-    assert "number 1 was in/000.png, now it is in/001.png; give the same images" in done.stderr.splitlines()[-1]
-    assert (begun.cwd / "out/results.jsonl").read_bytes() == before
+    assert len(json.loads((out / "results.jsonl").read_text().splitlines()[0])["top"]) == 2
+    assert json.loads((out / "run.json").read_text())["run"]["top"] == 2
 
 
 def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer: Infer, clean: Path) -> None:
     shutil.copytree(clean, infer.cwd / "out")
     before = {path: path.stat().st_mtime_ns for path in (infer.cwd / "out").rglob("*") if path.is_file()}
-    done = infer("--explain", "--format", "csv", "--json")
+    done = infer(*EXPLAIN, "--json")
     assert done.returncode == 3
     assert "out: this run is finished (100 images, ended " in done.stderr
     assert json.loads(done.stdout) == json.loads((clean / "summary.json").read_text())
     assert {path: path.stat().st_mtime_ns for path in (infer.cwd / "out").rglob("*") if path.is_file()} == before
     # a table that was not asked for then
     (infer.cwd / "out/results.csv").unlink()
-    assert infer("--explain", "--format", "csv").returncode == 3
+    assert infer(*EXPLAIN).returncode == 3
     assert (infer.cwd / "out/results.csv").read_bytes() == (clean / "results.csv").read_bytes()
 
 
@@ -345,7 +286,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer: Infer, clean: Path, small_disk: Path) -> None:
-    done = infer("--explain", "--format", "csv", out="small/out")
+    done = infer(*EXPLAIN, out="small/out")
     assert done.returncode == 5
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -353,5 +294,5 @@ def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer: Infer, c
     assert "make room and run again; the same command resumes: " in last
     assert (small_disk / "out/results.jsonl").read_bytes().endswith(b"}\n")
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert infer("--explain", "--format", "csv", out="small/out").returncode == 3
+    assert infer(*EXPLAIN, out="small/out").returncode == 3
     same(small_disk / "out", clean)

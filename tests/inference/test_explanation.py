@@ -37,57 +37,45 @@ def page(shown: Any) -> list[tuple[str, dict[str, str | None]]]:
     return found
 
 
-def test_a_record_is_a_plain_dictionary_in_every_respect(
-    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
-) -> None:
-    paths = make_pictures(tmp_path, 2)
+@pytest.fixture
+def paths(make_pictures: Callable, tmp_path: Path) -> list[Path]:
+    return make_pictures(tmp_path, 2)
+
+
+def test_a_record_is_a_plain_dictionary_in_every_respect(model: opal_deploy.Model, paths: list[Path]) -> None:
     record, both = model.explain(paths[0]), model.explain(paths)
     plain = json.loads(json.dumps(record))
-    assert record == plain
+    assert record == plain == copy.deepcopy(record)
     assert both == [plain, model.explain(paths[1])]
     assert json.dumps(record) == json.dumps(dict(record))
     assert repr(record) == repr(dict(record))
-    assert copy.deepcopy(record) == record
     assert isinstance(both, list)
 
 
-def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(
-    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
-) -> None:
-    paths = [*make_pictures(tmp_path, 2), tmp_path / "none.jpg"]
-    both = model.explain(paths)
-    line = str(both[0])
-    answer = both[0]["prediction"]
-    assert line == f"{paths[0]}: {answer['label']}, cosine {answer['cosine']:.4f}, margin {both[0]['margin']:.4f}"
-    assert str(both).splitlines() == [str(record) for record in both]
-    assert str(both[2]).endswith("none.jpg: error not_found: no such file")
+def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model: opal_deploy.Model, paths: list[Path]) -> None:
+    records = model.explain([*paths, paths[0].with_name("none.jpg")])
+    first, answer = records[0], records[0]["prediction"]
+    assert str(first) == f"{paths[0]}: {answer['label']}, cosine {answer['cosine']:.4f}, margin {first['margin']:.4f}"
+    assert str(records).splitlines() == [str(record) for record in records]
+    assert str(records[2]).endswith("none.jpg: error not_found: no such file")
 
 
-def test_a_notebook_shows_the_drawing_and_each_slot(
-    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
+def test_a_notebook_shows_the_drawing_and_each_slot_while_the_file_is_the_same(
+    model: opal_deploy.Model, paths: list[Path]
 ) -> None:
-    (path,) = make_pictures(tmp_path, 1)
-    record = model.explain(path)
+    record = model.explain(paths[0])
     tags = page(record)
     (image,) = [attributes for tag, attributes in tags if tag == "img"]
     assert (image["src"] or "").startswith("data:image/jpeg;base64,")
     assert image["alt"] == str(record)
     assert [tag for tag, _ in tags].count("tr") == 1 + len(record["evidence"])
-
-
-def test_a_file_that_is_another_by_now_is_not_shown(
-    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
-) -> None:
-    (path,) = make_pictures(tmp_path, 1)
-    record = model.explain(path)
-    Image.new("RGB", (96, 96)).save(path)
+    Image.new("RGB", (96, 96)).save(paths[0])
     assert "img" not in [tag for tag, _ in page(record)]
     assert "img" not in [tag for tag, _ in page(model.explain(Image.new("RGB", (50, 50))))]
 
 
-def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path) -> None:
-    (path,) = make_pictures(tmp_path, 1)
-    record = cast(dict[str, Any], {**model.explain(path), "image": HOSTILE})
+def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, paths: list[Path]) -> None:
+    record = cast(dict[str, Any], {**model.explain(paths[0]), "image": HOSTILE})
     record["prediction"] = {**record["prediction"], "label": HOSTILE}
     record["evidence"][0]["name"] = HOSTILE
     failed = cast(dict[str, Any], error_record(HOSTILE, "code", HOSTILE))
@@ -103,13 +91,3 @@ def test_nothing_from_outside_becomes_markup(model: opal_deploy.Model, make_pict
 
 def test_a_long_list_names_the_number_of_the_others() -> None:
     assert "and 10 more" in Explanations([error_record("a", "b", "c")] * 60)._repr_html_()
-
-
-def test_a_service_answers_with_the_same_objects(
-    model: opal_deploy.Model, make_pictures: Callable, tmp_path: Path
-) -> None:
-    (path,) = make_pictures(tmp_path, 1)
-    with model.serve() as service:
-        record = service.submit(path).result()
-    assert isinstance(record, Explanation)
-    assert record == model.explain(path)

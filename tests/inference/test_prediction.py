@@ -37,8 +37,8 @@ def found(exact_session: OnnxSession, pictures: list[Path]) -> list[Record]:
     return explained(exact_session, pictures)
 
 
-def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path) -> int:
-    """Compares records with PyTorch's forward pass; returns how many cells were compared."""
+def assert_pytorchs_own_maximisers(records: list[Record], paths: list[Path], checkpoint: Path) -> None:
+    """Compare records with PyTorch's forward pass; nine cells in ten must have no tie."""
     from opal_deploy.runtime.torch_session import TorchSession
 
     reference = TorchSession(checkpoint, device="cpu")
@@ -64,14 +64,13 @@ def agrees_with_torch(records: list[Record], paths: list[Path], checkpoint: Path
                 assert tuple(shown["cell"]) == cell
                 assert shown["box"] == list(geometry.cell_box(*cell, about.grid))
                 compared += 1
-    return compared
+    assert compared > 0.9 * 3 * len(paths)
 
 
 def test_boxes_and_scores_are_pytorchs_own_maximisers(
     found: list[Record], pictures: list[Path], exact_model: Path
 ) -> None:
-    compared = agrees_with_torch(found, pictures, exact_model.with_suffix(".pt"))
-    assert compared > 0.9 * 3 * len(pictures)
+    assert_pytorchs_own_maximisers(found, pictures, exact_model.with_suffix(".pt"))
 
 
 @pytest.mark.data
@@ -79,21 +78,7 @@ def test_boxes_and_scores_are_pytorchs_own_maximisers_on_photographs(
     exact_session: OnnxSession, exact_model: Path, photographs: list[Path]
 ) -> None:
     chosen = photographs[::27]
-    compared = agrees_with_torch(explained(exact_session, chosen), chosen, exact_model.with_suffix(".pt"))
-    assert compared > 0.9 * 3 * len(chosen)
-
-
-def test_contributions_add_up_to_the_cosine(found: list[Record]) -> None:
-    for record in found:
-        total = sum(slot["contribution"] or 0.0 for slot in record["evidence"])
-        assert total == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
-
-
-def test_logits_are_minus_the_distance_that_the_cosine_gives(found: list[Record]) -> None:
-    for answer in (answer for record in found for answer in record["top"]):
-        cosine = answer["cosine"]
-        assert cosine is not None
-        assert answer["logit"] == pytest.approx(-math.sqrt(2 - 2 * cosine), abs=1e-5)
+    assert_pytorchs_own_maximisers(explained(exact_session, chosen), chosen, exact_model.with_suffix(".pt"))
 
 
 def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
@@ -110,19 +95,18 @@ def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
         assert answer["cosine"] == pytest.approx(float(z @ anchor), abs=1e-7)
 
 
-def test_the_answers_are_ranked_and_the_margin_is_the_lead(found: list[Record]) -> None:
+def test_contributions_logits_and_margins_follow_from_the_cosines(found: list[Record]) -> None:
     for record in found:
-        assert all(a["label"] == CLASSES[a["class_id"]] for a in record["top"])
-        logits = [answer["logit"] for answer in record["top"]]
-        assert logits == sorted(logits, reverse=True)
-        assert record["prediction"] == record["top"][0]
-        first, second = record["top"][0]["cosine"], record["top"][1]["cosine"]
-        assert first is not None
-        assert second is not None
-        assert record["margin"] == first - second
+        top, cosines = record["top"], [float(answer["cosine"] or 0) for answer in record["top"]]
+        assert record["prediction"] == top[0]
+        assert [answer["label"] for answer in top] == [CLASSES[answer["class_id"]] for answer in top]
+        assert [answer["logit"] for answer in top] == sorted((answer["logit"] for answer in top), reverse=True)
+        assert [answer["logit"] for answer in top] == pytest.approx([-math.sqrt(2 - 2 * c) for c in cosines], abs=1e-5)
+        assert record["margin"] == cosines[0] - cosines[1]
+        assert sum(slot["contribution"] or 0.0 for slot in record["evidence"]) == pytest.approx(cosines[0], abs=1e-6)
 
 
-@pytest.mark.parametrize("top", [1, 2, 4, 9])
+@pytest.mark.parametrize("top", [1, 2, 9])
 def test_top_limits_the_listed_classes_not_the_margin(
     exact_session: OnnxSession, pictures: list[Path], found: list[Record], top: int
 ) -> None:
@@ -171,7 +155,4 @@ def test_contributions_add_up_for_the_distances_that_are_sums(distance: str, exp
     parts = contributions(BLOCK, distance)
     assert parts is not None
     assert float(parts.sum()) == pytest.approx(expected, abs=1e-12)
-
-
-def test_distances_of_extremes_have_no_contributions() -> None:
     assert contributions(BLOCK, "linf") is contributions(BLOCK, "tropical") is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer, StageTimes
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.runtime.session import BatchTimes, ImageBatch
@@ -26,10 +28,17 @@ def wall(times: StageTimes, stage: Stage) -> float:
     return 0.0 if row is None else row.wall
 
 
-def photograph(path: Path, size: tuple[int, int] = (300, 200)) -> Path:
+def write_images(folder: Path, count: int, size: tuple[int, int] = (300, 200)) -> Iterator[Request]:
     noise = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), np.uint8)
-    Image.fromarray(noise).save(path, "JPEG", quality=95)
-    return path
+    for n in range(count):
+        Image.fromarray(noise).save(folder / f"{n}.jpg", quality=95)
+        yield Request(str(n), folder / f"{n}.jpg")
+
+
+def run_in(folder: Path, requests: Iterator[Request], sessions: list[Any], workers: int, *, draw: bool) -> Summary:
+    (folder / "out").mkdir()
+    options = InferenceOptions(batch=4, workers=workers)
+    return run(requests, sessions, RunOptions(folder / "out", options, ReportOptions() if draw else None))
 
 
 def burn(seconds: float) -> None:
@@ -38,22 +47,7 @@ def burn(seconds: float) -> None:
         pass
 
 
-def test_a_stage_has_its_calls_its_seconds_and_its_processor_time() -> None:
-    timer = StageTimer()
-    for _ in range(3):
-        with timer.stage("decode"):
-            time.sleep(0.02)
-    with timer.stage("resize"):
-        burn(0.03)
-    decoding, resizing = timer.read().stages
-    assert (decoding.stage, decoding.calls) == ("decode", 3)
-    assert decoding.wall >= 0.06
-    assert decoding.cpu < 0.03
-    assert resizing.cpu >= 0.03
-    assert resizing.wall >= 0.03
-
-
-def test_a_stage_inside_another_takes_its_time_from_it() -> None:
+def test_a_stage_has_its_own_calls_seconds_and_processor_time() -> None:
     timer = StageTimer()
     started = time.perf_counter()
     with timer.stage("decode"):
@@ -63,10 +57,9 @@ def test_a_stage_inside_another_takes_its_time_from_it() -> None:
         with timer.stage("read"):
             time.sleep(0.01)
     elapsed = time.perf_counter() - started
-    times = timer.read()
-    reading, decoding = times.stages
+    reading, decoding = timer.read().stages
 
-    assert (reading.stage, reading.calls, decoding.calls) == ("read", 2, 1)
+    assert (reading.stage, reading.calls, decoding.stage, decoding.calls) == ("read", 2, "decode", 1)
     assert reading.wall >= 0.06
     assert reading.cpu >= 0.05
     assert decoding.wall >= 0.02
@@ -146,12 +139,7 @@ def test_the_no_op_timer_measures_nothing() -> None:
 
 
 def test_a_run_times_every_stage_where_it_happens(tmp_path: Path, bright_session: Callable) -> None:
-    requests = (Request(str(n), photograph(tmp_path / f"{n}.jpg")) for n in range(9))
-    out = tmp_path / "out"
-    out.mkdir()
-    options = RunOptions(out, InferenceOptions(batch=4, workers=2), ReportOptions())
-    summary = run(requests, [bright_session()], options)
-
+    summary = run_in(tmp_path, write_images(tmp_path, 9), [bright_session()], 2, draw=True)
     found = {(row.role, row.stage): row.calls for row in summary.times.stages}
     # opened, and read at least once
     assert found.pop(("decoders", "read")) >= 18
@@ -168,37 +156,24 @@ def test_a_run_times_every_stage_where_it_happens(tmp_path: Path, bright_session
     assert [what for what, _ in summary.times.waits] == ["pictures", "session", "drawing", "disk"]
 
 
+def test_an_image_decoded_again_for_its_overlay_is_timed_where_it_happens(
+    tmp_path: Path, bright_session: Callable
+) -> None:
+    # over the size that is kept
+    summary = run_in(tmp_path, write_images(tmp_path, 1, (2000, 1100)), [bright_session()], 1, draw=True)
+    assert {row.stage for row in summary.times.select_role("drawers")} == {"read", "decode", "draw", "write"}
+
+
 @pytest.mark.parametrize(("workers", "sessions"), [(1, 1), (3, 2)])
 def test_no_role_is_busier_than_its_threads(
     tmp_path: Path, bright_session: Callable, workers: int, sessions: int
 ) -> None:
-    requests = (Request(str(n), photograph(tmp_path / f"{n}.jpg")) for n in range(24))
-    out = tmp_path / "out"
-    out.mkdir()
-    summary = run(
-        requests,
-        [bright_session() for _ in range(sessions)],
-        RunOptions(out, InferenceOptions(batch=4, workers=workers)),
-    )
-
-    threads = {"decoders": workers, "session": sessions, "loop": 1}
-    for role, count in threads.items():
+    made = [bright_session() for _ in range(sessions)]
+    summary = run_in(tmp_path, write_images(tmp_path, 24), made, workers, draw=False)
+    for role, count in {"decoders": workers, "session": sessions, "loop": 1}.items():
         spent = sum(row.wall for row in summary.times.stages if row.role == role)
         assert 0 < spent <= summary.seconds * count
     assert sum(seconds for _, seconds in summary.times.waits) <= summary.seconds
-
-
-def test_a_picture_decoded_again_for_its_overlay_is_timed_where_it_happens(
-    tmp_path: Path, bright_session: Callable
-) -> None:
-    # over the size that is kept
-    photograph(tmp_path / "large.jpg", (2000, 1100))
-    out = tmp_path / "out"
-    out.mkdir()
-    requests = iter([Request("large.jpg", tmp_path / "large.jpg")])
-    summary = run(requests, [bright_session()], RunOptions(out, InferenceOptions(), ReportOptions()))
-
-    assert {row.stage for row in summary.times.select_role("drawers")} == {"read", "decode", "draw", "write"}
 
 
 def test_transfers_come_from_a_session_that_reports_them_and_only_by_option(bright_session: Callable) -> None:

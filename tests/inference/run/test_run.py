@@ -24,8 +24,6 @@ from opal_deploy.inference.types import InferenceOptions, Request, build_request
 from opal_deploy.records.names import unescape_name
 from opal_deploy.visualization.report import ReportWriter
 
-FULL = OSError(28, "No space left on device")
-
 
 def save(path: Path, size: tuple[int, int] = (60, 40)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,9 +39,10 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def options(out: Path, *, explain: bool = False) -> RunOptions:
+def run_in(out: Path, requests: Iterator[Request], session: Any, *, explain: bool = False, **how: Any) -> Summary:
     out.mkdir(exist_ok=True)
-    return RunOptions(out, InferenceOptions(batch=4), ReportOptions() if explain else None)
+    options = RunOptions(out, InferenceOptions(batch=4), ReportOptions() if explain else None)
+    return run(requests, [session], options, **how)
 
 
 def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Callable) -> None:
@@ -51,16 +50,15 @@ def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Cal
         save(tmp_path / f"in/{number}.png")
     (tmp_path / "in/5.png").write_bytes(b"")
     totals: list[int] = []
+    out = tmp_path / "out"
 
     def report_progress(summary: Summary) -> None:
         totals.append(summary.total)
         # the record is in the file before its progress is reported
-        assert len(results(tmp_path / "out")) == summary.total
+        assert len(results(out)) == summary.total
 
-    session, out = bright_session(), tmp_path / "out"
-    summary = run(images(tmp_path / "in"), [session], options(out), report_progress=report_progress)
-    assert summary.statuses == Counter(ok=8, error=1)
-    assert summary.errors == Counter(empty_file=1)
+    summary = run_in(out, images(tmp_path / "in"), bright_session(), report_progress=report_progress)
+    assert (summary.statuses, summary.errors) == (Counter(ok=8, error=1), Counter(empty_file=1))
     assert totals == list(range(1, 10))
     assert summary.seconds_to_first_record is not None
     assert 0 < summary.seconds_to_first_record <= summary.seconds
@@ -76,8 +74,8 @@ def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(
     # beyond what is kept in memory until it is drawn
     save(tmp_path / "in/large.png", (1500, 1400))
     out = tmp_path / "out"
-    run(images(tmp_path / "in"), [bright_session()], options(out, explain=True))
-    run(images(tmp_path / "in"), [bright_session()], options(tmp_path / "plain"))
+    run_in(out, images(tmp_path / "in"), bright_session(), explain=True)
+    run_in(tmp_path / "plain", images(tmp_path / "in"), bright_session())
     records = results(out)
     overlays = [record.pop("overlay", None) for record in records]
     assert overlays == [
@@ -104,7 +102,7 @@ def test_a_large_image_that_vanishes_before_it_is_drawn_keeps_its_record(
     monkeypatch.setattr(drawing, "decode", vanished)
     save(tmp_path / "in/a.png", (1500, 1400))
     save(tmp_path / "in/b.png")
-    run(images(tmp_path / "in"), [bright_session()], options(tmp_path / "out", explain=True))
+    run_in(tmp_path / "out", images(tmp_path / "in"), bright_session(), explain=True)
     assert [(r["status"], "overlay" in r) for r in results(tmp_path / "out")] == [("ok", False), ("ok", True)]
 
 
@@ -119,7 +117,7 @@ def test_odd_names_come_back_from_their_records(tmp_path: Path, bright_session: 
     folder.mkdir()
     for name in ODD_NAMES:
         save(folder / os.fsdecode(name))
-    run(images(folder), [bright_session()], options(out, explain=True))
+    run_in(out, images(folder), bright_session(), explain=True)
     records = results(out)
     assert [os.fsencode(Path(unescape_name(record["image"])).name) for record in records] == sorted(ODD_NAMES)
     assert all((out / record["overlay"]).is_file() for record in records)
@@ -136,7 +134,7 @@ def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path, bright
     requests = list(build_requests(items, read_boxes(tmp_path / "boxes.csv"), FolderLabels()))
     assert [request.truth for request in requests] == ["oak\xfc", "oak\xfc", "in"]
     assert [request.error and request.error.code for request in requests] == ["no_box", None, "no_images"]
-    run(iter(requests), [bright_session()], options(tmp_path / "out"))
+    run_in(tmp_path / "out", iter(requests), bright_session())
     first, second, third = results(tmp_path / "out")
     assert [list(record)[-1] for record in (first, second, third)] == ["truth"] * 3
     assert (first["error"]["code"], third["error"]["code"]) == ("no_box", "no_images")
@@ -144,52 +142,42 @@ def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path, bright
     assert second["evidence"][0]["box"] == [20, 10, 30, 17.5]
 
 
-def test_a_folder_without_images_costs_the_others_nothing(tmp_path: Path, bright_session: Callable) -> None:
-    save(tmp_path / "one/a.png")
-    (tmp_path / "two").mkdir()
-    save(tmp_path / "three/b.png")
-    run(images(*(tmp_path / name for name in ("one", "two", "three"))), [bright_session()], options(tmp_path / "out"))
-    assert [record["status"] for record in results(tmp_path / "out")] == ["ok", "error", "ok"]
+def raise_full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("explain", [False, True])
-def test_a_lost_device_leaves_the_records_before_it(tmp_path: Path, bright_session: Callable, explain: bool) -> None:
-    for number in range(20):
-        save(tmp_path / f"in/{number:02}.png")
-    out = tmp_path / "out"
-    with pytest.raises(StoppedEarly):
-        run(images(tmp_path / "in"), [bright_session(fails_at=3)], options(out, explain=explain))
-    assert [Path(record["image"]).name for record in results(out)] == [f"{number:02}.png" for number in range(12)]
-    assert not list(out.glob("*.tmp"))
+def discard_and_raise_full(report: ReportWriter) -> None:
+    report.discard()
+    raise_full()
 
 
-def test_overlays_that_cannot_be_written_stop_the_run_with_the_reason(
-    tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "method", "replacement", "message", "count"),
+    [
+        (Path, "write_bytes", raise_full, "No space left on device", 0),
+        (ReportWriter, "close", discard_and_raise_full, r"report cannot be written \(No space left on device\)", 1),
+    ],
+    ids=["overlays", "report"],
+)
+def test_what_cannot_be_drawn_stops_the_run_with_the_reason(
+    tmp_path: Path,
+    bright_session: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    method: str,
+    replacement: Callable,
+    message: str,
+    count: int,
 ) -> None:
-    def full(*_: object) -> None:
-        raise FULL
-
     save(tmp_path / "a.png")
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(StoppedEarly, match="No space left on device"):
-        run(images(tmp_path / "a.png"), [bright_session()], options(tmp_path / "out", explain=True))
-
-
-def test_a_report_that_cannot_be_finished_stops_the_run_with_the_reason(
-    tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(report: ReportWriter) -> None:
-        report.discard()
-        raise FULL
-
-    monkeypatch.setattr(ReportWriter, "close", full)
-    with pytest.raises(StoppedEarly, match=r"report cannot be written \(No space left on device\)"):
-        run(images(save(tmp_path / "a.png")), [bright_session()], options(tmp_path / "out", explain=True))
-    assert len(results(tmp_path / "out")) == 1
+    monkeypatch.setattr(owner, method, replacement)
+    with pytest.raises(StoppedEarly, match=message):
+        run_in(tmp_path / "out", images(tmp_path / "a.png"), bright_session(), explain=True)
+    assert len(results(tmp_path / "out")) == count
 
 
 def test_a_place_where_overlays_cannot_go_is_a_wrong_call(tmp_path: Path, bright_session: Callable) -> None:
-    made = options(tmp_path / "out", explain=True)
+    (tmp_path / "out").mkdir()
     (tmp_path / "out/overlays").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run(images(save(tmp_path / "a.png")), [bright_session()], made)
+        run_in(tmp_path / "out", images(save(tmp_path / "a.png")), bright_session(), explain=True)
