@@ -38,22 +38,18 @@ def _assert_same_tensors(state: dict[str, Any], expected: dict[str, Tensor]) -> 
         assert state[key].shape == tuple(tensor.shape)
 
 
-def test_it_agrees_with_torch_on_our_format(network: OpalNetwork, tmp_path: Path) -> None:
+def test_it_agrees_with_torch(network: OpalNetwork, tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     checkpoint.save(path, checkpoint.Checkpoint(network, ["a", "b", "ü"], metrics={"x": 0.5}))
     found, expected = read_index(path), torch.load(path, weights_only=True)
     _assert_same_tensors(found.pop("state_dict"), expected.pop("state_dict"))
     assert found == expected
-
-
-def test_it_agrees_with_torch_on_state_dicts(network: OpalNetwork, tmp_path: Path) -> None:
     state = {f"backbone.{key}": value for key, value in network.backbone.body.state_dict().items()}
     state["final_conv_layer.weight"] = torch.nn.Parameter(torch.zeros(15, 1024, 1, 1))
     state["classifier.prototypes"] = build_anchors(3, 5)
     # the second is an OrderedDict with an attribute of torch's
     for document in (state, network.state_dict()):
-        path = _save(tmp_path / "c.pt", document)
-        _assert_same_tensors(read_index(path), torch.load(path, weights_only=True))
+        _assert_same_tensors(read_index(_save(path, document)), torch.load(path, weights_only=True))
 
 
 def test_tensors_of_any_usual_type_and_views_have_their_own_shapes(tmp_path: Path) -> None:
@@ -79,19 +75,11 @@ def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="refused"):
         read_index(path)
     assert not (tmp_path / "executed").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["builtins.eval", "os.system", "torch.load", "torch.storage._load_from_bytes", "collections.Counter"]
-)
-def test_only_listed_names_can_be_reached(tmp_path: Path, name: str) -> None:
-    module, attribute = name.rsplit(".", 1)
-    pickled = b"\x80\x02c" + module.encode() + b"\n" + attribute.encode() + b"\n."
-    path = tmp_path / "c.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("c/data.pkl", pickled)
-    with pytest.raises(ArtifactError, match="refused"):
-        read_index(path)
+    for name in ("builtins eval", "os system", "torch load", "torch.storage _load_from_bytes", "collections Counter"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("c/data.pkl", b"\x80\x02c" + name.replace(" ", "\n").encode() + b"\n.")
+        with pytest.raises(ArtifactError, match="refused"):
+            read_index(path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99])
@@ -107,7 +95,7 @@ def test_a_truncated_file_is_refused_in_one_line(network: OpalNetwork, tmp_path:
 def test_a_flipped_bit_never_ends_in_another_error(tmp_path: Path) -> None:
     path = _save(tmp_path / "c.pt", {"a": torch.arange(6.0), "b": [1, "x"]})
     content, source, refused = path.read_bytes(), random.Random(0), 0
-    for position in range(0, len(content), 2):
+    for position in range(0, len(content), 3):
         flipped = bytearray(content)
         flipped[position] ^= 1 << source.randrange(8)
         path.write_bytes(flipped)

@@ -28,9 +28,7 @@ def bench(opal: Callable[..., Any]) -> Callable[..., tuple[list[Measurement], st
 def test_latency_of_two_models(bench: Any, exact_model: Path, linear_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "latency.jsonl"
     models = ["--model", exact_model, "--model", linear_model]
-
     measurements, stderr = bench("latency", *models, "--batch", "1,2", "--repeats", "2", "--out", out)
-
     first = measurements[0]
     assert measurements == list(read_measurements([out]))
     assert [(m.target.name, m.case["batch"]) for m in measurements if m.target] == [

@@ -23,7 +23,6 @@ def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fak
 
     a, b = time_interleaved([around(0.010), around(0.008)], OPTIONS, clock=clock)
     ratio = median(paired_ratios(b.rates, a.rates))
-
     assert ratio.value == pytest.approx(1.25, rel=0.02)
     assert ratio.interval[0] <= 1.25 <= ratio.interval[1]
     assert ratio.interval[1] - ratio.interval[0] < 0.1
@@ -32,10 +31,8 @@ def test_a_known_ratio_is_found_and_its_interval_covers_it(fake_target: Any, fak
 def test_a_machine_that_slows_down_steadily_favours_none(fake_target: Any, fake_clock: Callable[..., Any]) -> None:
     # each call takes longer than the last one: 0.2 % a call, some 5 % a round
     clock = fake_clock(slower=1.002)
-
     a, b = time_interleaved([fake_target(0.01, clock.spend), fake_target(0.01, clock.spend)], OPTIONS, clock=clock)
     ratios = paired_ratios(b.rates, a.rates)
-
     assert a.rates[-1] < 0.8 * a.rates[0]
     assert median(ratios).value == pytest.approx(1.0, abs=0.002)
     # within each round the later one is slower: that is what the alternating order cancels
@@ -48,9 +45,7 @@ def test_every_run_has_as_many_batches_as_fill_it_and_one_that_does_not_count(
 ) -> None:
     clock = fake_clock()
     slow, fast = fake_target(0.03, clock.spend), fake_target(0.01, clock.spend)
-
     rates = time_interleaved([slow, fast], replace(OPTIONS, rounds=4), clock=clock)
-
     assert [of_target.batches for of_target in rates] == [4, 10]
     assert rates[0].rates == pytest.approx([2 / 0.03] * 4)
     # warm-up, three calls to see how long one takes, and the rounds
@@ -65,7 +60,6 @@ def test_the_order_alternates(fake_target: Any, fake_clock: Callable[..., Any]) 
         return fake_target(lambda _: order.append(name) or 0.2, clock.spend)
 
     time_interleaved([named("a"), named("b"), named("c")], replace(OPTIONS, rounds=3), clock=clock)
-
     # each run: one call that does not count and one that does
     assert "".join(order[-18:]) == "aabbcc" + "ccbbaa" + "aabbcc"
 
@@ -77,9 +71,7 @@ def test_every_model_but_the_first_has_a_measurement(fake_target: Any, fake_time
         fake_target(0.01, fake_time.spend, name="other"),
     )
     options = ComparisonOptions(rounds=6, run_seconds=0.04, warm_up_seconds=0)
-
     measurements = measure_comparison(Comparison("slow", targets), options, "runtime")
-
     assert [m.target.name for m in measurements if m.target] == ["fast", "other"]
     for measurement in measurements:
         ratio = measurement.figures["ratio"]

@@ -22,7 +22,6 @@ def image_file(tmp_path: Path) -> Path:
 @pytest.mark.data
 def test_our_paths_differ_from_plain_pillow_as_documented(photographs: list[Path]) -> None:
     results = {result.name: result for result in decoding.compare_cpu_paths(photographs[::11], (160, 160))}
-
     assert {result.images for result in results.values()} == {len(photographs[::11])}
     assert (results["exact"].largest, results["exact"].mean, results["exact"].share_equal) == (0, 0.0, 1.0)
     assert results["default"].largest == 1
@@ -38,7 +37,6 @@ def test_a_path_that_differs_is_found(image_file: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(decoding, "DECODE_PATHS", {"brighter": brighter})
     (result,) = decoding.compare_cpu_paths([image_file], (10, 12))
-
     assert result.largest == 7
     assert result.mean == pytest.approx(7 / (10 * 12 * 3))
     assert result.share_equal == pytest.approx(1 - 1 / (10 * 12 * 3))

@@ -65,20 +65,11 @@ def test_a_change_counts_beyond_tolerance_and_noise(old: Figure, new: Figure, ve
     assert only(compare_measurements([line(old)], [line(new)])).verdict == verdict
 
 
-def test_the_tolerance_is_the_callers() -> None:
-    old, new = [line(rate(100))], [line(rate(92))]
-    assert only(compare_measurements(old, new, tolerance=0.1)).verdict == "unchanged"
-    assert only(compare_measurements(old, new, tolerance=0.05)).verdict == "regression"
-
-
-@pytest.mark.parametrize("mark", ["noisy: the repeats differ by 12%", "throttled: hw_slowdown", "busy machine"])
-@pytest.mark.parametrize("side", ["old", "new"])
 @pytest.mark.parametrize("value", [50.0, 200.0])
-def test_marked_measurements_are_never_certain(mark: str, side: str, value: float) -> None:
-    old = line(rate(100), marks=(mark,) if side == "old" else ())
-    new = line(rate(value), marks=(mark,) if side == "new" else ())
-    change = only(compare_measurements([old], [new]))
-    assert (change.verdict, change.marks) == ("doubtful", (mark,))
+@pytest.mark.parametrize(("old_marks", "new_marks"), [(("noisy: 12%",), ()), ((), ("throttled: hw_slowdown",))])
+def test_marked_measurements_are_never_certain(old_marks: Any, new_marks: Any, value: float) -> None:
+    change = only(compare_measurements([line(rate(100), marks=old_marks)], [line(rate(value), marks=new_marks)]))
+    assert (change.verdict, change.marks) == ("doubtful", old_marks + new_marks)
 
 
 def test_figures_without_a_better_direction_are_not_judged() -> None:
@@ -172,8 +163,8 @@ def test_the_command_lists_changes_and_fails_on_regressions(
 
 
 def test_json_has_every_change(diff: Callable[..., Any]) -> None:
-    (change,) = json.loads(diff([line(rate(100))], [line(rate(80))], "--json").stdout)["changes"]
-    assert (change["verdict"], change["relative"]) == ("regression", pytest.approx(-0.2))
+    (change,) = json.loads(diff([line(rate(100))], [line(rate(92))], "--json").stdout)["changes"]
+    assert (change["verdict"], change["relative"]) == ("regression", pytest.approx(-0.08))
 
 
 def test_a_missing_file_is_a_wrong_call(opal: Callable[..., Any], tmp_path: Path) -> None:

@@ -65,7 +65,6 @@ def test_memory_that_a_process_takes_and_frees_is_seen() -> None:
         time.sleep(0.1)
         del block
         time.sleep(0.05)
-
     memory = sampler.curve
     assert len(memory.seconds) > 10
     assert list(memory.seconds) == sorted(memory.seconds)
@@ -81,9 +80,7 @@ def test_freed_memory_is_returned_to_the_system() -> None:
     last = blocks[-1]
     blocks.clear()
     before = process.memory_info().rss
-
     release_memory()
-
     assert before - process.memory_info().rss > 80_000_000
     assert len(last) == 60_000
 

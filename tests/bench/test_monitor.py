@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from opal_deploy.bench.monitor import CpuSource, GpuSource, Monitor, SourceUnavailable, monitor_devices
@@ -37,12 +36,16 @@ def run(sensors: FakeSensors) -> Monitor:
     return monitor
 
 
-def test_a_throttling_gpu_is_marked_with_the_reason() -> None:
+def test_a_throttling_gpu_is_marked_with_the_reason_and_its_readings_are_summarised() -> None:
     monitor = run(FakeSensors([], ["hw_thermal_slowdown"], ["hw_thermal_slowdown", "hw_slowdown"], []))
     reasons = [mark.split(" (")[0] for mark in monitor.marks]
     assert sorted(reasons) == ["throttled: hw_slowdown", "throttled: hw_thermal_slowdown"]
     assert "throttled: hw_thermal_slowdown (2 of " in " ".join(monitor.marks)
-    assert monitor.conditions["cuda:0"]["clock_reasons"] == {"hw_thermal_slowdown": 2, "hw_slowdown": 1}
+    conditions = monitor.conditions["cuda:0"]
+    assert conditions["clock_reasons"] == {"hw_thermal_slowdown": 2, "hw_slowdown": 1}
+    assert conditions["power_watts"] == {"min": 699.5, "median": 699.5, "max": 699.5}
+    clock = conditions["sm_clock_mhz"]
+    assert clock["min"] < clock["median"] < clock["max"] == 1970
 
 
 @pytest.mark.parametrize(
@@ -54,13 +57,6 @@ def test_harmless_reasons_are_counted_and_not_marked(reasons: list[str] | None) 
     assert monitor.marks == ()
     assert (conditions["clock_reason_samples"] > 0) is (reasons is not None)
     assert conditions["clock_reasons"] == dict.fromkeys(reasons or (), conditions["clock_reason_samples"])
-
-
-def test_readings_are_summarised() -> None:
-    conditions = run(FakeSensors([])).conditions["cuda:0"]
-    assert conditions["power_watts"] == {"min": 699.5, "median": 699.5, "max": 699.5}
-    clock = conditions["sm_clock_mhz"]
-    assert clock["min"] < clock["median"] < clock["max"] == 1970
 
 
 def test_another_gpu_than_cudas_is_not_sampled() -> None:
@@ -121,9 +117,3 @@ def test_cpu_time_of_other_processes_is_marked(
     assert (conditions["own_share"], conditions["others_share"]) == (own_share, others_share)
     assert bool(monitor.marks) is marked
     assert all(mark.startswith("busy: other processes took 30%") for mark in monitor.marks)
-
-
-def test_the_real_cpu_is_sampled() -> None:
-    with Monitor([CpuSource(psutil)], interval=0.01) as monitor:
-        time.sleep(0.05)
-    assert monitor.conditions["cpu"]["resident_mb"]["max"] > 10

@@ -29,7 +29,6 @@ def fits_up_to(largest: int) -> Callable[[int], float]:
 
 def test_each_batch_size_has_a_measurement_and_so_has_the_best(fake_target: Any, fake_time: Any) -> None:
     *rows, offline = measure_throughput(fake_target(fits_up_to(99), fake_time.spend), [1, 2, 4], QUICK)
-
     assert [row.case["batch"] for row in rows] == [1, 2, 4]
     assert offline.case == {"scenario": "offline", "threads": 1}
     assert offline.figures["best_batch"].value == 2
@@ -45,26 +44,32 @@ def test_each_batch_size_has_a_measurement_and_so_has_the_best(fake_target: Any,
     assert best.conditions["cpu"]["resident_mb"]["max"] > 0
 
 
-def test_measurements_come_as_they_are_taken(fake_target: Any, fake_time: Any) -> None:
-    model = fake_target(fits_up_to(99), fake_time.spend)
-    assert next(iter(measure_throughput(model, [1, 2], QUICK))).case["batch"] == 1
+@pytest.mark.parametrize(
+    ("measure", "largest", "cases"),
+    [
+        (measure_throughput, 2, [1, 2, 4, None]),
+        # no offline measurement without a batch that fits
+        (measure_throughput, 0, [1]),
+        (measure_latency, 2, [1, 2, 4]),
+    ],
+    ids=["throughput", "none fits", "latency"],
+)
+def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(
+    fake_target: Any, fake_time: Any, measure: Any, largest: int, cases: list[int | None]
+) -> None:
+    model = fake_target(fits_up_to(largest), fake_time.spend)
+    sweep = iter(measure(model, [1, 2, 4, 8], QUICK))
+    first = next(sweep)
+    # measurements come as they are taken
     assert set(model.session.batches) == {1}
-
-
-def test_a_batch_that_does_not_fit_is_named_and_ends_the_sweep(fake_target: Any, fake_time: Any) -> None:
-    model = fake_target(fits_up_to(2), fake_time.spend)
-    *_, failed, offline = measurements = list(measure_throughput(model, [1, 2, 4, 8], QUICK))
-
-    assert [m.case.get("batch") for m in measurements] == [1, 2, 4, None]
-    assert (failed.figures, failed.marks) == ({}, ("failed: out of memory at a batch of 4",))
-    assert offline.figures["best_batch"].value == 2
+    measurements = [first, *sweep]
+    assert [m.case.get("batch") for m in measurements] == cases
+    (failed,) = (m for m in measurements if not m.figures)
+    assert failed.marks == (f"failed: out of memory at a batch of {failed.case['batch']}",)
     assert 8 not in model.session.batches
     assert all(m == Measurement.from_line(m.to_line()) for m in measurements)
-
-
-def test_without_a_batch_that_fits_there_is_no_offline_measurement(fake_target: Any, fake_time: Any) -> None:
-    (failed,) = measure_throughput(fake_target(fits_up_to(0), fake_time.spend), [1, 2], QUICK)
-    assert failed.marks == ("failed: out of memory at a batch of 1",)
+    if cases[-1] is None:
+        assert measurements[-1].figures["best_batch"].value == 2
 
 
 def test_repeats_that_differ_are_marked(fake_target: Any, fake_time: Any) -> None:
@@ -78,9 +83,7 @@ def test_latency_has_percentiles(fake_target: Any, fake_time: Any) -> None:
     calls = iter(range(10**6))
     # every tenth call is slow
     model = fake_target(lambda _: 0.01 if next(calls) % 10 == 9 else 0.001, fake_time.spend)
-
     (measurement,) = measure_latency(model, [3], TimingOptions(0, 40, 2, 0, 1))
-
     figures = measurement.figures
     assert measurement.kind == "latency"
     assert figures["p50_ms"].value == pytest.approx(1)
@@ -95,12 +98,6 @@ def test_single_stream_is_one_image_at_a_time(fake_target: Any, fake_time: Any) 
     assert set(model.session.batches) == {1}
 
 
-def test_latency_that_fails_says_why(fake_target: Any, fake_time: Any) -> None:
-    first, failed = measure_latency(fake_target(fits_up_to(2), fake_time.spend), [2, 4, 8], QUICK)
-    assert (bool(first.figures), bool(failed.figures)) == (True, False)
-    assert failed.marks == ("failed: out of memory at a batch of 4",)
-
-
 def write_ceiling(path: Path, device: str, threads: int | None, kind: Kind = "ceiling") -> None:
     figures = {"copy": Figure(20.0, "GB/s"), "matmul_fp32": Figure(0.1, "TFLOP/s")}
     append_measurement(path, Measurement(kind, Target(device, device=device), {"threads": threads}, figures))
@@ -113,9 +110,6 @@ def test_a_ceiling_applies_to_its_device_and_threads(tmp_path: Path, fake_target
     loaded = fake_target(0.001, fake_time.spend)
     assert [(c.device, c.threads) for c in ceilings if c.applies_to(loaded)] == [("cpu", 1)]
     assert ceilings[0].ceiling.bytes_per_second == 20e9
-
-
-def test_a_file_without_a_ceiling_is_refused(tmp_path: Path) -> None:
-    write_ceiling(tmp_path / "c.jsonl", "cpu", 1, kind="latency")
+    write_ceiling(tmp_path / "other.jsonl", "cpu", 1, kind="latency")
     with pytest.raises(UsageError, match="no ceiling in it"):
-        read_ceilings(tmp_path / "c.jsonl")
+        read_ceilings(tmp_path / "other.jsonl")

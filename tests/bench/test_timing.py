@@ -37,9 +37,7 @@ def test_a_repeat_has_its_iterations_and_seconds(
 def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock()
     lengths = iter([9.0, 5.0, 3.0, *[1.0] * 1000])
-
     timing = time_repeats(lambda _: clock.spend(next(lengths)), TimingOptions(1, 10, 1, 10), clock=clock)
-
     # 17 seconds had passed after three calls, but only after eight the last five took equally long
     assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (8, 22, True)
     assert timing.latencies.tolist() == [1.0] * 10
@@ -53,25 +51,16 @@ def test_the_warm_up_of_an_unstable_machine_ends(fake_clock: Callable[..., Any])
     assert 20 <= warmed.seconds < 40
 
 
-def test_a_call_gets_its_number_to_rotate_its_inputs() -> None:
-    numbers: list[int] = []
-    time_repeats(numbers.append, TimingOptions(0, 4, 2, 0))
-    assert numbers[-8:] == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-def test_the_garbage_collector_is_off_while_timing_and_on_again_even_after_a_failure() -> None:
-    states: list[bool] = []
-    time_repeats(lambda _: states.append(gc.isenabled()), TimingOptions(0, 3, 1, 0))
-    assert not any(states)
+def test_a_call_gets_its_number_and_no_garbage_is_collected_meanwhile(fake_clock: Callable[..., Any]) -> None:
+    calls: list[tuple[int, bool]] = []
+    time_repeats(lambda number: calls.append((number, gc.isenabled())), TimingOptions(0, 4, 2, 0))
+    assert calls[-8:] == [(number, False) for number in (0, 1, 2, 3, 0, 1, 2, 3)]
+    clock = fake_clock()
+    assert time_calls(lambda _: clock.spend(0.25), 8, clock=clock) == 2.0
     assert gc.isenabled()
     with pytest.raises(ZeroDivisionError):
         time_calls(lambda _: 1 / 0, 1)
     assert gc.isenabled()
-
-
-def test_several_calls_are_timed_together(fake_clock: Callable[..., Any]) -> None:
-    clock = fake_clock()
-    assert time_calls(lambda _: clock.spend(0.25), 8, clock=clock) == 2.0
 
 
 def test_noise_is_the_same_for_the_same_seed_and_has_all_values() -> None:

@@ -150,31 +150,22 @@ def test_pandas_has_a_row_an_image_or_a_row_a_slot() -> None:
     assert len(opal_deploy.to_pandas([])) == 0
 
 
-def test_coco_by_class() -> None:
+def test_coco() -> None:
     document = to_coco([FAILED, OK])
     assert document["images"] == [{"id": 1, "file_name": "a\\b.jpg", "width": 200, "height": 50}]
     assert document["categories"] == [{"id": 2, "name": LABEL, "supercategory": ""}]
     assert document["annotations"][0] == {
-        "id": 1,
-        "image_id": 1,
-        "category_id": 2,
-        "bbox": [50.0, 0.0, 50.0, 12.5],
-        "area": 625.0,
-        "iscrowd": 0,
-        "score": 0.5,
-        "attributes": {"label": LABEL, "slot": 0, "channel": 2, "cell": [0, 1], "contribution": 0.5},
-    }
+        "id": 1, "image_id": 1, "category_id": 2, "bbox": [50.0, 0.0, 50.0, 12.5], "area": 625.0, "iscrowd": 0,
+        "score": 0.5, "attributes": {"label": LABEL, "slot": 0, "channel": 2, "cell": [0, 1], "contribution": 0.5},
+    }  # fmt: skip
     assert [annotation["id"] for annotation in document["annotations"]] == [1, 2]
     assert document["info"]["images_without_an_answer"] == 1
-
-
-def test_coco_by_slot() -> None:
-    document = to_coco([OK], "slot")
-    assert document["categories"] == [
+    by_slot = to_coco([OK], "slot")
+    assert by_slot["categories"] == [
         {"id": 3, "name": f"{LABEL} slot 0", "supercategory": LABEL},
         {"id": 4, "name": "beak", "supercategory": LABEL},
     ]
-    assert [annotation["category_id"] for annotation in document["annotations"]] == [3, 4]
+    assert [annotation["category_id"] for annotation in by_slot["annotations"]] == [3, 4]
 
 
 def test_coco_boxes_are_read_back_as_they_were(tmp_path: Path) -> None:

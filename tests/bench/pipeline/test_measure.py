@@ -54,9 +54,7 @@ def measure(session: Any, items: list[Item], report: Any = lambda _: None, **opt
 def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[Item]) -> None:
     items[3].path.write_bytes(b"")
     lines: list[str] = []
-
     result = measure(SleepingSession(), items, lines.append, repeats=3)
-
     assert (len(result.bare), [len(variant.passes) for variant in result.variants]) == (3, [3, 3])
     assert [line.split(":")[0] for line in lines] == ["repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
     assert (result.images, result.given) == (11, 12)
@@ -151,9 +149,7 @@ def bench(opal: Callable, exact_model: Path, items: list[Item]) -> Callable[...,
 
 def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "pipeline.jsonl"
-
     done = bench("--batch", "4", "--workers", "1", "--plain", exact_model.with_suffix(".pt"), "--out", out)
-
     assert done.returncode == 0, done.stderr
     measurement = Measurement.from_line(done.stdout)
     figures, target = measurement.figures, measurement.target

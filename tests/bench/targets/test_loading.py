@@ -101,7 +101,6 @@ def test_random_weights_are_the_same_every_time_and_leave_the_generator_alone() 
     expected = torch.rand(1)
     torch.manual_seed(7)
     a, b = (build_random_network("shufflenet_v2_x0_5", num_classes=3, size=(64, 64)) for _ in range(2))
-
     assert torch.rand(1) == expected
     states = (n.checkpoint.network.state_dict().values() for n in (a, b))
     assert all(torch.equal(x, y) for x, y in zip(*states, strict=True))

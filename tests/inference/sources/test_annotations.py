@@ -82,43 +82,36 @@ def test_a_malformed_file_of_boxes_is_refused(tmp_path: Path, text: str | bytes,
 
 
 @pytest.mark.parametrize(
-    ("entries", "image"),
+    ("entries", "image", "expected"),
     [
-        (["a.jpg"], "a.jpg"),
-        (["a.jpg"], "photos/a.jpg"),
-        (["x/a.jpg"], "photos/x/a.jpg"),
-        (["photos/x/a.jpg"], "photos/x/a.jpg"),
-        (["/data/photos/x/a.jpg"], "x/a.jpg"),
-        (["images/a.jpg"], "a.jpg"),
+        (["a.jpg"], "a.jpg", 0),
+        (["a.jpg"], "photos/a.jpg", 0),
+        (["x/a.jpg"], "photos/x/a.jpg", 0),
+        (["photos/x/a.jpg"], "photos/x/a.jpg", 0),
+        (["/data/photos/x/a.jpg"], "x/a.jpg", 0),
+        (["images/a.jpg"], "a.jpg", 0),
         # the longest match
-        (["x/a.jpg", "y/a.jpg"], "photos/x/a.jpg"),
-    ],
-)
-def test_an_image_is_found_by_the_end_of_its_path(tmp_path: Path, entries: list[str], image: str) -> None:
-    others = "".join(f"{entry},0,0,9,9\n" for entry in ["other.jpg", *entries[1:]])
-    assert find(boxes(tmp_path, f"{HEADER}{others}{entries[0]},1,2,30,40\n"), image) == BOX
-
-
-def test_the_longest_match_wins(tmp_path: Path) -> None:
-    table = boxes(tmp_path, HEADER + "a.jpg,0,0,9,9\nx/a.jpg,1,2,30,40\n")
-    assert find(table, "photos/x/a.jpg") == BOX
-    assert find(table, "photos/y/a.jpg") == (0, 0, 9, 9)
-
-
-@pytest.mark.parametrize(
-    ("entries", "image"),
-    [
-        (["b.jpg"], "a.jpg"),
+        (["y/a.jpg", "x/a.jpg"], "photos/x/a.jpg", 1),
+        (["a.jpg", "x/a.jpg"], "photos/x/a.jpg", 1),
+        (["a.jpg", "x/a.jpg"], "photos/y/a.jpg", 0),
+        (["b.jpg"], "a.jpg", None),
         # another image of the same name: its box would be a wrong crop without a word
-        (["x/1.jpg"], "y/1.jpg"),
-        (["xa.jpg"], "a.jpg"),
-        (["x/a.jpg", "y/a.jpg"], "a.jpg"),
+        (["x/1.jpg"], "y/1.jpg", None),
+        (["xa.jpg"], "a.jpg", None),
+        (["x/a.jpg", "y/a.jpg"], "a.jpg", None),
     ],
 )
-def test_an_image_whose_box_is_not_certain_has_none(tmp_path: Path, entries: list[str], image: str) -> None:
-    with pytest.raises(ImageError, match=r"boxes\.csv") as caught:
-        find(boxes(tmp_path, HEADER + "".join(f"{entry},1,2,30,40\n" for entry in entries)), image)
-    assert caught.value.code == "no_box"
+def test_an_image_is_found_by_the_end_of_its_path_or_has_no_box(
+    tmp_path: Path, entries: list[str], image: str, expected: int | None
+) -> None:
+    rows = "".join(f"{entry},{number},0,30,40\n" for number, entry in enumerate([*entries, "other.jpg"]))
+    table = boxes(tmp_path, HEADER + rows)
+    if expected is not None:
+        assert find(table, image) == (expected, 0, 30, 40)
+    else:
+        with pytest.raises(ImageError, match=r"boxes\.csv") as caught:
+            find(table, image)
+        assert caught.value.code == "no_box"
 
 
 @pytest.mark.parametrize("name", [b"a b.jpg", b"a,b.jpg", b'a"b.jpg', b"a\nb.jpg", b"a\xff.jpg", "für.jpg".encode()])
@@ -176,15 +169,15 @@ def test_a_malformed_file_of_labels_is_refused_in_one_line(tmp_path: Path, text:
     assert "\n" not in str(refused.value)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_boxes(tmp_path / "none.csv")
-    with pytest.raises(UsageError, match="No such file or directory"):
-        read_labels(str(tmp_path / "none.csv"))
-
-
 def test_the_identity_of_labels_is_their_content(tmp_path: Path) -> None:
     texts = ("image,label\na,b\n", "image,label\na,c\n", "image,label\na,b\n")
     one, other, again = (read_labels(labels_file(tmp_path, text)).identity for text in texts)
     assert one == again != other
     assert read_labels("folders").identity == "folders"
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_boxes(tmp_path / "none.csv")
+    with pytest.raises(UsageError, match="No such file or directory"):
+        read_labels(str(tmp_path / "none.csv"))

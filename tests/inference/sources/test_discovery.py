@@ -34,8 +34,14 @@ def names(*inputs: str | Path, skipped: Skipped | None = None, recursive: bool =
 
 def test_a_folders_images_come_sorted_with_those_of_its_subfolders(tmp_path: Path) -> None:
     # a suffix that no decoder may know is not passed over in silence
-    touch(*(tmp_path / name for name in ("b.jpg", "a/2.PNG", "a/10.png", "c/d/e.webp", "B.jpg", "z.heic", "z.svg")))
-    assert names(tmp_path) == ["B.jpg", "a/10.png", "a/2.PNG", "b.jpg", "c/d/e.webp", "z.heic", "z.svg"]
+    found = ("b.jpg", "a/2.PNG", "a/10.png", "c/d/e.webp", "B.jpg", "z.heic", "z.svg", "overlays/a.jpg")
+    not_images = (".b.jpg", ".cache/c.jpg", "notes.txt", "jpg")
+    # overlays of our own runs
+    ours = ("run/results.jsonl", "run/overlays/000000-a.jpg")
+    touch(*(tmp_path / name for name in (*found, *not_images, *ours)))
+    skipped = Skipped()
+    assert names(tmp_path, skipped=skipped) == sorted(found)
+    assert (skipped.count, skipped.examples) == (6, [".b.jpg", ".cache", "jpg"])
     assert names(tmp_path, recursive=False) == ["B.jpg", "b.jpg", "z.heic", "z.svg"]
 
 
@@ -46,30 +52,21 @@ def test_inputs_keep_the_order_of_the_call_whatever_their_names(tmp_path: Path) 
     assert names(*(tmp_path / name for name in inputs)) == inputs
 
 
-def test_hidden_and_other_files_are_counted_not_explained(tmp_path: Path) -> None:
-    touch(tmp_path / "a.jpg", tmp_path / ".b.jpg", tmp_path / ".cache/c.jpg", tmp_path / "notes.txt", tmp_path / "jpg")
-    skipped = Skipped()
-    assert names(tmp_path, skipped=skipped) == ["a.jpg"]
-    assert (skipped.count, skipped.examples) == (4, [".b.jpg", ".cache", "jpg"])
-
-
-def test_links_are_followed_but_never_in_a_circle(tmp_path: Path) -> None:
-    touch(tmp_path / "in/a.jpg", tmp_path / "elsewhere/b.jpg")
-    (tmp_path / "in/loop").symlink_to(tmp_path / "in")
-    (tmp_path / "in/c.jpg").symlink_to(tmp_path / "elsewhere/b.jpg")
-    (tmp_path / "link").symlink_to(tmp_path / "in")
-    assert names(tmp_path / "in") == names(tmp_path / "link") == ["a.jpg", "c.jpg"]
-
-
-def test_a_link_to_a_folder_elsewhere_is_followed_once(tmp_path: Path) -> None:
+def test_a_linked_folder_is_followed_once_and_never_in_a_circle(tmp_path: Path) -> None:
     touch(tmp_path / "data/cats/a.jpg", tmp_path / "in/real/b.jpg")
-    (tmp_path / "in/cats").symlink_to(tmp_path / "data/cats")
-    (tmp_path / "in/more").symlink_to(tmp_path / "data/cats")
-    # their images come under their own names, or would never end
-    (tmp_path / "in/alias").symlink_to(tmp_path / "in/real")
-    (tmp_path / "data/cats/back").symlink_to(tmp_path / "in")
-    (tmp_path / "data/cats/self").symlink_to(tmp_path / "data/cats")
-    assert names(tmp_path / "in") == ["cats/a.jpg", "real/b.jpg"]
+    for link, target in {
+        "link": "in",
+        "in/c.jpg": "data/cats/a.jpg",
+        "in/cats": "data/cats",
+        "in/more": "data/cats",
+        # their images come under their own names, or would never end
+        "in/alias": "in/real",
+        "in/loop": "in",
+        "data/cats/back": "in",
+        "data/cats/self": "data/cats",
+    }.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    assert names(tmp_path / "in") == names(tmp_path / "link") == ["c.jpg", "cats/a.jpg", "real/b.jpg"]
 
 
 def test_folders_may_be_nested_deeper_than_python_recurses(tmp_path: Path) -> None:
@@ -84,29 +81,11 @@ def test_folders_may_be_nested_deeper_than_python_recurses(tmp_path: Path) -> No
     assert item.path == deepest / "a.jpg"
 
 
-def test_overlays_of_our_own_runs_are_not_explained(tmp_path: Path) -> None:
-    touch(tmp_path / "explanations/results.jsonl", tmp_path / "explanations/overlays/000000-a.jpg")
-    touch(tmp_path / "a.jpg", tmp_path / "overlays/a.jpg")
-    assert names(tmp_path) == ["a.jpg", "overlays/a.jpg"]
-
-
 def test_names_that_are_not_utf8_are_found(tmp_path: Path) -> None:
     (Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.jpg"))).write_bytes(b"")
     (item,) = discover([str(tmp_path)], Skipped())
     assert os.fsencode(item.path).endswith(b"/a\xff.jpg")
     assert item.path.exists()
-
-
-def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path: Path) -> None:
-    touch(tmp_path / "one/a.jpg", tmp_path / "one/notes.txt", tmp_path / "two/b.jpg", tmp_path / "3/readme.txt")
-    for empty in ("0", "1", "2"):
-        (tmp_path / empty).mkdir()
-    inputs = [str(tmp_path / name) for name in ("0", "one", "1", "two", "2")]
-    assert names(*inputs) == ["0: no_images", "a.jpg", "1: no_images", "b.jpg", "2: no_images"]
-    # other folders' files are not its own
-    assert all("notes.txt" not in str(item.problem) for item in discover(inputs, Skipped()))
-    with pytest.raises(UsageError, match=r"no images in it or below \(1 other files, such as readme.txt\); expected"):
-        names(tmp_path / "3")
 
 
 def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +106,31 @@ def test_a_folder_that_cannot_be_listed_says_why(tmp_path: Path, monkeypatch: py
     assert "Permission denied" in str(locked.problem)
 
 
+def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path: Path) -> None:
+    touch(tmp_path / "one/a.jpg", tmp_path / "one/notes.txt", tmp_path / "two/b.jpg")
+    for empty in ("0", "1", "2"):
+        (tmp_path / empty).mkdir()
+    inputs = [str(tmp_path / name) for name in ("0", "one", "1", "two", "2")]
+    assert names(*inputs) == ["0: no_images", "a.jpg", "1: no_images", "b.jpg", "2: no_images"]
+    # other folders' files are not its own
+    assert all("notes.txt" not in str(item.problem) for item in discover(inputs, Skipped()))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", r"no images in it or below \(1 other files, such as readme.txt\); expected"),
+        ("*.jpg", "nothing matches"),
+        ("*", "none of its 1 matches is an image by its name"),
+    ],
+    ids=["folder", "glob", "glob of other files"],
+)
+def test_an_input_without_images_alone_is_a_wrong_call(tmp_path: Path, name: str, message: str) -> None:
+    touch(tmp_path / "readme.txt")
+    with pytest.raises(UsageError, match=message):
+        names(tmp_path / name)
+
+
 def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path: Path) -> None:
     touch(*(tmp_path / name for name in ("x1.jpg", "x2/a.jpg", "y.jpg", "x3.txt", "x2/d/e.jpg")))
     skipped = Skipped()
@@ -134,15 +138,6 @@ def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path: Path) -> None:
     assert skipped.count == 1
     # each image once
     assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg"]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"), [("*.jpg", "nothing matches"), ("*", "none of its 1 matches is an image by its name")]
-)
-def test_a_glob_without_images_says_so(tmp_path: Path, pattern: str, message: str) -> None:
-    touch(tmp_path / "notes.txt")
-    with pytest.raises(UsageError, match=message):
-        names(tmp_path / pattern)
 
 
 def test_a_list_names_one_path_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,15 +221,10 @@ def save_image(path: Path) -> Path:
 
 def statuses(items: Iterable[Item], session: object) -> dict[str, str]:
     """The status of each item's record, or the code of its error."""
-    requests = build_requests(items)
-    records = [result.record for result in predict_stream(requests, [session], InferenceOptions(batch=4))]  # type: ignore[list-item]
+    records = [r.record for r in predict_stream(build_requests(items), [session], InferenceOptions(batch=4))]  # type: ignore[list-item]
     by_name = {Path(str(r["image"])).name: r["error"]["code"] if "error" in r else r["status"] for r in records}
     assert len(by_name) == len(records)
     return by_name
-
-
-def find(path: Path) -> Iterator[Item]:
-    return discover([str(path)], Skipped())
 
 
 def test_special_files_and_broken_links_get_one_record_each(bright_session: Callable, tmp_path: Path) -> None:
@@ -249,7 +239,8 @@ def test_special_files_and_broken_links_get_one_record_each(bright_session: Call
         (tmp_path / "in/null.png").symlink_to("/dev/null")
         (tmp_path / "in/empty.png").touch()
         (tmp_path / "in/to_folder.png").symlink_to(tmp_path)
-        assert statuses(find(tmp_path / "in"), bright_session()) == {
+        found = discover([str(tmp_path / "in"), str(tmp_path / "a.tar")], Skipped())
+        assert statuses(found, bright_session()) == {
             "good.png": "ok",
             "fifo.png": "not_a_file",
             "socket.png": "not_a_file",
@@ -258,8 +249,8 @@ def test_special_files_and_broken_links_get_one_record_each(bright_session: Call
             "null.png": "not_a_file",
             "empty.png": "empty_file",
             "to_folder.png": "not_a_file",
+            "a.tar": "not_a_file",
         }
-    assert statuses(find(tmp_path / "a.tar"), bright_session()) == {"a.tar": "not_a_file"}
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
@@ -269,7 +260,7 @@ def test_unreadable_files_and_folders_get_one_record_each(bright_session: Callab
     save_image(tmp_path / "in/secret.png").chmod(0)
     (tmp_path / "in/locked").chmod(0)
     try:
-        found = statuses(find(tmp_path / "in"), bright_session())
+        found = statuses(discover([str(tmp_path / "in")], Skipped()), bright_session())
     finally:
         (tmp_path / "in/locked").chmod(0o700)
     assert found == {"good.png": "ok", "secret.png": "unreadable", "locked": "unreadable"}
@@ -283,15 +274,18 @@ def test_files_that_vanish_or_change_during_the_run_get_one_record_each(
     save_image(tmp_path / "in/vanishing/a.png")
     save_image(tmp_path / "in/z/z.png")
 
+    def find() -> Iterator[Item]:
+        return discover([str(tmp_path / "in")], Skipped())
+
     def change_meanwhile() -> Iterator[Item]:
-        for number, item in enumerate(list(find(tmp_path / "in"))[:40]):
+        for number, item in enumerate(list(find())[:40]):
             if number == 0:
                 (tmp_path / "in/05.png").unlink()
                 (tmp_path / "in/06.png").write_bytes(b"something else")
                 (tmp_path / "in/07.png").unlink()
                 (tmp_path / "in/07.png").mkdir()
             yield item
-        for item in find(tmp_path / "in"):
+        for item in find():
             shutil.rmtree(tmp_path / "in/vanishing", ignore_errors=True)
             if item.path.name in ("vanishing", "z.png"):
                 yield item
