@@ -52,7 +52,7 @@ def atlas(
         str | None,
         typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
     ] = None,
-    partition: Annotated[int, typer.Option(min=1, max=10, help="Of DTD and SUN-397.")] = 1,
+    partition: Annotated[int, typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397).")] = 1,
     skip_missing: Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")] = False,
     split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which images of a data set.")] = "train",
     boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
@@ -64,7 +64,7 @@ def atlas(
     batch: Annotated[
         int | None, typer.Option(min=1, help=f"Images a forward pass; default: {CPU_BATCH}, on a GPU {GPU_BATCH}.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Images decoded at a time; default: as many as cores, at most 8.")
     ] = None,
@@ -315,9 +315,9 @@ def _report(atlas: Atlas, counts: ImageCounts, seconds: float) -> None:
     )
     kinds = Counter(finding.kind for finding in atlas.findings)
     if not kinds:
-        print_message("To do: nothing found")
+        print_message("Findings: none")
     for kind, count in kinds.most_common():
-        print_message(f"To do: {count:,} {_FINDING_KINDS[kind]}")
+        print_message(f"Findings: {count:,} {_FINDING_KINDS[kind]}")
     for finding in atlas.findings[:_LISTED_FINDINGS]:
         print_message(one_line(f"  {finding.message}"))
     if len(atlas.findings) > _LISTED_FINDINGS:

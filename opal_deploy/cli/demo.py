@@ -206,9 +206,11 @@ def _report(
     print_message(f"Boxes on any part: {evidence.any_part:.1%} (random cells: {evidence.control_any:.1%})")
     if evidence.distinguishing <= evidence.control_distinguishing:
         print_message(
-            "These boxes find the parts no better than random cells: a network of minutes, begun at random weights,"
+            "The boxes lie on distinguishing parts no more often than random cells: the network was trained for minutes"
         )
-        print_message("answers from cells anywhere. Accuracy does not show that; this is why the demo measures it.")
+        print_message(
+            "from random weights, and any of its cells can hold the answer. Accuracy alone does not show this."
+        )
     print_message(f"Model:   {model}")
     print_message(f"Records: {out / 'explanations' / 'results.jsonl'}")
     print_message(f"Report:  {out / 'explanations' / 'report.html'}")

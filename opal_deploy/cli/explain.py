@@ -45,7 +45,9 @@ def explain(
     ] = False,
     atlas: Annotated[
         Path | None,
-        typer.Option(help="Of `opal-deploy atlas`: show patches of other images of the class.", show_default=False),
+        typer.Option(
+            help="Folder of `opal-deploy atlas`: show patches of other images of the class.", show_default=False
+        ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Patches a slot to show of --atlas.")] = 4,
     slot_names: Annotated[
@@ -57,9 +59,9 @@ def explain(
     ] = None,
     min_margin: Annotated[float | None, typer.Option(help="Mark answers with a smaller margin as abstained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,
     expect_sha256: Annotated[
-        str | None, typer.Option("--expect-sha256", help="Of the model's file, as given to you by a trusted way.")
+        str | None, typer.Option("--expect-sha256", help="Expected SHA-256 of the model's file; any other is refused.")
     ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
     as_json: Annotated[bool, typer.Option("--json", help="Write what the sheets say to stdout, as JSON.")] = False,

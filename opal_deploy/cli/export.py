@@ -31,7 +31,7 @@ def export(
     ] = None,
     precision: Annotated[
         Literal["fp32", "fp16", "bf16", "int8"] | None,
-        typer.Option(help="Of the body; the head stays float32. Default: fp32, with --trt fp16."),
+        typer.Option(help="Precision of the body; the head stays float32. Default: fp32, with --trt fp16."),
     ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="Photographs that int8's ranges are measured on, such as the model will see.")
@@ -116,7 +116,7 @@ def export(
         Literal["boxes"] | None,
         typer.Option(help="It was trained on images cropped to boxes.", rich_help_panel=_AUTHORS),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of ONNX Runtime while verifying.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of ONNX Runtime while verifying.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
 ) -> None:
     """Write a model that outputs logits and evidence, once it was verified: ONNX, and with --trt TensorRT engines.

@@ -44,7 +44,7 @@ def reproduce(
         float, typer.Option(min=0.001, help="Assumed to be sustained while training, for --dry-run.")
     ] = 40.0,
     output: Annotated[
-        Literal["text", "json", "markdown"], typer.Option("--format", help="Of the table, on stdout.")
+        Literal["text", "json", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
     ] = "text",
     recipe: Annotated[str, typer.Option(help="A .toml file, or `paper`.")] = "paper",
     backbone: Annotated[str | None, typer.Option(help="Instead of the paper's.", show_default=False)] = None,

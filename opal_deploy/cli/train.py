@@ -32,7 +32,8 @@ def train(
         ),
     ] = None,
     partition: Annotated[
-        int | None, typer.Option(min=1, max=10, help="Of DTD and SUN-397. Default: 1.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397). Default: 1.", show_default=False),
     ] = None,
     skip_missing: Annotated[
         bool | None,
@@ -78,15 +79,17 @@ def train(
         typer.Option(help="Input in pixels: 224, or 224x448 (height x width). Paper: 224.", show_default=False),
     ] = None,
     augment: Annotated[
-        Literal["paper", "none"] | None, typer.Option(help="Of the training images.", show_default=False)
+        Literal["paper", "none"] | None, typer.Option(help="Augmentation of the training images.", show_default=False)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of weights, order and augmentation. Default: 0.", show_default=False)
+        int | None, typer.Option(min=0, help="Seed of weights, order and augmentation. Default: 0.", show_default=False)
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=False)] = None,
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"] | None,
-        typer.Option(help="Of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", show_default=False),
+        typer.Option(
+            help="Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", show_default=False
+        ),
     ] = None,
     tf32: Annotated[
         bool | None, typer.Option("--tf32/--no-tf32", help="Allow TF32 on the GPU.", show_default=False)

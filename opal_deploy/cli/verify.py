@@ -108,7 +108,7 @@ def _verify_model(path: Path, device: str, threads: int | None, expected: str | 
             f"score {comparison.max_score:.2g}; {comparison.cells_different} of {comparison.cells} cells differ"
         )
         if not comparison.cells:
-            print_message("no cell of these images leads clearly enough to be compared: cells are not proven here")
+            print_message("every cell of the test vectors is a tie, so cells were not compared")
     if session.metadata.unverified:
         print_message(f"NOT VERIFIED on images: this model was {session.metadata.unverified}")
     if as_json:

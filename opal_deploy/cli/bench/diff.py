@@ -23,7 +23,9 @@ def diff(
     tolerance: Annotated[
         float, typer.Option(min=0, help="Changes up to this many per cent are never called one.")
     ] = 3.0,
-    strict: Annotated[bool, typer.Option("--strict", help="What only one side has is a failure too.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Measurements that only one side has count as regressions.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List what became slower or larger by more than the noise; exit with 1 if anything did.

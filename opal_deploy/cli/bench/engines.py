@@ -28,7 +28,7 @@ def engines(
     target: Annotated[list[str] | None, typer.Option(help="Repeatable; default: sm80.")] = None,
     calibrate: Annotated[Path | None, typer.Option(help="Images to measure int8's ranges on.")] = None,
     batch: Annotated[str, typer.Option(help="MIN:OPT:MAX.")] = "1:64:256",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of ONNX Runtime in the verification.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of ONNX Runtime while verifying.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure build time, size and verification of engines for GPUs, built ahead of time with TensorRT for RTX."""

@@ -51,7 +51,7 @@ def latency(
         float | None, typer.Option(help="server: milliseconds from arrival to answer.", rich_help_panel=_SCENARIOS)
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="server: most images a call.", rich_help_panel=_SCENARIOS)] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of noise and arrivals.", rich_help_panel=_SCENARIOS)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of inputs and arrivals.", rich_help_panel=_SCENARIOS)] = 0,
     out: options.Out = None,
     as_json: options.JsonLines = False,
 ) -> None:

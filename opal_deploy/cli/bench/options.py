@@ -47,7 +47,7 @@ Runtimes = Annotated[
     list[str] | None,
     typer.Option(
         "--runtime",
-        help="Of checkpoints and --backbone: onnxruntime (default), eager, compile, tensorrt; repeatable.",
+        help="Runtime of checkpoints and --backbone: onnxruntime (default), eager, compile, tensorrt; repeatable.",
         rich_help_panel=_TIMING_PANEL,
     ),
 ]
@@ -55,7 +55,7 @@ Precisions = Annotated[
     list[str] | None,
     typer.Option(
         "--precision",
-        help="Of checkpoints and --backbone: fp32 (default), tf32, fp16, bf16, int8; repeatable.",
+        help="Precision of checkpoints and --backbone: fp32 (default), tf32, fp16, bf16, int8; repeatable.",
         rich_help_panel=_TIMING_PANEL,
     ),
 ]

@@ -38,13 +38,13 @@ def overhead(
         ),
     ] = None,
     distance: Annotated[
-        Literal["l1", "l2", "l3", "linf", "kl", "tropical"], typer.Option(help="Of the OPAL head.")
+        Literal["l1", "l2", "l3", "linf", "kl", "tropical"], typer.Option(help="Distance of the OPAL head.")
     ] = "l2",
     check: Annotated[
         bool, typer.Option("--check", help="Compare with every figure that the paper prints; 4 if one differs.")
     ] = False,
     output: Annotated[
-        Literal["text", "json", "csv", "markdown"], typer.Option("--format", help="Of the table, on stdout.")
+        Literal["text", "json", "csv", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
     ] = "text",
     chart: Annotated[Path | None, typer.Option(help="Draw it: a name that ends in .svg or .png.")] = None,
     out: Out = None,

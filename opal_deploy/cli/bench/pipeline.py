@@ -46,7 +46,7 @@ def pipeline(
             show_default=False,
         ),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     out: Out = None,

@@ -28,7 +28,9 @@ def roofline(
     batch: Annotated[int, typer.Option(min=1, help="Images a forward pass.")] = 64,
     precision: Annotated[
         Literal["fp32", "tf32", "fp16", "bf16", "int8"] | None,
-        typer.Option(help="Of the whole network; default: fp16, for a measured CPU fp32.", show_default=False),
+        typer.Option(
+            help="Precision of the whole network; default: fp16, for a measured CPU fp32.", show_default=False
+        ),
     ] = None,
     gpu: Annotated[
         list[str] | None,
@@ -44,9 +46,11 @@ def roofline(
     measure_ceiling: Annotated[
         bool, typer.Option("--measure-ceiling", help="Time a large copy and a large product on --device first.")
     ] = False,
-    device: Annotated[str, typer.Option(help="Of --measure-ceiling: cpu, cuda, cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of --measure-ceiling on the CPU.")] = None,
-    output: Annotated[Literal["text", "markdown"], typer.Option("--format", help="Of the table, on stdout.")] = "text",
+    device: Annotated[str, typer.Option(help="Device for --measure-ceiling: cpu, cuda, cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for --measure-ceiling.")] = None,
+    output: Annotated[
+        Literal["text", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
+    ] = "text",
     chart: Annotated[Path | None, typer.Option(help="Draw it: a name that ends in .svg or .png.")] = None,
     out: Out = None,
     as_json: JsonLines = False,

@@ -32,7 +32,8 @@ def throughput(
     warmup: options.Warmup = 1.0,
     buffers: options.Buffers = 4,
     ceiling: Annotated[
-        Path | None, typer.Option(help="What `bench roofline --measure-ceiling --out FILE` measured on this machine.")
+        Path | None,
+        typer.Option(help="File of `bench roofline --measure-ceiling --out FILE`, measured on this machine."),
     ] = None,
     out: options.Out = None,
     as_json: options.JsonLines = False,

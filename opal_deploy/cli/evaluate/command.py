@@ -42,7 +42,7 @@ def evaluate(
         str | None,
         typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
     ] = None,
-    partition: Annotated[int, typer.Option(min=1, max=10, help="Of DTD and SUN-397.")] = 1,
+    partition: Annotated[int, typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397).")] = 1,
     skip_missing: Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")] = False,
     split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which images.")] = "test",
     boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
@@ -76,13 +76,13 @@ def evaluate(
     fill: Annotated[
         list[str] | None,
         typer.Option(
-            help="What removed cells become: blur, mean or noise. Give it again for several. Default: all.",
+            help="Baseline of removed cells: blur, mean or noise. Repeatable. Default: all.",
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the noise and the random cells.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and the random cells.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images a forward pass.")] = 16,
     out: Annotated[
         Path | None,

@@ -27,7 +27,7 @@ def infer(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Folders (with their subfolders), files, globs, tar and zip archives, or - for a list on stdin."
+            help="Folders (with subfolders), files, globs, tar and zip archives; - or @FILE for a list of paths."
         ),
     ],
     model: Annotated[
@@ -42,7 +42,7 @@ def infer(
     atlas: Annotated[
         Path | None,
         typer.Option(
-            help="Of `opal-deploy atlas`: sheets show patches of other images of the class; implies --sheets.",
+            help="Folder of `opal-deploy atlas`: sheets show patches of other images of the class; implies --sheets.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +61,9 @@ def infer(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write to; default: this run's, if it was interrupted, else explanations, -2, ..."),
+        typer.Option(
+            help="Output folder; default: the matching interrupted run's, else explanations, explanations-2, ..."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in --out.")] = False,
     resume: Annotated[
@@ -73,7 +75,7 @@ def infer(
     ] = None,
     labels: Annotated[
         str | None,
-        typer.Option(help="What images really show: `folders` (their folders' names), or CSV (image,label)."),
+        typer.Option(help="True labels: `folders` (the folders' names), or a CSV file (image,label)."),
     ] = None,
     min_margin: Annotated[
         str | None,
@@ -95,7 +97,7 @@ def infer(
     batch: Annotated[
         int | None, typer.Option(min=1, help=f"Images a forward pass; default: {CPU_BATCH}, on a GPU {GPU_BATCH}.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of the runtime on the CPU; default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="Images decoded and drawn at a time; default: as many as cores, at most 8."),
@@ -114,10 +116,10 @@ def infer(
         typer.Option("--isolate/--no-isolate", help="Decode in processes: a decoder that crashes costs one image."),
     ] = True,
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="Engines: record the kernels once a batch size, launch them as one.")
+        bool, typer.Option("--cuda-graphs", help="Engines: replay the kernels of a batch size as a CUDA graph.")
     ] = False,
     expect_sha256: Annotated[
-        str | None, typer.Option("--expect-sha256", help="Of the model's file, as given to you by a trusted way.")
+        str | None, typer.Option("--expect-sha256", help="Expected SHA-256 of the model's file; any other is refused.")
     ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
     shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,

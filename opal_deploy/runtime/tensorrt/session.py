@@ -147,7 +147,7 @@ class EngineSession:
         """Return the library's runtime and the engine, with its weights and the tensors that the metadata promises."""
         runtime = self._library.module.Runtime(self._logger)
         if self.sidecar.options.get("version_compatible"):
-            # such a plan brings its own runtime, which is host code; the user trusts the file, as the README says
+            # such a plan brings its own runtime, which is host code; the user trusts the file (docs/howto/tensorrt.md)
             runtime.engine_host_code_allowed = True
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
