@@ -13,11 +13,17 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from opal_deploy.cli import app
+from opal_deploy.runtime.verification import GATES, WIDEST
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are generated: the commands, and the fields of a record."""
-    for path, text in (("reference/cli.md", _commands()), ("reference/records.md", _records(files))):
+    """Add the pages that are generated: the commands, the fields of a record, the limits of the gates."""
+    pages = {
+        "reference/cli.md": _commands(),
+        "reference/records.md": _fill(files, "reference/records.md", "fields", _fields()),
+        "precision.md": _fill(files, "precision.md", "gates", _gates()),
+    }
+    for path, text in pages.items():
         existing = files.get_file_from_path(path)
         if existing is not None:
             files.remove(existing)
@@ -44,12 +50,33 @@ def _with_summaries(text: str, group: Any) -> str:
     return text
 
 
-def _records(files: Files) -> str:
-    """The hand-written page with the table of fields from the JSON schema in place of `{{ fields }}`."""
-    page = files.get_file_from_path("reference/records.md")
+def _fill(files: Files, path: str, name: str, text: str) -> str:
+    """The hand-written page with `text` in place of `{{ name }}`."""
+    page = files.get_file_from_path(path)
     assert page is not None
+    placeholder = f"{{{{ {name} }}}}"
+    assert placeholder in page.content_string, f"{path} has no {placeholder}"
+    return page.content_string.replace(placeholder, text)
+
+
+def _fields() -> str:
+    """The fields of a record as tables, from the JSON schema."""
     schema = json.loads((package_files("opal_deploy.records") / "schema" / "record.json").read_text(encoding="utf-8"))
-    return page.content_string.replace("{{ fields }}", "\n\n".join(_tables(schema)))
+    return "\n\n".join(_tables(schema))
+
+
+def _gates() -> str:
+    """The limits of every precision's gate as a table."""
+    rows = [
+        "| gate | cosine | logit | score | tie | the predicted class's cells | all cells |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, gate in {**GATES, "widest": WIDEST}.items():
+        share = "every one" if gate.cells >= 1 else f"{gate.cells:.1%}"
+        rows.append(
+            f"| `{name}` | {gate.cosine:g} | {gate.logit:g} | {gate.score:g} | {gate.tie:g} | {share} | {gate.all_cells:.0%} |"
+        )
+    return "\n".join(rows)
 
 
 def _tables(schema: dict[str, Any]) -> list[str]:
