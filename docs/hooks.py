@@ -72,10 +72,10 @@ def _gates() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, gate in {**GATES, "widest": WIDEST}.items():
-        share = "every one" if gate.cells >= 1 else f"{gate.cells:.1%}"
-        rows.append(
-            f"| `{name}` | {gate.cosine:g} | {gate.logit:g} | {gate.score:g} | {gate.tie:g} | {share} | {gate.all_cells:.0%} |"
-        )
+        cells = "every one" if gate.cells >= 1 else f"{gate.cells:.1%}"
+        all_cells = "every one" if gate.cells >= 1 else f"{gate.all_cells:.0%}"
+        limits = " | ".join(f"{limit:g}" for limit in (gate.cosine, gate.logit, gate.score, gate.tie))
+        rows.append(f"| `{name}` | {limits} | {cells} | {all_cells} |")
     return "\n".join(rows)
 
 
