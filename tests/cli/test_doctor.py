@@ -7,10 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,24 +19,23 @@ from opal_deploy.runtime.diagnostics import Device
 from opal_deploy.runtime.nvml import Driver, Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
-DRIVER = Driver("580.95.05", (13, 0), (H200,))
+DRIVER = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0)),))
 NO_DRIVER = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
+OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
+P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
+# answers of onnxruntime
 CPU_ONLY = {"version": "1.31.1", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
-CUDA = {
-    "version": "1.31.1",
-    "providers": ["CUDAExecutionProvider", "CPUExecutionProvider"],
-    "problem": "",
-    "cuda": "13.0",
-}
-Machine = Callable[..., None]
+CUDA = CPU_ONLY | {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda": "13.0"}
+LOST_CUBLAS = {**CUDA, "problem": "libcublas.so.13: cannot open shared object file"}
+LOST_LIBCUDA = {**CUDA, "problem": "libcuda.so.1: cannot open shared object file"}
+CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Makes probe see these distributions, this driver and this answer of onnxruntime."""
+def machine(monkeypatch):
+    """Put these distributions, this driver and this answer of onnxruntime in the place of the machine's."""
 
-    def make(*installed: str, driver: Driver = NO_DRIVER, answer: dict[str, Any] | None = None) -> None:
+    def make(*installed, driver=NO_DRIVER, answer=None):
         versions = dict(entry.split("==") for entry in installed)
         modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
         if "tensorrt-cu13-libs==11.4" in installed:
@@ -54,27 +51,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
-def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    doctor(as_json=True)
-    written = capsys.readouterr()
-    assert written.err == ""
-    answer: dict[str, Any] = json.loads(written.out)
-    return answer
+@pytest.fixture
+def document(capsys):
+    """Return what `doctor --json` writes, and the entry of one runtime."""
 
+    def read(runtime=None):
+        doctor(as_json=True)
+        written = capsys.readouterr()
+        assert written.err == ""
+        answer = json.loads(written.out)
+        return answer, next((fact for fact in answer["runtimes"] if fact["name"] == runtime), None)
 
-def runtime(answer: dict[str, Any], name: str) -> dict[str, Any]:
-    (fact,) = [fact for fact in answer["runtimes"] if fact["name"] == name]
-    return dict(fact)
+    return read
 
 
 GPU_ONLY = ("onnxruntime-gpu==1.31.1",)
-LOST_CUBLAS = {**CUDA, "problem": "libcublas.so.13: cannot open shared object file"}
-LOST_LIBCUDA = {**CUDA, "problem": "libcuda.so.1: cannot open shared object file"}
-CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
-OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
-P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
-
-
 ANY_CPU, ANY_GPU = "pip install 'opal-deploy[cpu]'", "pip install 'opal-deploy[gpu]'"
 NOTHING = {"cpu": ANY_CPU, "gpu": ANY_GPU, "any": ANY_CPU}
 CRASHED = dict.fromkeys(("cpu", "gpu", "any"), "crashed with signal 11")
@@ -97,9 +88,9 @@ CRASHED = dict.fromkeys(("cpu", "gpu", "any"), "crashed with signal 11")
         pytest.param((*GPU_ONLY, "onnxruntime==1"), DRIVER, CPU_ONLY, {"gpu": "no CUDA provider"}, id="both packages"),
     ],
 )  # fmt: skip
-def test_a_device_is_usable_or_refused_in_one_line(machine, capsys, installed, driver, answer, refusals):
+def test_a_device_is_usable_or_refused_in_one_line(machine, document, installed, driver, answer, refusals):
     machine(*installed, driver=driver, answer=answer)
-    assert document(capsys)["usable"] == {device.value: device not in refusals for device in Device}
+    assert document()[0]["usable"] == {device.value: device not in refusals for device in Device}
     for device in Device:
         if device not in refusals:
             doctor(require=device)
@@ -118,17 +109,16 @@ def test_require_still_writes_the_document_before_it_refuses(machine, capsys):
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_hidden_gpus_are_not_usable(machine, capsys, monkeypatch, hidden):
+def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden):
     machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    fact = runtime(document(capsys), "onnxruntime-gpu")
-    assert not fact["gpu"]
-    assert fact["advice"] == "unset CUDA_VISIBLE_DEVICES"
+    _, fact = document("onnxruntime-gpu")
+    assert (fact["gpu"], fact["advice"]) == (False, "unset CUDA_VISIBLE_DEVICES")
 
 
-def test_both_onnxruntimes_are_a_warning(machine, capsys):
+def test_both_onnxruntimes_are_a_warning(machine, document):
     machine("onnxruntime==1.31.1", *GPU_ONLY, driver=DRIVER, answer=CUDA)
-    (warning,) = document(capsys)["warnings"]
+    (warning,) = document()[0]["warnings"]
     assert "overwrite each other's files" in warning
     assert "pip uninstall --yes onnxruntime onnxruntime-gpu" in warning
 
@@ -138,18 +128,19 @@ def test_people_read_stderr_and_find_what_never_ran(machine, capsys):
     doctor()
     written = capsys.readouterr()
     assert written.out == ""
-    assert "0: NVIDIA H200, 140.4 GiB, compute capability 9.0" in written.err
-    assert "NVIDIA driver 580.95.05, runs CUDA up to 13.0" in written.err
-    assert "CUDA session: never run on hardware" in written.err
-    assert (
-        "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run" in written.err
-    )
-    assert "Inference here: CPU yes, GPU yes" in written.err
+    for line in (
+        "0: NVIDIA H200, 140.4 GiB, compute capability 9.0",
+        "NVIDIA driver 580.95.05, runs CUDA up to 13.0",
+        "CUDA session: never run on hardware",
+        "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run",
+        "Inference here: CPU yes, GPU yes",
+    ):
+        assert line in written.err
 
 
-def test_tensorrt_without_its_libraries_is_incomplete(machine, capsys):
+def test_tensorrt_without_its_libraries_is_incomplete(machine, document):
     machine("tensorrt-cu13==11.4", driver=DRIVER)
-    fact = runtime(document(capsys), "tensorrt")
+    _, fact = document("tensorrt")
     assert fact["problem"].startswith("incomplete")
     assert "$NVIDIA_INDEX" in fact["advice"]
 
@@ -170,22 +161,24 @@ COMPLETE_TENSORRT = ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
     ],
 )
 def test_tensorrt_is_usable_where_all_of_it_is_there(
-    machine, capsys, monkeypatch, installed, driver, answer, usable, problem
+    machine, document, monkeypatch, installed, driver, answer, usable, problem
 ):
     machine(*installed, driver=driver)
     monkeypatch.setattr(diagnostics, "_run_program", lambda *_: answer)
-    found = document(capsys)
-    fact = runtime(found, "tensorrt")
-    assert fact["gpu"] is usable
+    answer, fact = document("tensorrt")
+    assert fact["gpu"] is answer["usable"]["gpu"] is usable
     assert problem in fact["problem"]
-    assert bool(fact["problem"]) is not usable
-    assert bool(fact["advice"]) is not usable
-    assert found["usable"]["gpu"] is usable
+    assert bool(fact["problem"]) is bool(fact["advice"]) is not usable
 
 
-def fake_onnxruntime(folder: Path, source: str) -> None:
-    (folder / "onnxruntime").mkdir()
-    (folder / "onnxruntime" / "__init__.py").write_text(source, encoding="utf-8")
+@pytest.fixture
+def fake_onnxruntime(tmp_path, monkeypatch):
+    def write(source):
+        (tmp_path / "onnxruntime").mkdir()
+        (tmp_path / "onnxruntime" / "__init__.py").write_text(source, encoding="utf-8")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -197,27 +190,23 @@ def fake_onnxruntime(folder: Path, source: str) -> None:
         pytest.param("import time; time.sleep(60)", 1, "timed out", id="hangs"),
     ],
 )
-def test_a_broken_onnxruntime_is_an_answer(tmp_path, monkeypatch, source, timeout, problem):
-    fake_onnxruntime(tmp_path, source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_a_broken_onnxruntime_is_an_answer(fake_onnxruntime, source, timeout, problem):
+    fake_onnxruntime(source)
     answer = diagnostics.query_onnxruntime(timeout)
     assert set(answer) == {"problem"}
     assert problem in answer["problem"]
 
 
-def test_an_onnxruntime_that_prints_is_understood(tmp_path, monkeypatch):
-    fake_onnxruntime(
-        tmp_path,
-        "print('a banner', end='')\n__version__ = '9.9'\n"
-        "def get_available_providers():\n    return ['CPUExecutionProvider']\n",
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_an_onnxruntime_that_prints_is_understood(fake_onnxruntime):
+    providers = "def get_available_providers():\n    return ['CPUExecutionProvider']\n"
+    fake_onnxruntime("print('a banner', end='')\n__version__ = '9.9'\n" + providers)
     answer = diagnostics.query_onnxruntime()
     assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
 
 
-def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
-    fake_onnxruntime(tmp_path, "raise SystemExit('the one of the working directory')")
+def test_files_in_the_working_directory_are_not_imported(fake_onnxruntime, tmp_path, monkeypatch):
+    fake_onnxruntime("raise SystemExit('the one of the working directory')")
+    monkeypatch.delenv("PYTHONPATH")
     monkeypatch.chdir(tmp_path)
     assert "working directory" not in str(diagnostics.query_onnxruntime())
 
@@ -236,15 +225,8 @@ def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast():
         "sys.exit(str(sorted({'torch', 'onnxruntime', 'tensorrt', 'onnx'} & set(sys.modules))))\n"
     )
     started = time.perf_counter()
-    child = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert child.stderr.strip() == "[]"
     assert json.loads(child.stdout)["schema"] == 1
     assert time.perf_counter() - started < 20  # 0.4 s on a laptop; this catches an import of torch, not a busy machine

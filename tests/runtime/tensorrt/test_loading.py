@@ -25,32 +25,28 @@ NO_GPU = {"driver": Driver(problem="no NVIDIA driver found")}
 BUILDER = {"name": "tensorrt", "version": "11.4.0.106", "cuda": 13}
 
 
-def refused(stand: Any, **options: Any) -> str:
-    """The one line of a refusal; the plan must not have been touched."""
-    with pytest.raises(ArtifactError) as refusal:
-        stand.open(**options)
-    assert refusal.value.exit_code == 2
+def refusal(stand):
+    """Return the one line of a refusal; the plan must not have been touched."""
+    with pytest.raises(ArtifactError) as raised:
+        stand.open()
+    assert raised.value.exit_code == 2
     assert stand.trt.deserialized == 0
-    line = str(refusal.value)
-    assert "\n" not in line
-    return line
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("position", [0, 1, 1000, 0.3, 0.5, 0.9, -1])
-def test_a_flipped_bit_in_the_plan_is_found(stand, position):
-    content = bytearray(stand.path.read_bytes())
-    content[int(position * len(content)) if 0 < position < 1 else int(position)] ^= 4
-    stand.path.write_bytes(content)
-    line = refused(stand)
-    assert "damaged" in line
-    assert "c.fp16.onnx --trt --rebuild" in line
-
-
-@pytest.mark.parametrize("share", [0, 1e-5, 0.5, 0.999])
-def test_a_truncated_plan_is_found(stand, share):
+def test_a_flipped_bit_or_a_missing_end_of_the_plan_is_found(stand):
     content = stand.path.read_bytes()
-    stand.path.write_bytes(content[: int(share * len(content))])
-    assert "damaged" in refused(stand)
+    for position in (0, 1, 1000, *(int(share * len(content)) for share in (0.3, 0.5, 0.9)), len(content) - 1):
+        flipped = bytearray(content)
+        flipped[position] ^= 4
+        stand.path.write_bytes(flipped)
+        line = refusal(stand)
+        assert "damaged" in line
+        assert "c.fp16.onnx --trt --rebuild" in line
+    for share in (0, 1e-5, 0.5, 0.999):
+        stand.path.write_bytes(content[: int(share * len(content))])
+        assert "damaged" in refusal(stand)
 
 
 def test_every_flipped_byte_of_the_sidecar_is_found(stand):
@@ -61,28 +57,28 @@ def test_every_flipped_byte_of_the_sidecar_is_found(stand):
         changed[position] ^= 1
         sidecar.write_bytes(changed)
         if chr(content[position]) not in " \n":  # white space between values may change
-            assert "damaged" in refused(stand), position
+            assert "damaged" in refusal(stand), position
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"digest": 1}', b"\xff\xfe", b"[" * 100_000])
 def test_a_sidecar_of_something_else_is_refused(stand, content):
     sidecar_path(stand.path).write_bytes(content)
-    assert "not a sidecar of ours" in refused(stand)
+    assert "not a sidecar of ours" in refusal(stand)
 
 
 def test_missing_files_and_another_schema_are_named(stand):
     stand.describe(schema=2)
-    line = refused(stand)
+    line = refusal(stand)
     assert "sidecar schema 2 found, 1 expected" in line
     assert "--trt" in line
     plan = stand.path.read_bytes()
     stand.path.write_bytes(b"other")
-    assert "damaged" in refused(stand), "the plan is looked at before the schema"
+    assert "damaged" in refusal(stand), "the plan is looked at before the schema"
     stand.path.write_bytes(plan)
     sidecar_path(stand.path).unlink()
-    assert "its sidecar c.fp16.sm89.trt.engine.json is missing" in refused(stand)
+    assert "its sidecar c.fp16.sm89.trt.engine.json is missing" in refusal(stand)
     stand.path.unlink()
-    assert "no such engine" in refused(stand)
+    assert "no such engine" in refusal(stand)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +101,7 @@ def test_another_machine_is_refused(stand, machine, sidecar, says):
     stand.cuda.gpu = machine.get("gpu", L4)
     for name in machine.keys() - {"gpu"}:
         setattr(stand, name, machine[name])
-    line = refused(stand)
+    line = refusal(stand)
     assert says in line
     assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
 
@@ -136,9 +132,8 @@ def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(stan
 
 
 class TestFirstLoad:
-    def test_the_test_vectors_run_and_the_outcome_is_kept_beside_the_engine(self, stand):
-        session = stand.open()
-        assert session.description.endswith("fp16, checked now")
+    def test_the_test_vectors_run_once_and_the_outcome_is_kept_beside_the_engine(self, stand):
+        assert stand.open().description.endswith("fp16, checked now")
         assert sum(stand.trt.executed) == 4
         (check,) = read_checks(stand.path)
         assert check.passed
@@ -147,9 +142,6 @@ class TestFirstLoad:
             "gpu_uuid": "000102030405060708090a0b0c0d0e0f",
         }  # fmt: skip
         assert check.report["images"] == 4
-
-    def test_the_second_load_asks_nothing(self, stand):
-        stand.open()
         stand.trt.executed.clear()
         assert "checked here 20" in stand.open().description
         assert stand.trt.executed == []
@@ -170,15 +162,14 @@ class TestFirstLoad:
         assert sum(stand.trt.executed) == 4
         assert len(read_checks(stand.path)) == 2
 
-    def test_an_engine_that_answers_wrongly_never_answers(self, make_stand, another, tiny_fp16):
+    def test_an_engine_with_wrong_outputs_never_runs(self, make_stand, another, tiny_fp16):
         stand = make_stand(another)
         stand.onnx = tiny_fp16
         stand.describe()
         for _ in range(2):
-            with pytest.raises(VerificationError, match="does not reproduce its own test vectors") as failure:
+            with pytest.raises(VerificationError, match=r"does not reproduce its own.*--trt --rebuild") as failure:
                 stand.open()
             assert failure.value.exit_code == 4
-            assert "--trt --rebuild" in str(failure.value)
             (check,) = read_checks(stand.path)
             assert not check.passed
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import inspect
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
@@ -21,41 +18,47 @@ from opal_deploy.runtime.tensorrt.cuda import Cuda
 from opal_deploy.synthetic import example_images
 from tests.runtime.tensorrt.fakes import FakeContext, FakeCuda, FakeEngine
 
-SIZE = (64, 96)
+
+@pytest.fixture(scope="module")
+def images():
+    return example_images(11, 64, 96)
 
 
 @pytest.fixture(scope="module")
-def images() -> Any:
-    return example_images(11, *SIZE)
+def expected(tiny_fp16, images):
+    """Return ONNX Runtime's outputs for a part of the images."""
+    session = OnnxSession(tiny_fp16, device="cpu", threads=1)
+    return lambda start, stop: session.run(images[start:stop])
 
 
 @pytest.fixture(scope="module")
-def float_input(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def float_input(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("float") / "c.onnx"
     options = ExportOptions(input_kind="float32", attention=True, threads=2)
     export(CheckpointSource(tiny.checkpoint, out), ExportTargets({"fp32": out}), options)
     return out
 
 
-def assert_same(found: Outputs, expected: Outputs) -> None:
-    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-3)
-    np.testing.assert_allclose(found.scores, expected.scores, atol=2e-3)
-    assert (found.argmax == expected.argmax).mean() > 0.97
-    assert found.argmax.dtype == np.int32
-    assert (found.attention is None) == (expected.attention is None)
-    if found.attention is not None and expected.attention is not None:
-        np.testing.assert_allclose(found.attention, expected.attention, atol=2e-3)
+def assert_same(outputs, expected):
+    np.testing.assert_allclose(outputs.logits, expected.logits, atol=2e-3)
+    np.testing.assert_allclose(outputs.scores, expected.scores, atol=2e-3)
+    assert (outputs.argmax == expected.argmax).mean() > 0.97
+    assert outputs.argmax.dtype == np.int32
+    assert (outputs.attention is None) == (expected.attention is None)
+    if expected.attention is not None:
+        np.testing.assert_allclose(outputs.attention, expected.attention, atol=2e-3)
 
 
 class TestOutputs:
     @pytest.mark.parametrize("batch", [(1, 2, 4), (3, 4, 4), (4, 4, 4), (1, 1, 1)], ids=str)
-    def test_any_number_of_images_has_the_outputs_of_onnx_runtime(self, open_engine_for, tiny_fp16, images, batch):
+    def test_any_number_of_images_has_the_outputs_of_onnx_runtime(
+        self, open_engine_for, tiny_fp16, images, expected, batch
+    ):
         session = open_engine_for(tiny_fp16, batch)
         for count in (1, 2, 3, 4, 5, 8, 11):
-            expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:count])
-            assert_same(session.run(images[:count]), expected)
+            assert_same(session.run(images[:count]), expected(0, count))
             staged, times = session.run_staged(images[:count])
-            assert_same(staged, expected)
+            assert_same(staged, expected(0, count))
             assert min(times.host_to_device, times.compute, times.device_to_host) > 0
         assert isinstance(session, StagedSession)
         session.close()
@@ -64,49 +67,45 @@ class TestOutputs:
         session = open_engine_for(float_input, (1, 2, 4))
         assert_same(session.run(images[:7]), OnnxSession(float_input, device="cpu", threads=1).run(images[:7]))
 
-    def test_answers_stay_what_they_were_when_the_next_are_computed(self, open_engine_for, tiny_fp16, images):
+    def test_outputs_stay_when_the_next_are_computed_by_another_thread(
+        self, open_engine_for, tiny_fp16, images, expected
+    ):
         session = open_engine_for(tiny_fp16, (1, 2, 4))
         first = session.run(images[:3])
         before = first.logits.copy()
-        session.run(images[3:9])
+        with ThreadPoolExecutor(1) as pool:
+            assert_same(pool.submit(session.run, images[3:9]).result(), expected(3, 9))
         np.testing.assert_array_equal(first.logits, before)
 
-    def test_another_thread_may_run_it(self, open_engine_for, tiny_fp16, images):
-        session = open_engine_for(tiny_fp16, (1, 2, 4))
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(session.run, images[:5]).result()
-        assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:5]))
-
-    def test_cuda_graphs_change_no_answer(self, open_engine_for, tiny_fp16, images):
+    def test_cuda_graphs_change_no_output(self, open_engine_for, tiny_fp16, images, expected):
         session = open_engine_for(tiny_fp16, (1, 2, 4), cuda_graphs=True)
-        plain = OnnxSession(tiny_fp16, device="cpu", threads=1)
         # the second and third time from recorded graphs, in both sets of buffers
         for count in (8, 8, 8, 3, 11):
-            assert_same(session.run(images[:count]), plain.run(images[:count]))
+            assert_same(session.run(images[:count]), expected(0, count))
 
-    def test_the_callers_bugs_are_the_callers(self, stand, images):
-        session = stand.open()
+    def test_a_batch_of_another_type_is_the_callers_bug(self, stand, images):
         with pytest.raises(ValueError, match="expected uint8"):
-            session.run(images.astype(np.float32))
+            stand.open().run(images.astype(np.float32))
 
 
 class TestBuffers:
-    def test_a_fixed_batch_is_filled_up(self, make_stand, images):
-        stand = make_stand(batch=(4, 4, 4))
+    @pytest.mark.parametrize(
+        ("batch", "count", "executed"),
+        [
+            pytest.param((4, 4, 4), 6, [4, 4], id="a fixed batch is filled up"),
+            pytest.param((1, 2, 4), 11, [4, 4, 3], id="more than fits goes in parts"),
+        ],
+    )
+    def test_sizes_that_are_executed(self, make_stand, images, batch, count, executed):
+        stand = make_stand(batch=batch)
         session = stand.open()
         stand.trt.executed.clear()
-        session.run(images[:6])
-        assert stand.trt.executed == [4, 4]
-
-    def test_more_than_fits_goes_in_parts(self, stand, images):
-        session = stand.open()
-        stand.trt.executed.clear()
-        session.run(images[:11])
-        assert stand.trt.executed == [4, 4, 3]
+        session.run(images[:count])
+        assert stand.trt.executed == executed
 
     def test_the_next_part_is_queued_before_the_last_is_collected(self, stand, images):
         session = stand.open()
-        order: list[str] = []
+        order = []
         executor = session._executor
         collect, start = executor._collect, executor._start
         executor._collect = lambda buffers: (order.append("collect"), collect(buffers))[1]
@@ -124,18 +123,16 @@ class TestBuffers:
         session.run(images[:3])
         assert stand.cuda.launched == 6
 
-    def test_without_room_for_a_second_context_nothing_is_recorded(self, stand, tiny_fp16, images):
+    def test_without_memory_for_a_second_context_nothing_is_recorded(self, stand, images, expected):
         session = stand.open(cuda_graphs=True)
         stand.trt.memory_is_full = True
-        found = session.run(images[:8])
-        assert_same(found, OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:8]))
+        assert_same(session.run(images[:8]), expected(0, 8))
         assert stand.cuda.launched == 0
 
     def test_tensorrt_for_rtx_records_by_itself(self, make_stand, images):
         stand = make_stand(rtx=True)
         stand.open(cuda_graphs=True).run(images[:8])
-        assert stand.trt.strategies == ["whole"]
-        assert stand.cuda.launched == 0
+        assert (stand.trt.strategies, stand.cuda.launched) == (["whole"], 0)
 
     def test_closing_gives_all_memory_back(self, stand, images):
         session = stand.open()
@@ -143,19 +140,17 @@ class TestBuffers:
         session.run_staged(images[:3])
         assert stand.cuda.memory
         session.close()
-        assert not stand.cuda.memory
-        assert not stand.cuda.streams
-        assert not stand.cuda.live_events
+        assert (stand.cuda.memory, stand.cuda.streams, stand.cuda.live_events) == ({}, {}, 0)
 
 
 class TestFailures:
-    def test_a_failed_execution_can_be_resumed_and_the_next_batch_is_right(self, stand, tiny_fp16, images):
+    def test_a_failed_execution_can_be_resumed_and_the_next_batch_is_right(self, stand, images, expected):
         session = stand.open()
         stand.trt.failures = 1
         with pytest.raises(StoppedEarly, match="failed on a batch of 3 on NVIDIA L4: Cask convolution") as stop:
             session.run(images[:3])
         assert stop.value.exit_code == 5
-        assert_same(session.run(images[4:7]), OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[4:7]))
+        assert_same(session.run(images[4:7]), expected(4, 7))
 
     @pytest.mark.parametrize("method", ["copy_to_device", "synchronize_event", "make_current", "record"])
     @pytest.mark.parametrize("run", ["run", "run_staged"])
@@ -175,16 +170,21 @@ class TestFailures:
         with pytest.raises(UsageError, match=expected):
             stand.open()
 
-    def test_an_engine_that_does_not_fit_the_memory_says_so(self, stand):
-        stand.trt.memory_is_full = True
-        with pytest.raises(
-            UsageError, match=r"no room .* on NVIDIA L4 \(24 GiB\).*could not be allocated.*--batch 1:1:1"
-        ):
-            stand.open()
-
-    def test_a_plan_that_the_library_refuses_is_one_line(self, stand):
-        stand.trt.refuse = "Version tag does not match"
-        with pytest.raises(ArtifactError, match=r"refuses the engine \(Version tag.*--trt --rebuild"):
+    @pytest.mark.parametrize(
+        ("fault", "value", "error", "message"),
+        [
+            (
+                "memory_is_full",
+                True,
+                UsageError,
+                r"no room .* on NVIDIA L4 \(24 GiB\).*could not be allocated.*--batch 1:1:1",
+            ),
+            ("refuse", "Version tag", ArtifactError, r"\A.*refuses the engine \(Version tag.*--trt --rebuild.*\Z"),
+        ],
+    )
+    def test_a_plan_that_the_library_does_not_load_is_one_line(self, stand, fault, value, error, message):
+        setattr(stand.trt, fault, value)
+        with pytest.raises(error, match=message):
             stand.open()
 
     def test_an_engine_with_other_tensors_than_promised_is_refused(self, make_stand, float_input, tiny_fp16):
@@ -203,11 +203,10 @@ class TestFakes:
     """The stand-ins show what goes wrong on a GPU, and have no method that the real classes lack."""
 
     @pytest.mark.parametrize("forgotten", ["wait_for_event", "synchronize_event"])
-    def test_a_session_that_does_not_wait_has_wrong_outputs(self, stand, tiny_fp16, images, forgotten, monkeypatch):
+    def test_a_session_that_does_not_wait_has_wrong_outputs(self, stand, images, expected, forgotten, monkeypatch):
         session = stand.open()
         monkeypatch.setattr(stand.cuda, forgotten, lambda *_: None)
-        expected = OnnxSession(tiny_fp16, device="cpu", threads=1).run(images[:8])
-        assert np.abs(session.run(images[:8]).logits - expected.logits).max() > 1e-2
+        assert np.abs(session.run(images[:8]).logits - expected(0, 8).logits).max() > 1e-2
 
     def test_cuda_has_the_methods_of_the_fake(self):
         methods = {name for name in vars(FakeCuda) if not name.startswith("_")} - {"fail"}
