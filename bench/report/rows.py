@@ -116,21 +116,9 @@ def label_rows(rows: Sequence[Row], without: Sequence[str] = (), *, named: bool 
     ]
 
 
-def get_batch(measurement: Measurement) -> int | None:
-    """Return the batch of a case, where it is a number above 0."""
-    batch = measurement.case.get("batch")
-    return batch if isinstance(batch, int) and not isinstance(batch, bool) and batch > 0 else None
-
-
 def find_figure(measurement: Measurement, unit: str) -> Figure | None:
     """Return the first figure in a unit."""
     return next((figure for figure in measurement.figures.values() if figure.unit == unit), None)
-
-
-def get_backbone(measurement: Measurement) -> str:
-    """Return the backbone's name, else the target's."""
-    target = measurement.target
-    return format_value((target.backbone or target.name) if target else "")
 
 
 def machine_key(machine: Mapping[str, Any]) -> str:

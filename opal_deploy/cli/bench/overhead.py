@@ -58,8 +58,8 @@ def overhead(
     from opal_deploy.bench.overhead import paper as papers
     from opal_deploy.bench.overhead.operations import head_title
     from opal_deploy.bench.overhead.table import build_measurements, make_table
-    from opal_deploy.bench.report.chart_file import check_chart_path, write_charts
     from opal_deploy.bench.report.charts import draw_charts
+    from opal_deploy.bench.report.drawing import check_chart_path, write_charts
     from opal_deploy.bench.report.rows import number_rows
 
     if as_json and output != "text":

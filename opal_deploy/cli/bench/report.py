@@ -25,7 +25,7 @@ def report(
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.bench.measurement import read_measurements
     from opal_deploy.bench.report.content import build_report
-    from opal_deploy.bench.report.markdown import to_markdown
+    from opal_deploy.bench.report.page import to_html, to_markdown
 
     if out is None and markdown is None:
         out = Path("report.html")
@@ -44,8 +44,6 @@ def report(
                 temporary.write_text(text, encoding="utf-8")
             print_message(f"{markdown}: {content.measured} measurements")
     if out is not None:
-        from opal_deploy.bench.report.page import to_html
-
         page = to_html(content)
         with atomic_write(out) as temporary:
             temporary.write_text(page, encoding="utf-8")

@@ -59,8 +59,8 @@ def roofline(
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench roofline")
     from opal_deploy.bench.overhead.paper import load_paper
-    from opal_deploy.bench.report.chart_file import check_chart_path, write_charts
     from opal_deploy.bench.report.charts import draw_charts
+    from opal_deploy.bench.report.drawing import check_chart_path, write_charts
     from opal_deploy.bench.report.rows import number_rows
     from opal_deploy.bench.roofline.table import Case, build_measurements, count_points, format_rows, format_sources
     from opal_deploy.bench.tables import format_table
