@@ -5,6 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image, ImageFilter
 
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, Creature, draw_background, draw_creature, list_species
@@ -32,7 +33,7 @@ def within(boxes: list[tuple[float, float, float, float]], size: tuple[int, int]
 
 
 @pytest.mark.parametrize("size", [(128, 128), (160, 224), (224, 160), (32, 32)])
-def test_image_and_foreground_have_the_size_asked_for(size: tuple[int, int]) -> None:
+def test_image_and_foreground_have_the_requested_size(size: tuple[int, int]) -> None:
     creature = drawn(3, 0, size)
     assert (creature.image.shape, creature.image.dtype) == ((*size, 3), np.uint8)
     assert (creature.foreground.shape, creature.foreground.dtype) == (size, np.bool_)
@@ -64,14 +65,12 @@ def test_scene_depends_on_the_generator_only() -> None:
         for kind in range(MAX_SPECIES):
             creature = drawn(kind, seed, (96, 128))
             own = within([part.box for part in creature.parts.values()], (96, 128)) | creature.foreground
-            own[1:] |= own[:-1].copy()  # antialiased edges of the body: a pixel around the foreground
-            own[:-1] |= own[1:].copy()
-            own[:, 1:] |= own[:, :-1].copy()
-            own[:, :-1] |= own[:, 1:].copy()
+            # antialiased edges of the body: a pixel around the foreground
+            own = np.asarray(Image.fromarray(own).convert("L").filter(ImageFilter.MaxFilter(3))) > 0
             np.testing.assert_array_equal(creature.image[~own], scene[~own])
 
 
-@pytest.mark.parametrize("size", [(160, 160), (128, 96)])
+@pytest.mark.parametrize("size", [(96, 96), (128, 96)])
 def test_two_species_differ_exactly_inside_the_parts_that_differ(size: tuple[int, int]) -> None:
     for seed, (a, b) in enumerate(combinations(range(MAX_SPECIES), 2)):
         one, two = drawn(a, seed, size), drawn(b, seed, size)
@@ -86,9 +85,8 @@ def test_two_species_differ_exactly_inside_the_parts_that_differ(size: tuple[int
 
 @pytest.mark.parametrize("part", VARIANTS)
 def test_box_is_tight_around_what_the_part_paints(part: str) -> None:
-    for seed in range(24):
-        kind = KINDS[seed % MAX_SPECIES]
-        whole = draw_creature(kind, np.random.default_rng(seed), (SIDE, SIDE))
+    for seed, kind in enumerate(KINDS):
+        whole = drawn(seed, seed)
         without = draw_creature(kind, np.random.default_rng(seed), (SIDE, SIDE), hide=[part])
         rows, columns = np.nonzero((whole.image != without.image).any(axis=2))
         x0, y0, x1, y1 = whole.parts[part].box
@@ -116,10 +114,8 @@ def test_same_generator_same_creature_other_generator_other_creature() -> None:
 
 
 def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_them(many: list[Creature]) -> None:
-    shares = [creature.foreground.mean() for creature in many]
-    assert min(shares) > 0.08
-    assert max(shares) < 0.3
     for i, creature in enumerate(many):
+        assert 0.08 < creature.foreground.mean() < 0.3
         distinguishing = {name for name, part in creature.parts.items() if part.distinguishing}
         assert distinguishing == KINDS[i % MAX_SPECIES].distinguishing
 
@@ -139,22 +135,15 @@ def test_scenes_are_varied() -> None:
 
 def test_colours_hardly_tell_the_species() -> None:
     linear = pytest.importorskip("sklearn.linear_model")
-    kinds = list_species(8)
 
-    def histograms(per_class: int, seed: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        rows, labels = [], []
-        for label, kind in enumerate(kinds):
-            for i in range(per_class):
-                image = draw_creature(kind, np.random.default_rng([seed, label, i]), (48, 48)).image
-                bins = (image // 64).astype(np.int64) @ np.array([16, 4, 1])
-                rows.append(np.bincount(bins.ravel(), minlength=64) / bins.size)
-                labels.append(label)
-        return np.sqrt(np.array(rows)), np.array(labels)
+    def histogram(kind: int, i: int) -> NDArray[np.float64]:
+        bins = (drawn(kind, 100 * kind + i, (48, 48)).image // 64) @ np.array([16, 4, 1])
+        return np.sqrt(np.bincount(bins.ravel(), minlength=64) / bins.size)
 
-    train, train_labels = histograms(60, 0)
-    test, test_labels = histograms(30, 1)
-    model = linear.LogisticRegression(C=30.0, max_iter=1000).fit(train, train_labels)
-    accuracy = model.score(test, test_labels)
-    print(f"colour histogram: {accuracy:.3f} of 8 species, chance is 0.125")
-    assert model.score(train, train_labels) > 0.2  # it did learn something, so the test is not vacuous
-    assert accuracy < 0.35
+    labels = np.repeat(range(8), 60)
+    rows = np.array([histogram(label, i) for label in range(8) for i in range(60)])
+    train = np.arange(len(rows)) % 3 > 0
+    model = linear.LogisticRegression(C=30.0, max_iter=1000).fit(rows[train], labels[train])
+    assert model.score(rows[train], labels[train]) > 0.2  # it did learn something, so the test is not vacuous
+    accuracy = model.score(rows[~train], labels[~train])
+    assert accuracy < 0.35, "chance is 0.125"

@@ -22,15 +22,15 @@ def metadata(m: int, distance: str = "l2", evidence: str = "exact", classes: Seq
     return Metadata(tuple(classes), m, head, evidence, "resnet18", GRID, (224, 224))  # type: ignore[arg-type]
 
 
-def outputs(m: int, seed: int = 0, classes: int = 3, images: int = 1) -> Outputs:
-    """What a forward pass with CWS gives, with the first class favoured."""
+def outputs(m: int, seed: int = 0, classes: int = 3) -> Outputs:
+    """Return a forward pass with CWS for one image, with the first class favoured."""
     generator = np.random.default_rng(seed)
     concentration = np.full(classes * m, 0.05)
     concentration[:m] = 0.2
-    attention = generator.dirichlet(concentration, size=(images, 49)).transpose(0, 2, 1).astype(np.float32)
+    attention = generator.dirichlet(concentration, size=(1, 49)).transpose(0, 2, 1).astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
     logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
-    return Outputs(logits, cells, scores, attention.reshape(images, -1, *GRID))
+    return Outputs(logits, cells, scores, attention.reshape(1, -1, *GRID))
 
 
 def content(m: int = 5, *, seed: int = 0, distance: str = "l2", **how: object) -> SheetContent:
@@ -121,18 +121,15 @@ def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it()
     assert any("slot 0 alone" in caution for caution in of_scores([0.9, 0.1], [0.4, 0.4]).cautions())
 
 
-def test_abstaining_is_a_matter_of_the_threshold() -> None:
+def test_an_answer_below_the_threshold_abstains() -> None:
     margin = content().margin
-    assert content(min_margin=margin + 1e-6).abstained
-    assert not content(min_margin=margin).abstained
-    assert not content().abstained
+    thresholds = (margin + 1e-6, margin, None)
+    assert [content(min_margin=threshold).abstained for threshold in thresholds] == [True, False, False]
 
 
 def test_a_model_of_one_class_has_no_runner_up() -> None:
     found = build_sheet_content(None, GEOMETRY, outputs(3, classes=1), 0, metadata(3, classes=("only",)))
-    assert found.runner_up is None
-    assert found.margin is None
-    assert found.difference is None
+    assert (found.runner_up, found.margin, found.difference) == (None, None, None)
 
 
 @pytest.mark.parametrize("evidence", ["map", "none"])
@@ -141,11 +138,10 @@ def test_there_is_no_sheet_where_no_cell_decided(evidence: str) -> None:
         build_sheet_content(None, GEOMETRY, outputs(3), 0, metadata(3, evidence=evidence))
 
 
-def test_the_document_for_programs_says_what_the_sheet_says() -> None:
+def test_the_document_for_programs_has_names_and_no_maps() -> None:
     found = content(3, names=SlotNames({(content(3).predicted.class_id, 1): "beak"}))
     document = found.to_dict()
-    assert [slot["name"] for slot in sorted(document["predicted"]["slots"], key=lambda s: s["slot"])] == [
-        None, "beak", None,
-    ]  # fmt: skip
-    assert "attention" not in document["predicted"]["slots"][0]
+    slots = document["predicted"]["slots"]
+    assert {slot["slot"]: slot["name"] for slot in slots} == {0: None, 1: "beak", 2: None}
+    assert "attention" not in slots[0]
     assert document["margin"] == found.margin

@@ -4,6 +4,7 @@ import base64
 import io
 import itertools
 import xml.etree.ElementTree as ET
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,15 @@ from opal_deploy.visualization.palette import slot_color
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
 from opal_deploy.visualization.sheet.images import draw_attention_map, enlarge
 from opal_deploy.visualization.sheet.layout import layout_sheet
-from opal_deploy.visualization.sheet.rendering import Bitmap, Drawing, Rect, Text, encode_png, encode_svg, render_png
+from opal_deploy.visualization.sheet.rendering import (
+    Bitmap,
+    Drawing,
+    Rect,
+    Text,
+    encode_png,
+    encode_svg,
+    render_png,
+)
 from opal_deploy.visualization.slot_names import SlotNames
 from opal_deploy.visualization.text import measure_text
 
@@ -26,13 +35,18 @@ GRID = (7, 7)
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
 LONG = "Großer Übersee-Eichelhäher mit einem Namen, der auf keine zwei Zeilen einer Seite passt, 日本語の長い名前 " * 2
 SVG = "{http://www.w3.org/2000/svg}"
+Box = tuple[float, float, float, float]
+
+
+def cell_color(row: Any, col: Any) -> tuple[Any, Any, Any]:
+    return row * 30, col * 30, 200 - row * 10 - col * 10
 
 
 def photograph(size: tuple[int, int]) -> Image.Image:
-    """Each cell of the grid has a colour of its own."""
+    """Return an image whose grid cells each have a colour of their own."""
     y, x = np.mgrid[: size[1], : size[0]]
-    row, col = y * GRID[0] // size[1], x * GRID[1] // size[0]
-    return Image.fromarray(np.stack([row * 30, col * 30, 200 - row * 10 - col * 10], axis=-1).astype(np.uint8))
+    colors = cell_color(y * GRID[0] // size[1], x * GRID[1] // size[0])
+    return Image.fromarray(np.stack(colors, axis=-1).astype(np.uint8))
 
 
 def content(
@@ -44,24 +58,20 @@ def content(
     heatmap: bool = False,
     crop: tuple[int, int, int, int] | None = None,
     distance: str = "l2",
-    **how: object,
+    **options: Any,
 ) -> SheetContent:
-    generator = np.random.default_rng(m)
     channels = m * len(labels)
-    attention = generator.dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
+    attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
     logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
-    maps = attention.reshape(1, channels, *GRID) if heatmap else None
+    outputs = Outputs(logits, cells, scores, attention.reshape(1, channels, *GRID) if heatmap else None)
     metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", GRID, (224, 224))
-    geometry = Geometry(*size, crop or (0, 0, *size))
-    return build_sheet_content(image, geometry, Outputs(logits, cells, scores, maps), 0, metadata, **how)  # type: ignore[arg-type]
+    return build_sheet_content(image, Geometry(*size, crop or (0, 0, *size)), outputs, 0, metadata, **options)
 
 
 def exemplars(m: int, count: int = 4) -> Exemplars:
-    picture = Image.new("RGB", (70, 50), (1, 2, 3))
-    return Exemplars(
-        {slot: [Exemplar(picture, "0.123 some/name.jpg", "elsewhere")] * count for slot in range(m)}, "An atlas."
-    )
+    exemplar = Exemplar(Image.new("RGB", (70, 50), (1, 2, 3)), "0.123 some/name.jpg", "elsewhere")
+    return Exemplars({slot: [exemplar] * count for slot in range(m)}, "An atlas.")
 
 
 CASES = {
@@ -70,7 +80,7 @@ CASES = {
     "one slot": (content(1), exemplars(1)),
     "ten slots": (content(10, heatmap=True), exemplars(10)),
     "twelve slots": (content(12), exemplars(12)),
-    "no picture in the atlas": (content(3), exemplars(3, 0)),
+    "no image in the atlas": (content(3), exemplars(3, 0)),
     "tall": (content(size=(70, 700)), exemplars(5)),
     "wide": (content(size=(1400, 70), heatmap=True), exemplars(5)),
     "tiny": (content(size=(14, 7)), None),
@@ -82,46 +92,41 @@ CASES = {
     "no contributions": (content(distance="linf"), None),
     "parts of a distance": (content(distance="kl"), None),
 }
-cases = pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
 
 
-def drawing(shown: SheetContent, others: Exemplars | None = None) -> Drawing:
+def draw(shown: SheetContent, others: Exemplars | None = None) -> Drawing:
     return layout_sheet(shown, photograph((shown.width, shown.height)), others)
 
 
-def extent(text: Text) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of what a text covers: capitals are 0.7 of its size high."""
-    width = measure_text(text.text, text.size)
-    left = {"start": text.x, "middle": text.x - width / 2, "end": text.x - width}[text.anchor]
-    return left, text.y - 0.7 * text.size, left + width, text.y + 0.1 * text.size
+def extent(shape: Text | Bitmap | Rect) -> Box:
+    """Return left, top, right and bottom of a shape; the capitals of a text are 0.7 of its size high."""
+    if isinstance(shape, Text):
+        width = measure_text(shape.text, shape.size)
+        left = {"start": shape.x, "middle": shape.x - width / 2, "end": shape.x - width}[shape.anchor]
+        return left, shape.y - 0.7 * shape.size, left + width, shape.y + 0.1 * shape.size
+    width, height = shape.image.size if isinstance(shape, Bitmap) else (shape.width, shape.height)
+    return shape.x, shape.y, shape.x + width, shape.y + height
 
 
-@cases
+@pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
 def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(
     shown: SheetContent, others: Exemplars | None
 ) -> None:
-    page = drawing(shown, others)
+    page = draw(shown, others)
     assert page.width == 1200
-    texts, bitmaps = [], []
-    for shape in page.shapes:
-        if isinstance(shape, Text):
-            box = extent(shape)
-            texts += [(box, shape.text)] if shape.text else []
-        else:
-            size = shape.image.size if isinstance(shape, Bitmap) else (shape.width, shape.height)
-            box = shape.x, shape.y, shape.x + size[0], shape.y + size[1]
-            bitmaps += [(box, shape.alt)] if isinstance(shape, Bitmap) else []
-        assert box[0] >= 0
-        assert box[1] >= 0
-        assert box[2] <= page.width
-        assert box[3] <= page.height
-    for (a, name), (b, other) in itertools.chain(itertools.combinations(texts, 2), itertools.product(texts, bitmaps)):
-        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
-        assert apart, (name, other)
+    boxes = [(extent(shape), shape) for shape in page.shapes if not (isinstance(shape, Text) and not shape.text)]
+    for (left, top, right, bottom), shape in boxes:
+        assert left >= 0, shape
+        assert top >= 0, shape
+        assert right <= page.width, shape
+        assert bottom <= page.height, shape
+    texts, bitmaps = ([each for each in boxes if isinstance(each[1], kind)] for kind in (Text, Bitmap))
+    for (a, one), (b, two) in itertools.chain(itertools.combinations(texts, 2), itertools.product(texts, bitmaps)):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, two)
 
 
 def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description() -> None:
-    page, again = (drawing(content(heatmap=True), exemplars(5)) for _ in range(2))
+    page, again = (draw(content(heatmap=True), exemplars(5)) for _ in range(2))
     assert encode_png(page) == encode_png(again)
     assert encode_svg(page) == encode_svg(again)
     opened = Image.open(io.BytesIO(encode_png(page)))
@@ -131,34 +136,31 @@ def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description() ->
 
 def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour() -> None:
     shown = content(size=(700, 490))
-    page = drawing(shown)
+    page = draw(shown)
     pixels = render_png(page)
-    patches = [e for e in page.shapes if isinstance(e, Bitmap) and e.alt.startswith("patch of slot")]
+    patches = [shape for shape in page.shapes if isinstance(shape, Bitmap) and shape.alt.startswith("patch of slot")]
     slots = itertools.chain(*zip(shown.predicted.slots, shown.runner_up.slots, strict=True))
     for patch, slot in zip(patches, slots, strict=True):
-        row, col = slot.cell
-        expected = (row * 30, col * 30, 200 - row * 10 - col * 10)
-        assert patch.image.getcolors() == [(patch.image.width * patch.image.height, expected)]
+        assert patch.image.getcolors() == [(patch.image.width * patch.image.height, cell_color(*slot.cell))]
         assert patch.image.width / patch.image.height == pytest.approx(100 / 70, abs=0.03)
         assert pixels.getpixel((patch.x - 2, patch.y + 5)) == slot_color(slot.slot)
 
 
 def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
     shown = content(4)
-    slots = [slot for view in (shown.predicted, shown.runner_up) for slot in view.slots]
-    widths = {}
-    for element in drawing(shown).shapes:
-        if isinstance(element, Rect) and element.height == 18 and element.edge is not None:
-            widths.setdefault(element.fill, []).append(element.width)
+    widths: dict[Any, list[float]] = {}
+    for shape in draw(shown).shapes:
+        if isinstance(shape, Rect) and shape.height == 18 and shape.edge is not None:
+            widths.setdefault(shape.fill, []).append(shape.width)
+    slots = [*shown.predicted.slots, *shown.runner_up.slots]
+    pixels_per_unit = max(max(each) for each in widths.values()) / max(slot.value for slot in slots)
     for slot in slots:
-        longest = max(s.value for s in slots)
-        full = max(max(each) for each in widths.values())
-        assert any(abs(w - full * slot.value / longest) <= 1.5 for w in widths[slot_color(slot.slot)])
+        assert any(abs(width - pixels_per_unit * slot.value) <= 1.5 for width in widths[slot_color(slot.slot)])
 
 
 def test_sums_margin_and_slot_names_stand_on_the_sheet() -> None:
     shown = content(names=SlotNames({(content().predicted.class_id, 2): "beak"}))
-    page = drawing(shown)
+    page = draw(shown)
     texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
     assert texts.count("sum = cosine") == 2
     assert f"{shown.predicted.total:.3f}" in texts
@@ -171,28 +173,26 @@ def test_sums_margin_and_slot_names_stand_on_the_sheet() -> None:
 def test_the_svg_is_well_formed_whatever_things_are_called(name: str) -> None:
     shown = content(labels=(name, name + "2"), image=name, names=SlotNames({(0, 0): name or "x", (1, 1): name or "x"}))
     hostile = Exemplars({0: [Exemplar(Image.new("RGB", (9, 9)), name, name)]}, name)
-    root = ET.fromstring(encode_svg(drawing(shown, hostile)))
-    allowed = {"svg", "title", "desc", "rect", "text", "image"}
-    assert {element.tag.removeprefix(SVG) for element in root.iter()} == allowed
-    attributes = {key for element in root.iter() for key in element.attrib}
-    assert not {key for key in attributes if key.startswith("on")}
-    for element in root.iter(f"{SVG}image"):
-        data = element.attrib["href"].removeprefix("data:image/jpeg;base64,")
-        assert Image.open(io.BytesIO(base64.b64decode(data))).format == "JPEG"
+    elements = list(ET.fromstring(encode_svg(draw(shown, hostile))).iter())
+    assert {element.tag.removeprefix(SVG) for element in elements} == {"svg", "title", "desc", "rect", "text", "image"}
+    assert not [key for element in elements for key in element.attrib if key.startswith("on")]
+    for element in elements:
+        if element.tag == f"{SVG}image":
+            data = element.attrib["href"].removeprefix("data:image/jpeg;base64,")
+            assert Image.open(io.BytesIO(base64.b64decode(data))).format == "JPEG"
 
 
 def test_the_svg_has_text_as_text_and_says_what_it_shows() -> None:
     shown = content(labels=("Sooty Albatross", "Auklet"))
-    root = ET.fromstring(encode_svg(drawing(shown)))
-    texts = [element.text for element in root.iter(f"{SVG}text")]
-    assert "Sooty Albatross" in texts
+    root = ET.fromstring(encode_svg(draw(shown)))
+    assert "Sooty Albatross" in [element.text for element in root.iter(f"{SVG}text")]
     assert root.attrib["role"] == "img"
     assert root.find(f"{SVG}title").text.startswith(shown.predicted.label)
     assert f"margin {shown.margin:.3f}" in root.find(f"{SVG}desc").text
     assert all(element.attrib["aria-label"] for element in root.iter(f"{SVG}image"))
 
 
-def test_a_picture_of_another_size_is_refused() -> None:
+def test_an_image_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="its content says"):
         layout_sheet(content(), photograph((10, 10)))
 
@@ -205,12 +205,9 @@ def test_the_darkest_cell_of_an_attention_map_is_its_highest() -> None:
     assert drawn[0, 0] == drawn.max()
 
 
-def test_a_patch_at_the_edge_stays_in_the_picture_and_is_at_least_a_pixel() -> None:
-    picture = photograph((70, 70))
-    assert crop_box(picture, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
-    assert crop_box(picture, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)
-
-
-def test_few_pixels_are_shown_as_squares() -> None:
+def test_a_patch_stays_in_the_image_and_is_at_least_a_pixel_and_few_pixels_are_shown_as_squares() -> None:
+    image = photograph((70, 70))
+    assert crop_box(image, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
+    assert crop_box(image, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)
     two = Image.fromarray(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
     assert {color for _, color in enlarge(two, (100, 100)).getcolors()} == {(0, 0, 0), (255, 255, 255)}
