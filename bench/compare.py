@@ -44,7 +44,7 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8")
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """How models are compared.
+    """The options of a comparison.
 
     Attributes:
         batch: images a call.

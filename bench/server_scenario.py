@@ -44,7 +44,7 @@ _MAX_REDUCTIONS, _REDUCTION = 10, 0.9
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How the server scenario is run.
+    """The options of the server scenario.
 
     Attributes:
         limit_ms: limit of the 99th percentile.

@@ -30,7 +30,7 @@ _MAX_WARM_UP_FACTOR = 5
 
 @dataclass(frozen=True)
 class TimingOptions:
-    """How long and how often one call is timed.
+    """The length and number of timed calls.
 
     Attributes:
         seconds: least length of a repeat.

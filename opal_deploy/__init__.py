@@ -22,7 +22,7 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
-    from opal_deploy.inference.model import Model, load
+    from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.service import Service
     from opal_deploy.records import to_coco, to_label_studio, to_pandas
     from opal_deploy.records.record import Record
@@ -49,8 +49,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Model": "opal_deploy.inference.model",
-    "load": "opal_deploy.inference.model",
+    "Model": "opal_deploy.inference.api",
+    "load": "opal_deploy.inference.api",
     "Service": "opal_deploy.inference.service",
     "Record": "opal_deploy.records.record",
     "json_schema": "opal_deploy.records.schema",

@@ -39,7 +39,7 @@ INFER, EXPLAIN = "infer", "infer_explain"
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """How a case is measured.
+    """The options of a measurement of the pipeline.
 
     Attributes:
         repeats: of everything, at least one.

@@ -24,7 +24,7 @@ PYTORCH_RUNTIMES = ("eager", "compile")
 
 @dataclass(frozen=True)
 class Setup:
-    """How to run a model.
+    """The runtime, device and precision that run a model.
 
     Attributes:
         runtime: of a checkpoint or a network; ONNX files and engines have their own.

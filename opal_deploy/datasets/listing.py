@@ -41,7 +41,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one data set is recognized and read.
+    """The functions that recognize and read one data set.
 
     Attributes:
         name: the name on the command line.

@@ -9,7 +9,7 @@ In the order in which an image passes them:
     executor     `predict_stream`: all of it, with decoding ahead of the sessions
     run          a run directory with records, drawings and a report, as `opal-deploy infer` writes it
     run_files    names of a run directory's files
-    model        `opal_deploy.load` and `Model.explain`
+    api          `opal_deploy.load` and `Model.explain`
     service      images that come one by one, for servers
     explanation  records that show themselves in a notebook
     sheets       evidence sheets

@@ -35,7 +35,7 @@ Pixels: TypeAlias = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """How images are decoded, batched and predicted, and what their records hold.
+    """The options of decoding, batching, prediction and records.
 
     Attributes:
         batch: images a forward pass.

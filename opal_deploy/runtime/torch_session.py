@@ -65,8 +65,8 @@ class TorchSession:
         """Return the outputs together with the relative lead of each channel's best cell over its second."""
         check_batch(images, self.metadata)
         tensors = self._explain(normalise(images, self.metadata.mean, self.metadata.std))
-        lead = None if tensors.attention is None else _relative_lead(tensors.attention)
-        return Reference(images, to_outputs(tensors), lead)
+        top2_margin = None if tensors.attention is None else _top2_margin(tensors.attention)
+        return Reference(images, to_outputs(tensors), top2_margin)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; the outputs hold the attention maps too."""
@@ -103,7 +103,7 @@ def to_outputs(tensors: HeadOutputs, *, attention: bool = False) -> Outputs:
     return Outputs(_numpy(tensors.logits), cells, _numpy(tensors.scores), maps)
 
 
-def _relative_lead(attention: torch.Tensor) -> FloatArray:
+def _top2_margin(attention: torch.Tensor) -> FloatArray:
     """Return [N, K]: (best - second) / best over the cells of each channel; infinite for a single cell."""
     cells = attention.flatten(2)
     if cells.shape[2] < 2:

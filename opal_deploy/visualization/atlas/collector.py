@@ -61,7 +61,7 @@ class PatchCandidate:
 
 @dataclass
 class ImageCounts:
-    """How many images were used for an atlas, and why the others were not.
+    """The number of images used for an atlas, and of those left out by reason.
 
     Attributes:
         images: all images.

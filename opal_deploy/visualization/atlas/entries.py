@@ -44,7 +44,7 @@ class AtlasPatch:
 
 @dataclass(frozen=True)
 class SlotStatistics:
-    """How a slot behaves over the images that its class was predicted for; all but `images` are None without images.
+    """The statistics of a slot over the images predicted as its class; all but `images` are None without images.
 
     Attributes:
         images: the number of these images.
