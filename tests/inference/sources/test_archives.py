@@ -170,7 +170,11 @@ def test_a_link_in_a_zip_is_named(tmp_path: Path) -> None:
     assert outcomes(items(tmp_path / "a.zip")) == [5, "unsupported_member"]
 
 
-INNER: Members = {"a.png": png(1), "inner.zip": b"PK\3\4"}
+INNER_ZIP = io.BytesIO()
+with zipfile.ZipFile(INNER_ZIP, "w") as inner:
+    inner.writestr("inner.png", png(9))
+# a tar that ends in a zip
+INNER: Members = {"a.png": png(1), "inner.zip": INNER_ZIP.getvalue()}
 
 
 @pytest.mark.parametrize(
