@@ -1,4 +1,4 @@
-"""One real export of a tiny network, for everything that reads files."""
+"""One real export of a tiny network."""
 
 from __future__ import annotations
 

@@ -27,41 +27,38 @@ REFERENCE = Reference(
 
 
 def _assert_equal(one: Reference, other: Reference) -> None:
-    pairs = [
+    for before, after in (
         (one.images, other.images),
         (one.outputs.logits, other.outputs.logits),
         (one.outputs.argmax, other.outputs.argmax),
         (one.outputs.scores, other.outputs.scores),
         (one.top2_margin, other.top2_margin),
-    ]
-    for before, after in pairs:
-        if before is None:
-            assert after is None
+    ):
+        if before is None or after is None:
+            assert before is after
         else:
-            np.testing.assert_array_equal(before, after)
-            assert after is not None
-            assert before.dtype == after.dtype
+            assert (before.dtype, before.shape, before.tobytes()) == (after.dtype, after.shape, after.tobytes())
 
 
-def test_images_and_outputs_come_back_exactly_through_plain_json() -> None:
-    document = test_vectors.pack(REFERENCE)
+SPECIAL = np.array([[np.inf, -np.inf, np.float32(1e-45), -0.0]] * 3, np.float32)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        REFERENCE,
+        Reference(REFERENCE.images, Outputs(REFERENCE.outputs.logits)),
+        replace(REFERENCE, outputs=replace(REFERENCE.outputs, logits=SPECIAL)),
+    ],
+    ids=["evidence", "logits alone", "special values"],
+)
+def test_images_and_outputs_come_back_exactly_through_plain_json(reference: Reference) -> None:
+    document = test_vectors.pack(reference)
     assert json.loads(json.dumps(document)) == document
-    _assert_equal(REFERENCE, test_vectors.unpack(document, "m"))
-
-
-def test_a_model_without_evidence_has_logits_alone_and_needs_them() -> None:
-    bare = Reference(REFERENCE.images, Outputs(REFERENCE.outputs.logits))
-    document = test_vectors.pack(bare)
-    _assert_equal(bare, test_vectors.unpack(document, "m"))
+    _assert_equal(reference, test_vectors.unpack(document, "m"))
     del document["logits"]
     with pytest.raises(ArtifactError, match="damaged"):
         test_vectors.unpack(document, "m.onnx")
-
-
-def test_special_values_survive() -> None:
-    logits = np.array([[np.inf, -np.inf, np.float32(1e-45), -0.0]] * 3, np.float32)
-    odd = replace(REFERENCE, outputs=replace(REFERENCE.outputs, logits=logits))
-    assert test_vectors.unpack(test_vectors.pack(odd), "m").outputs.logits.tobytes() == logits.tobytes()
 
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -86,21 +83,20 @@ def test_damaged_vectors_are_refused_in_one_line(change: dict[str, Any]) -> None
     assert "\n" not in str(error.value)
 
 
-class TestOutputs:
-    def test_rows_joined_are_the_whole(self) -> None:
-        outputs = REFERENCE.outputs
-        parts = [outputs.rows(0, 1), outputs.rows(1, 3)]
-        joined = Outputs.concatenate(parts)
-        assert [len(part) for part in parts] == [1, 2]
-        assert joined.attention is None
-        for name in ("logits", "argmax", "scores"):
-            np.testing.assert_array_equal(getattr(joined, name), getattr(outputs, name))
+def test_rows_of_outputs_joined_are_the_whole() -> None:
+    outputs = REFERENCE.outputs
+    parts = [outputs.rows(0, 1), outputs.rows(1, 3)]
+    joined = Outputs.concatenate(parts)
+    assert [len(part) for part in parts] == [1, 2]
+    assert joined.attention is None
+    _assert_equal(replace(REFERENCE, outputs=joined), REFERENCE)
 
-    def test_a_cosine_is_the_embedding_times_the_anchor(self) -> None:
-        scores = REFERENCE.outputs.scores
-        assert scores is not None
-        anchors = np.kron(np.eye(4), np.full((1, 5), 1 / np.sqrt(5)))
-        wide = scores.astype(np.float64)
-        z = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + 0.5)
-        np.testing.assert_allclose(embedding(scores, 0.5), z, rtol=1e-14)
-        np.testing.assert_allclose(cosines(scores, 5, 0.5), z @ anchors.T, rtol=1e-13)
+
+def test_a_cosine_is_the_embedding_times_the_anchor() -> None:
+    scores = REFERENCE.outputs.scores
+    assert scores is not None
+    anchors = np.kron(np.eye(4), np.full((1, 5), 1 / np.sqrt(5)))
+    wide = scores.astype(np.float64)
+    z = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + 0.5)
+    np.testing.assert_allclose(embedding(scores, 0.5), z, rtol=1e-14)
+    np.testing.assert_allclose(cosines(scores, 5, 0.5), z @ anchors.T, rtol=1e-13)

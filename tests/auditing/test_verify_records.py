@@ -81,12 +81,6 @@ def tamper(record: Any, path: tuple[Any, ...]) -> Any:
     return changed
 
 
-def test_untouched_records_are_what_the_model_computes(verify: Verify, records: list[Any]) -> None:
-    report = verify(records)
-    assert (report.records, report.checked, report.different, report.findings) == (6, 6, 0, [])
-    assert report.identical == 6
-
-
 def test_a_change_of_any_field_is_found_and_named(verify: Verify, records: list[Any], answered: Any) -> None:
     failed = next(record for record in records if record["status"] == "error")
     cases = [(record, path) for record in (answered, failed) for path in leaves(record)]
@@ -132,16 +126,21 @@ def test_one_pixel_of_an_image_is_enough(verify: Verify, records: list[Any]) -> 
     assert "the image is another one than was explained" in str(finding)
 
 
-def test_another_model_is_found_by_its_digest(verify: Verify, records: list[Any]) -> None:
-    report = verify(records, model_sha256="0" * 64)
-    assert report.different == len(records)
-    assert "another model" in str(report.findings[0])
-
-
-def test_images_are_found_below_a_root(verify: Verify, records: list[Any], folder: Path) -> None:
+def test_untouched_records_are_what_the_model_computes(
+    verify: Verify, records: list[Any], answered: Any, folder: Path
+) -> None:
+    report = verify(records)
+    assert (report.records, report.checked, report.identical, report.different, report.findings) == (6, 6, 6, 0, [])
+    other = verify(records, model_sha256="0" * 64)
+    assert other.different == len(records)
+    assert "another model" in str(other.findings[0])
+    # images below a root
     relative = [{**record, "image": record["image"].removeprefix(f"{folder}/")} for record in records]
     assert verify(relative, root=folder).different == 0
     assert verify(relative).different == len(records)
+    # fewer classes than the run listed
+    fewer = verify([{**answered, "top": answered["top"][:2]}, answered], top=3)
+    assert [finding.line for finding in fewer.findings] == [1]
 
 
 def test_a_truth_is_checked_where_labels_are_given(verify: Verify, records: list[Any], folder: Path) -> None:
@@ -150,11 +149,6 @@ def test_a_truth_is_checked_where_labels_are_given(verify: Verify, records: list
     assert verify(labelled, labels=FolderLabels()).different == 0
     (finding,) = verify([{**records[0], "truth": "birch"}], labels=FolderLabels()).findings
     assert finding.differences[0].field == "truth"
-
-
-def test_fewer_classes_than_the_run_listed_are_found(verify: Verify, answered: Any) -> None:
-    report = verify([{**answered, "top": answered["top"][:2]}, answered], top=3)
-    assert [finding.line for finding in report.findings] == [1]
 
 
 def test_an_error_of_a_busy_machine_need_not_happen_again(verify: Verify, answered: Any) -> None:

@@ -15,29 +15,16 @@ from opal_deploy.records import record as records
 from opal_deploy.records.schema import KINDS, json_schema, schema_text
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]
+ANSWER: dict[str, Any] = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875}
+SLOT = {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}
 OK: dict[str, Any] = {
-    "schema": 1,
-    "image": "a.jpg",
-    "status": "ok",
-    "file_sha256": "0" * 64,
-    "model_sha256": "f" * 64,
-    "width": 4,
-    "height": 3,
-    "prediction": {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875},
-    "margin": 0.5,
-    "top": [{"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875}],
-    "evidence": [
-        {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}
-    ],
-}
+    "schema": 1, "image": "a.jpg", "status": "ok", "file_sha256": "0" * 64, "model_sha256": "f" * 64, "width": 4,
+    "height": 3, "prediction": ANSWER, "margin": 0.5, "top": [ANSWER], "evidence": [SLOT],
+}  # fmt: skip
 FAILED: dict[str, Any] = {
-    "schema": 1,
-    "image": None,
-    "status": "error",
-    "file_sha256": None,
-    "model_sha256": None,
+    "schema": 1, "image": None, "status": "error", "file_sha256": None, "model_sha256": None,
     "error": {"code": "not_found", "message": "no such file"},
-}
+}  # fmt: skip
 
 
 def validator(strict: bool = False) -> Any:
@@ -89,8 +76,8 @@ BAD: dict[str, dict[str, Any]] = {
     "another schema": {**OK, "schema": 2},
     "another status": {**OK, "status": "fine"},
     "no digest": {**OK, "file_sha256": "0" * 63},
-    "a cell of three": {**OK, "evidence": [{**OK["evidence"][0], "cell": [0, 1, 2]}]},
-    "a box of text": {**OK, "evidence": [{**OK["evidence"][0], "box": ["1", 0.0, 2.0, 1.0]}]},
+    "a cell of three": {**OK, "evidence": [{**SLOT, "cell": [0, 1, 2]}]},
+    "a box of text": {**OK, "evidence": [{**SLOT, "box": ["1", 0.0, 2.0, 1.0]}]},
 }  # fmt: skip
 
 

@@ -98,6 +98,7 @@ def test_a_malformed_file_of_boxes_is_refused(tmp_path: Path, text: str | bytes,
         # another image of the same name: its box would be a wrong crop without a word
         (["x/1.jpg"], "y/1.jpg", None),
         (["xa.jpg"], "a.jpg", None),
+        (["xx/a.jpg"], "x/a.jpg", None),
         (["x/a.jpg", "y/a.jpg"], "a.jpg", None),
     ],
 )
