@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -246,14 +247,17 @@ def test_progress_is_shown_to_the_end(
     folder: Path, model: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from opal_deploy.cli import console
+    from opal_deploy.cli.evaluate import measure
 
+    evaluate_command = sys.modules["opal_deploy.cli.evaluate"]
     shown: dict[str, list[tuple[int, int | None]]] = {"reading": [], "evaluating": []}
 
     @contextmanager
     def progress(title: str) -> Iterator[console.Advance]:
         yield lambda done, total=None, note="": shown[title].append((done, total))
 
-    monkeypatch.setitem(evaluate.__globals__, "progress", progress)
+    for module in (evaluate_command, measure):
+        monkeypatch.setattr(module, "progress", progress)
     metrics(folder, model)
     assert shown["reading"][-1] == (36, 36)
     assert shown["evaluating"][-1] == (12, 12)

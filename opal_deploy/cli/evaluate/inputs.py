@@ -1,7 +1,9 @@
-"""The models and images of an evaluation, and whether they fit each other."""
+"""The options, models and images of an evaluation, checked before anything is measured."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,8 +12,87 @@ from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.datasets.cub import PartLocations
     from opal_deploy.datasets.samples import DataSet, Sample
+    from opal_deploy.evaluation.faithfulness.perturbation import Baseline
     from opal_deploy.runtime.session import Session
+    from opal_deploy.synthetic import Annotation
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """The options of `evaluate` that its measurements read.
+
+    Attributes:
+        split: `train`, `val` or `test`.
+        boxes: crop to the data set's boxes.
+        parts: measure on part locations; None: where the data set has them.
+        seed: of all random numbers.
+        device, threads: of the runtime.
+        batch: images a forward pass.
+        faithfulness: measure it.
+        limit: images that faithfulness is measured on.
+        baselines: that replace removed cells.
+        target_error: error rate, 0 ... 1, to choose a threshold for; None for no threshold.
+    """
+
+    split: str
+    boxes: bool
+    parts: bool | None
+    seed: int
+    device: str
+    threads: int | None
+    batch: int
+    faithfulness: bool
+    limit: int
+    baselines: tuple[Baseline, ...]
+    target_error: float | None
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """The images of one split, and their annotations as far as the options use them.
+
+    Attributes:
+        root: of the data set.
+        samples: at least one.
+        part_locations: of a CUB data set; otherwise None.
+        annotations: of the generated data set; otherwise None.
+    """
+
+    root: Path
+    samples: list[Sample]
+    part_locations: PartLocations | None
+    annotations: list[Annotation] | None
+
+
+def parse_baselines(names: Sequence[str] | None) -> tuple[Baseline, ...]:
+    """Return the baselines of --fill without repetition; all of them for None.
+
+    Raises:
+        UsageError: there is no such baseline.
+    """
+    from opal_deploy.evaluation.faithfulness.perturbation import BASELINES
+
+    unknown = [name for name in names or () if name not in BASELINES]
+    if unknown:
+        raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(BASELINES)}")
+    by_name = {str(baseline): baseline for baseline in BASELINES}
+    return tuple(by_name[name] for name in dict.fromkeys(names or BASELINES))
+
+
+def check_evidence(path: Path, metadata: Metadata, options: EvaluateOptions) -> None:
+    """Check that a model has the evidence that the options measure.
+
+    Raises:
+        UsageError: it has not.
+    """
+    from opal_deploy.evaluation.faithfulness import measure
+
+    if options.faithfulness:
+        measure.check_evidence(metadata, str(path))
+    if options.target_error is not None and metadata.evidence == "none":
+        raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
 
 
 def open_model(path: Path, device: str, threads: int | None) -> Session:
@@ -41,7 +122,7 @@ def read_model_metadata(path: Path) -> Metadata:
     raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
 
 
-def check_classes(path: Path, names: list[str], data_set: DataSet) -> None:
+def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None:
     """Check that the model's classes are those of the data set, in the same order.
 
     Raises:
@@ -49,21 +130,20 @@ def check_classes(path: Path, names: list[str], data_set: DataSet) -> None:
     """
     from opal_deploy.datasets.samples import pluralize
 
-    theirs = data_set.class_names
-    if names == theirs:
+    expected_names = data_set.class_names
+    if class_names == expected_names:
         return
     expected = "they must be the same, in the same order; give the data set that the model was trained on"
-    if len(names) != len(theirs):
+    if len(class_names) != len(expected_names):
         raise UsageError(
-            f"{path} knows {pluralize(len(names), 'class', 'classes')} ({names[0]}, ...), "
-            f"{data_set.root} has {len(theirs)} ({theirs[0]}, ...); {expected}"
+            f"{path} knows {pluralize(len(class_names), 'class', 'classes')} ({class_names[0]}, ...), "
+            f"{data_set.root} has {len(expected_names)} ({expected_names[0]}, ...); {expected}"
         )
-    number, (ours, other) = next(
-        (i, pair) for i, pair in enumerate(zip(names, theirs, strict=True), 1) if len({*pair}) > 1
-    )
+    pairs = zip(class_names, expected_names, strict=True)
+    number, model_name, data_name = next((i, a, b) for i, (a, b) in enumerate(pairs, 1) if a != b)
     raise UsageError(
-        f"{path} and {data_set.root} have {len(names)} classes each, but number {number} is {ours!r} to the model and "
-        f"{other!r} in the data set; {expected}"
+        f"{path} and {data_set.root} have {len(class_names)} classes each, but number {number} is {model_name!r} to "
+        f"the model and {data_name!r} in the data set; {expected}"
     )
 
 
@@ -73,20 +153,44 @@ def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, bo
     if trained == measured:
         return
     if measured is not None:
-        words = "says it was trained on whole images and is measured on images cropped to their boxes; see --no-boxes"
+        mismatch = (
+            "says it was trained on whole images and is measured on images cropped to their boxes; see --no-boxes"
+        )
     else:
-        why = "see --boxes" if data_set.crop else "the data set has no boxes"
-        words = f"says it was trained on images cropped to their boxes and is measured on whole ones; {why}"
-    print_message(f"warning: {one_line(str(path))} {words}")
+        advice = "see --boxes" if data_set.crop else "the data set has no boxes"
+        mismatch = f"says it was trained on images cropped to their boxes and is measured on whole ones; {advice}"
+    print_message(f"warning: {one_line(str(path))} {mismatch}")
 
 
-def select_samples(data_set: DataSet, split: str) -> list[Sample]:
-    """Return the samples of a split.
+def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInputs:
+    """Return the samples of the split, with the annotations of parts that the options and the data set allow.
 
     Raises:
-        UsageError: there are none.
+        UsageError: the split is empty or too small for the error rate, or the data set has no parts, or damaged ones.
     """
-    samples: list[Sample] = getattr(data_set, split)
-    if not samples:
+    from opal_deploy.datasets import cub
+    from opal_deploy.evaluation import pointing
+    from opal_deploy.evaluation.risk import check_support
+
+    samples: list[Sample] = getattr(data_set, options.split)
+    if options.target_error is not None:
+        check_support(len(samples), options.target_error)
+    located, generated = cub.has_parts(data_set), pointing.has_annotations(data_set)
+    if options.parts and not located and not generated:
+        raise UsageError(
+            f"{data_set.root}: it has no part locations (parts/part_locs.txt of CUB, parts.jsonl of the generated "
+            "set); leave --parts out"
+        )
+    use_parts = options.parts is not False
+    return EvaluationInputs(
+        data_set.root,
+        samples,
+        cub.read_parts(data_set.root, samples) if use_parts and located else None,
+        pointing.match_annotations(data_set, samples) if use_parts and generated else None,
+    )
+
+
+def check_split(data_set: DataSet, split: str) -> None:
+    """Raise UsageError if a split has no images."""
+    if not getattr(data_set, split):
         raise UsageError(f"{data_set.root}: it has no {split} images; choose another --split")
-    return samples

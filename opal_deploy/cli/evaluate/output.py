@@ -1,4 +1,4 @@
-"""Terminal output of `evaluate`: a few lines per model, and one table of several."""
+"""The result of one model, and its terminal output: a few lines per model, and one table of several."""
 
 from __future__ import annotations
 
@@ -10,52 +10,55 @@ from opal_deploy.cli.console import one_line, print_message
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.cli.evaluate.inputs import EvaluateOptions
     from opal_deploy.evaluation.session import EvaluationResult
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelResult:
     """The metrics of one model, and the runtime that ran it.
 
     Attributes:
         path: of the model.
         session: engine, device, threads, precision.
         metadata: of the model.
-        measured: its figures.
-        further: keys of the JSON document that not every evaluation has.
+        evaluation: its metrics and outputs.
+        extra: keys of the JSON document that not every evaluation has.
     """
 
     path: Path
     session: str
     metadata: Metadata
-    measured: EvaluationResult
-    further: dict[str, Any] = field(default_factory=dict)
+    evaluation: EvaluationResult
+    extra: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self, split: str, *, boxes: bool) -> dict[str, Any]:
+    def to_dict(self, options: EvaluateOptions) -> dict[str, Any]:
         """Return the document for JSON."""
-        head = {"model": str(self.path), "session": self.session, "boxes": boxes}
-        return {**head, **self.measured.to_dict(split), **self.further}
+        head = {"model": str(self.path), "session": self.session, "boxes": options.boxes}
+        return {**head, **self.evaluation.to_dict(options.split), **self.extra}
 
 
-def print_figures(run: Run, split: str, *, boxes: bool) -> None:
-    """Print a few lines on one model."""
+def print_metrics(result: ModelResult, options: EvaluateOptions) -> None:
+    """Print the metrics of one model in a few lines."""
     from opal_deploy.datasets.samples import pluralize
 
-    found, parts = run.measured.evaluation, run.measured.parts
-    without = "" if boxes else ", boxes left out"
-    images = pluralize(found.images, f"{split} image", f"{split} images")
-    print_message(f"{one_line(str(run.path))} in {run.session}, {images}{without}")
-    top5 = "" if found.top5 is None else f", top-5 {found.top5:.2%}"
-    print_message(f"accuracy {found.accuracy:.2%}{top5}, macro F1 {found.macro_f1:.2%}, cross-entropy {found.loss:.4f}")
-    if found.spatial_prototype_collapse is not None:
-        spread = _figure(100 * found.spatial_prototype_collapse, 100 * (found.spatial_prototype_collapse_std or 0))
+    metrics, parts = result.evaluation.evaluation, result.evaluation.parts
+    crop = "" if options.boxes else ", boxes left out"
+    images = pluralize(metrics.images, f"{options.split} image", f"{options.split} images")
+    print_message(f"{one_line(str(result.path))} in {result.session}, {images}{crop}")
+    top5 = "" if metrics.top5 is None else f", top-5 {metrics.top5:.2%}"
+    print_message(
+        f"accuracy {metrics.accuracy:.2%}{top5}, macro F1 {metrics.macro_f1:.2%}, cross-entropy {metrics.loss:.4f}"
+    )
+    if metrics.spatial_prototype_collapse is not None:
+        spread = _percent(100 * metrics.spatial_prototype_collapse, 100 * (metrics.spatial_prototype_collapse_std or 0))
         print_message(f"spatial prototype collapse {spread} % (mean and standard deviation over images)")
     if parts is None:
         return
     names = {
-        "prototype_consistency": ("prototype consistency", _figure(parts.consistency)),
-        "prototype_stability": ("prototype stability", _figure(parts.stability)),
-        "part_purity": ("part purity", _figure(parts.purity, parts.purity_std)),
+        "prototype_consistency": ("prototype consistency", _percent(parts.consistency)),
+        "prototype_stability": ("prototype stability", _percent(parts.stability)),
+        "part_purity": ("part purity", _percent(parts.purity, parts.purity_std)),
     }
     measured = [f"{title} {text} %" for key, (title, text) in names.items() if key not in parts.unavailable]
     if measured:
@@ -69,29 +72,29 @@ def print_figures(run: Run, split: str, *, boxes: bool) -> None:
         print_message(f"{names[key][0]}: not measured, {reason}")
 
 
-def print_table(runs: list[Run]) -> None:
+def print_table(results: list[ModelResult]) -> None:
     """Print one line per model, metrics in percent except the cross-entropy."""
     rows = [["model", "top-1", "top-5", "macro F1", "loss", "collapse", "consistency", "stability", "purity"]]
-    for run in runs:
-        found, parts = run.measured.evaluation, run.measured.parts
-        collapse, spread = found.spatial_prototype_collapse, found.spatial_prototype_collapse_std
+    for result in results:
+        metrics, parts = result.evaluation.evaluation, result.evaluation.parts
+        collapse, spread = metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std
         rows.append(
             [
-                one_line(str(run.path)),
-                f"{100 * found.accuracy:.2f}",
-                _figure(None if found.top5 is None else 100 * found.top5, digits=2),
-                _figure(None if found.macro_f1 is None else 100 * found.macro_f1, digits=2),
-                f"{found.loss:.4f}",
-                _figure(None if collapse is None else 100 * collapse, None if spread is None else 100 * spread),
+                one_line(str(result.path)),
+                f"{100 * metrics.accuracy:.2f}",
+                _percent(None if metrics.top5 is None else 100 * metrics.top5, digits=2),
+                _percent(None if metrics.macro_f1 is None else 100 * metrics.macro_f1, digits=2),
+                f"{metrics.loss:.4f}",
+                _percent(None if collapse is None else 100 * collapse, None if spread is None else 100 * spread),
             ]
         )
         if parts is None:
             rows[-1] += ["-", "-", "-"]
         else:
             rows[-1] += [
-                _figure(parts.consistency),
-                _figure(parts.stability),
-                _figure(parts.purity, parts.purity_std),
+                _percent(parts.consistency),
+                _percent(parts.stability),
+                _percent(parts.purity, parts.purity_std),
             ]
     columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
     widths = [max(map(len, column)) for column in columns]
@@ -101,7 +104,7 @@ def print_table(runs: list[Run]) -> None:
         print_message("  ".join([row[0].ljust(widths[0]), *numbers]))
 
 
-def _figure(value: float | None, spread: float | None = None, *, digits: int = 1) -> str:
+def _percent(value: float | None, spread: float | None = None, *, digits: int = 1) -> str:
     """Return a percentage with its standard deviation; a dash for None."""
     if value is None:
         return "-"
