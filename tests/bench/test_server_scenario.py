@@ -35,7 +35,7 @@ def serve_queries(clock: Any, rate: float, due: Any, *, max_batch: int = 1, limi
     return serve(run_batch, rate, np.asarray(due), max_batch=max_batch, limit=limit, **seconds), sizes
 
 
-def test_arrivals_are_a_poisson_process() -> None:
+def test_arrivals_are_a_poisson_process_that_another_rate_stretches() -> None:
     due = draw_arrivals(50.0, 1000.0, seed=1)
     gaps = np.diff(due)
     assert len(due) == 50_000
@@ -44,27 +44,26 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.02)
     assert (gaps > 0).all()
     assert len(draw_arrivals(2.0, 0.1, seed=0)) == 100
-
-
-def test_another_rate_stretches_the_same_draws() -> None:
     assert np.allclose(draw_arrivals(1.0, 10, seed=3)[:50], 4 * draw_arrivals(4.0, 10, seed=3)[:50])
     assert not np.allclose(draw_arrivals(1.0, 10, seed=3), draw_arrivals(1.0, 10, seed=4))
 
 
 @pytest.mark.parametrize(
-    ("due", "latencies"),
-    [([1.0, 2.0, 3.0], [SERVICE] * 3), ([1.0, 1.0, 1.0], [SERVICE, 2 * SERVICE, 3 * SERVICE])],
-    ids=["alone", "waiting"],
+    ("due", "max_batch", "sizes", "latencies"),
+    [
+        ([1.0, 2.0, 3.0], 1, [1, 1, 1], [SERVICE] * 3),
+        ([1.0, 1.0, 1.0], 1, [1, 1, 1], [SERVICE, 2 * SERVICE, 3 * SERVICE]),
+        # the first alone; four more arrive meanwhile; and one later
+        ([1.0, 1.001, 1.002, 1.003, 1.004, 2.0], 3, [1, 3, 1, 1], [0.010, 0.019, 0.018, 0.017, 0.026, 0.010]),
+    ],
+    ids=["alone", "waiting", "in batches"],
 )
-def test_latency_includes_waiting(fake_clock: Callable[..., Any], due: list[float], latencies: list[float]) -> None:
-    trial, _ = serve_queries(fake_clock(), 1.0, due)
+def test_all_that_wait_are_served_together_and_latency_includes_waiting(
+    fake_clock: Callable[..., Any], due: list[float], max_batch: int, sizes: list[int], latencies: list[float]
+) -> None:
+    trial, served = serve_queries(fake_clock(), 1.0, due, max_batch=max_batch)
+    assert served == sizes
     assert trial.latencies.tolist() == pytest.approx(latencies, abs=1e-6)
-
-
-def test_all_that_have_arrived_are_served_together_up_to_the_largest_batch(fake_clock: Callable[..., Any]) -> None:
-    # the first alone; four more arrive meanwhile; and one later
-    _, sizes = serve_queries(fake_clock(), 1.0, [1.0, 1.001, 1.002, 1.003, 1.004, 2.0], max_batch=3)
-    assert sizes == [1, 3, 1, 1]
 
 
 def test_a_trial_ends_once_too_many_were_late(fake_clock: Callable[..., Any]) -> None:

@@ -32,13 +32,11 @@ def test_a_session_that_never_waits_is_the_bottleneck() -> None:
     assert bottleneck.describe() == text
     document = json.loads(json.dumps(bottleneck.to_dict()))
     assert (document["station"], document["line"]) == ("session", text)
-
-
-def test_capacity_is_the_rate_without_waiting() -> None:
-    rows: Rows = {("decoders", "decode"): (4.0, 3.0), ("session", "compute"): (8.0, 0)}
-    bottleneck = find_bottleneck([one_pass(rows, {"session": 9.5})], THREADS, cores=2)
-    # 100 images took each of the two decoders 2 s, the session 8 s and the loop half a second
-    assert bottleneck.capacity == pytest.approx({"decoders": 50.0, "session": 12.5, "loop": 200.0})
+    # 100 images took each of the two decoders 2 s, the session 9.3 s and the loop one second
+    assert bottleneck.capacity == pytest.approx({"decoders": 50.0, "session": 100 / 9.3, "loop": 100.0})
+    # several passes are judged together
+    passes = [one_pass(rows, {}), one_pass(rows, {}, seconds=14.8)]
+    assert find_bottleneck(passes, THREADS, cores=2).busy["session"] == pytest.approx(18.6 / 24.8)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +88,3 @@ def test_no_bottleneck_is_made_up(rows: Rows, waited: float, cpu: float, text: s
     bottleneck = find_bottleneck([one_pass(rows, {"session": waited}, cpu=cpu)], THREADS, cores=2)
     assert (bottleneck.role, bottleneck.stage) == (None, None)
     assert bottleneck.describe().startswith(text)
-
-
-def test_several_passes_are_judged_together() -> None:
-    rows: Rows = {("session", "compute"): (6.0, 0)}
-    idle, full = one_pass(rows, {}), one_pass(rows, {}, seconds=6.0)
-    assert find_bottleneck([idle, full], THREADS, cores=2).busy["session"] == pytest.approx(12 / 16)

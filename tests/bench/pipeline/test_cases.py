@@ -44,22 +44,27 @@ def test_each_value_is_varied_on_its_own_around_one_base_case(values: dict, expe
     assert list(build_cases(Case(8, 2), **values)) == expected
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0"])
-def test_other_texts_than_counts_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--batch .* expected whole numbers from 1 on, such as 1,2,4"):
-        parse_counts("--batch", text)
-
-
-@pytest.mark.parametrize("text", ["", "500", "500x", "0x10", "500x375x3", "500X375", "65501x10", "a,b"])
-def test_other_texts_than_sizes_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--image-size .* expected WIDTHxHEIGHT"):
-        parse_sizes("--image-size", text)
-
-
-def test_lists_may_have_spaces() -> None:
+def test_counts_and_sizes_may_have_spaces() -> None:
     assert parse_counts("--batch", "1, 8,32") == [1, 8, 32]
     assert parse_sizes("--image-size", "250x188, 500x375") == [(250, 188), (500, 375)]
     assert parse_counts("--batch", None) == parse_sizes("--image-size", None) == []
+
+
+@pytest.mark.parametrize(
+    ("parse", "option", "texts", "expected"),
+    [
+        (parse_counts, "--batch", ["", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0"], "whole numbers from 1 on"),
+        (
+            parse_sizes, "--image-size",
+            ["", "500", "500x", "0x10", "500x375x3", "500X375", "65501x10", "a,b"], "WIDTHxHEIGHT",
+        ),
+    ],
+    ids=["counts", "sizes"],
+)  # fmt: skip
+def test_other_texts_are_refused(parse: Callable, option: str, texts: list[str], expected: str) -> None:
+    for text in texts:
+        with pytest.raises(UsageError, match=f"{option} .* expected {expected}"):
+            parse(option, text)
 
 
 def test_copies_have_their_size_and_are_removed_afterwards(items: list[Item]) -> None:
