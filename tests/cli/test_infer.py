@@ -101,14 +101,6 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path,
         assert slot["box"][3] <= 80
 
 
-def test_explaining_the_working_directory_leaves_earlier_overlays_out(
-    infer: Opal, pictures: Path, tmp_path: Path
-) -> None:
-    for out in ("out", "out2"):
-        assert infer(".", "--explain", out=out).returncode == 0
-    assert len(records(tmp_path / "out2")) == 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -125,6 +117,13 @@ def test_explaining_the_working_directory_leaves_earlier_overlays_out(
         (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
         (["in", "--device", "0,0"], "device '0,0': expected"),
         (["in", "--report-images", "server"], "expected embed (in the page) or files"),
+        (
+            ["in", "--labels", "none.csv"],
+            "--labels none.csv: cannot be read (No such file or directory); expected `folders`",
+        ),
+        (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
+        (["in", "--max-errors", "5 %%"], "--max-errors '5 %%': expected a number of images, or a share such as 5%"),
+        (["in", "--decode", "slow"], "--decode 'slow': expected default, exact, fast"),
         ([os.fsdecode(b"a\nb\x1b(B\xff")], "a\\nb\\x1b(B\\udcff: no such file"),
     ],
 )
@@ -186,14 +185,6 @@ def test_without_a_model_it_says_how_to_get_one(
         (tmp_path / model.name).write_bytes(model.read_bytes())
     line = one_line(infer(pictures, model=None))
     assert "exact.onnx (of exact.pt), map.onnx (of map.pt); choose one with --model" in line
-
-
-def test_a_checkpoint_answers_as_its_export(infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
-    assert infer(pictures, "--device", "cpu", model=exact_model.with_suffix(".pt"), out="pt").returncode == 0
-    infer(pictures)
-    for one, other in zip(records(tmp_path / "pt"), records(tmp_path / "out"), strict=True):
-        assert one["prediction"]["class_id"] == other["prediction"]["class_id"]
-        assert one["prediction"]["cosine"] == pytest.approx(other["prediction"]["cosine"], abs=1e-5)
 
 
 def test_a_linear_baseline_classifies_and_explains_nothing(

@@ -98,25 +98,6 @@ def test_labels_from_a_file_say_which_images_have_none(infer: Opal, labelled: Pa
     assert "4 images have no label" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--labels", "none.csv"], "--labels none.csv: cannot be read (No such file or directory); expected `folders`"),
-        (["--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
-        (["--max-errors", "5 %%"], "--max-errors '5 %%': expected a number of images, or a share such as 5%"),
-        (["--decode", "slow"], "--decode 'slow': expected default, exact, fast"),
-    ],
-)
-def test_a_wrong_option_is_answered_in_one_line_and_leaves_nothing(
-    infer: Opal, labelled: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    done = infer(labelled, *arguments)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert message in line
-    assert not (tmp_path / "out").exists()
-
-
 def test_overwriting_nowhere_is_a_wrong_call(opal: Opal, labelled: Path, tmp_path: Path) -> None:
     done = opal("infer", labelled, "--overwrite", cwd=tmp_path)
     assert done.returncode == 2

@@ -23,7 +23,7 @@ EXPLAIN = ("--explain", "--format", "csv")
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> Path:
-    """Pictures, some of them broken."""
+    """Images, some of them broken."""
     folder = tmp_path_factory.mktemp("many") / "in"
     for number, path in enumerate(make_pictures(folder, IMAGES)):
         if number % 50 == 7:
@@ -32,7 +32,7 @@ def many(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> P
 
 
 class Infer:
-    """`infer` on these pictures, in a folder of its own."""
+    """`infer` on these images, in a folder of its own."""
 
     def __init__(self, cwd: Path, model: Path, pictures: Path, opal: Opal) -> None:
         self.cwd, self._opal = cwd, opal
@@ -40,7 +40,7 @@ class Infer:
         self._fixed = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"]
 
     def start(self, *arguments: str, before: str = "", out: str = "out") -> subprocess.Popen[str]:
-        """`before`: Python to run first."""
+        """Start a process that first runs the Python code `before`."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
         return subprocess.Popen(
             [sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", out, *arguments],
@@ -175,7 +175,7 @@ def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(
     assert document["new_images"] == IMAGES - count
 
 
-def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer, clean: Path) -> None:
+def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer) -> None:
     # a session that would keep the batch in work for a minute
     slow = (
         "import time\nfrom opal_deploy.runtime.onnx_session import OnnxSession as S\nrun, n = S.run, [0]\n"
@@ -186,9 +186,9 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer: Infer, clean:
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == 130, said
-    assert "ending at once" in said
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert "ending at once" in stderr
     assert (infer.cwd / "out/results.jsonl").read_bytes().endswith(b"}\n")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from PIL import Image
 from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.prepare import content_sha256
-from opal_deploy.inference.sources.discovery import discover
-from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import Atlas
@@ -116,16 +113,6 @@ def test_images_too_large_to_keep_are_cut_all_the_same(bright_session: Callable,
     pixels = load_patch(atlas, patch)
     assert pixels.size == (160, 160)
     assert np.abs(np.asarray(pixels, int) - 200).max() <= 3
-
-
-def test_the_members_of_an_archive_count_as_files_do(images: Path, bright_session: Callable, tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
-        for path in sorted(images.rglob("*.png")):
-            archive.write(path, path.relative_to(images).as_posix())
-    items = discover([str(tmp_path / "set.zip")], Skipped())
-    collector = collect([Request(item.relative, item.source) for item in items], bright_session())
-    expected = build(images, bright_session(), tmp_path / "atlas").patches(1, 0)
-    assert [(c.image, c.sha256) for c in collector.best(1, 0)] == [(p.image, p.sha256) for p in expected]
 
 
 def test_the_digest_is_that_of_the_files_bytes(tmp_path: Path) -> None:

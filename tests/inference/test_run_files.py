@@ -41,11 +41,6 @@ def files(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
 
 
-def test_a_file_is_written_with_its_folder(tmp_path: Path) -> None:
-    write_image_file(tmp_path, overlay_name(20_000, "a.jpg"), b"jpeg")
-    assert files(tmp_path) == ["overlays/0002/020000-a.jpg.jpg"]
-
-
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "overlays/000000-a.jpg").mkdir(parents=True)
     with pytest.raises(StoppedEarly, match=r"cannot be written .*make room and run again"):

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.gpu import GpuDecoderPool, open_decoder_pool
+from opal_deploy.inference.decoding.gpu import GpuDecoderPool
 from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
@@ -40,6 +40,7 @@ class CountingDecoder(GpuDecoder):
         self.most: int | None = None
         self.refuse: set[int] = set()
         self.fail_on: set[int] = set()
+        self.decoded: set[int] = set()
         self.dead = False
         self.gate = threading.Event()
         self.gate.set()
@@ -60,6 +61,7 @@ class CountingDecoder(GpuDecoder):
         if self.dead:
             return [None] * len(files)
         found = super().decode(files)
+        self.decoded |= widths
         return [None if file.stored[0] in self.refuse else one for file, one in zip(files, found, strict=True)]
 
 
@@ -225,6 +227,8 @@ def test_an_image_on_which_the_gpu_fails_goes_alone_to_the_cpu(
         before = sum(gpu.batches)
         assert decoders.submit(Request(None, jpegs[0])).result(60).error is None
         assert sum(gpu.batches) == before + 1
+    assert gpu.decoded >= {*range(90, 102)} - {94}
+    assert 94 not in gpu.decoded
     assert_alike(found, prepare_all(on_cpu(), jpegs))
     assert messages == []
 
@@ -311,12 +315,6 @@ def test_the_stages_of_a_gpu_are_the_decoders_stages(gpu: CountingDecoder, jpegs
     stages = {row.stage: row.calls for row in timer.read().select_role("decoders")}
     assert stages["resize"] == len(gpu.batches)
     assert stages["decode"] == len(gpu.batches) + len(jpegs)
-
-
-def test_the_pool_fits_the_options(gpu: CountingDecoder) -> None:
-    for options, expected in ((InferenceOptions(gpus=(gpu,)), GpuDecoderPool), (InferenceOptions(), CpuDecoderPool)):
-        with open_decoder_pool(options, INPUT) as decoders:
-            assert isinstance(decoders, expected)
 
 
 def test_a_bug_is_raised_by_the_future(

@@ -18,6 +18,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run.drawing import ReportOptions, write_report
 from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, with_attention
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.collector import AtlasCollector
@@ -35,13 +36,16 @@ def pictures(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def options(out: Path, sheets: SheetBuilder, **settings: Any) -> RunOptions:
-    out.mkdir(exist_ok=True)
-    return RunOptions(out, InferenceOptions(batch=4), sheets=sheets, **settings)
-
-
 def requests(folder: Path) -> list[Request]:
     return [Request(path.name, path) for path in sorted(folder.iterdir())]
+
+
+def run_in(out: Path, images: Path, session: Any, sheets: SheetOptions | None = None, **settings: Any) -> Summary:
+    out.mkdir(exist_ok=True)
+    builder = SheetBuilder(session.metadata, sheets)
+    return run(
+        iter(requests(images)), [session], RunOptions(out, InferenceOptions(batch=4), sheets=builder, **settings)
+    )
 
 
 def test_results_have_outputs_only_with_keep_outputs(bright_session: Callable, pictures: Path) -> None:
@@ -60,20 +64,13 @@ def test_results_have_outputs_only_with_keep_outputs(bright_session: Callable, p
 
 def test_sheets_cost_no_forward_pass(bright_session: Callable, pictures: Path, tmp_path: Path) -> None:
     session = bright_session()
-    run(iter(requests(pictures)), [session], options(tmp_path / "out", SheetBuilder(session.metadata)))
-    assert session.batches == [4, 2]
-    assert len(list((tmp_path / "out/sheets").iterdir())) == 5
-
-
-def test_a_large_picture_is_read_again_for_its_sheet(bright_session: Callable, tmp_path: Path) -> None:
-    Image.new("RGB", (1500, 1400), "grey").save(tmp_path / "a.png")
-    session = bright_session()
-    run(
-        iter([Request("a.png", tmp_path / "a.png")]),
-        [session],
-        options(tmp_path / "out", SheetBuilder(session.metadata)),
-    )
-    assert json.loads((tmp_path / "out/results.jsonl").read_text())["sheet"] == "sheets/000000-a.png.png"
+    # too large to be kept: it is read again
+    Image.new("RGB", (1500, 1400), "grey").save(pictures / "6.png")
+    run_in(tmp_path / "out", pictures, session)
+    assert session.batches == [4, 3]
+    written = [json.loads(line).get("sheet") for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    assert written == [None if n == 2 else f"sheets/00000{n}-{n}.png.png" for n in range(7)]
+    assert len(list((tmp_path / "out/sheets").iterdir())) == 6
 
 
 @pytest.fixture
@@ -89,29 +86,25 @@ def atlas(bright_session: Callable, pictures: Path, tmp_path: Path) -> Atlas:
 def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(
     bright_session: Callable, pictures: Path, atlas: Atlas, tmp_path: Path
 ) -> None:
-    session = bright_session()
-    sheets = SheetBuilder(session.metadata, SheetOptions(atlas=atlas))
     patches = sorted((tmp_path / "atlas/patches").rglob("*.jpg"))
     whole = [patch.read_bytes() for patch in patches]
     for patch in patches:
         patch.write_bytes(b"no jpeg")
     with pytest.raises(StoppedEarly, match="build the atlas again"):
-        run(iter(requests(pictures)), [session], options(tmp_path / "out", sheets))
+        run_in(tmp_path / "out", pictures, bright_session(), SheetOptions(atlas=atlas))
     for patch, content in zip(patches, whole, strict=True):
         patch.write_bytes(content)
-    summary = run(iter(requests(pictures)), [session], options(tmp_path / "out", sheets, resume=True))
-    assert summary.total == 6
+    assert run_in(tmp_path / "out", pictures, bright_session(), SheetOptions(atlas=atlas), resume=True).total == 6
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
 
 
 def test_a_place_where_sheets_cannot_go_is_a_wrong_call(
     bright_session: Callable, pictures: Path, tmp_path: Path
 ) -> None:
-    session = bright_session()
-    made = options(tmp_path / "out", SheetBuilder(session.metadata))
+    (tmp_path / "out").mkdir()
     (tmp_path / "out/sheets").write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run(iter(requests(pictures)), [session], made)
+        run_in(tmp_path / "out", pictures, bright_session())
 
 
 def test_a_checkpoint_answers_with_its_maps_and_otherwise_alike(exact_model: Path) -> None:

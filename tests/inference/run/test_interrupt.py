@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,22 +44,13 @@ def test_images_that_end_by_themselves_were_not_stopped() -> None:
     assert not interrupt.stopped
 
 
-def test_handlers_are_what_they_were_afterwards() -> None:
+@pytest.mark.parametrize("error", [None, ValueError("x")], ids=["returns", "raises"])
+def test_handlers_are_what_they_were_afterwards(error: Exception | None) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with handle_signals(lambda _: None):
+    with contextlib.suppress(ValueError), handle_signals(lambda _: None):
         assert signal.getsignal(signal.SIGTERM) != before[1]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def _fail() -> None:
-    with handle_signals(lambda _: None):
-        raise ValueError("x")
-
-
-def test_handlers_are_what_they_were_after_an_exception() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(ValueError, match="x"):
-        _fail()
+        if error is not None:
+            raise error
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,53 +13,14 @@ from opal_deploy.inference.run.results import RecordWriter
 from opal_deploy.records.record import error_record
 
 
-def test_a_record_is_one_line_of_json_whatever_its_name_holds(tmp_path: Path) -> None:
-    record = error_record('a\nb\u2028"<script>\ud800.jpg', "not_found", "no such file")
+def test_a_record_is_one_line_of_json_and_in_the_file_once_it_is_written(tmp_path: Path) -> None:
+    odd = {**error_record('a\nb\u2028"<script>\ud800.jpg', "not_found", "no such file"), "margin": 0.1 + 0.2}
     with RecordWriter(tmp_path / "r.jsonl") as writer:
-        writer.write(record)
-        writer.write(record)
-    first, second = (tmp_path / "r.jsonl").read_bytes().splitlines()
-    assert json.loads(first) == json.loads(second) == record
-
-
-def test_a_record_is_in_the_file_once_it_is_written(tmp_path: Path) -> None:
-    value = 0.1 + 0.2
-    with RecordWriter(tmp_path / "r.jsonl") as writer:
-        writer.write({"schema": 1, "image": None, "status": "ok", "margin": value})
-        text = (tmp_path / "r.jsonl").read_text()
-    assert text.endswith("\n")
-    assert json.loads(text)["margin"] == value
-
-
-FULL = """
-import sys
-from pathlib import Path
-from opal_deploy.errors import StoppedEarly
-from opal_deploy.records.record import error_record
-from opal_deploy.inference.run.results import RecordWriter
-with RecordWriter(Path(sys.argv[1])) as writer:
-    try:
-        for number in range(1000):
-            writer.write(error_record(str(number), "not_found", "no such file"))
-    except StoppedEarly as error:
-        print(error)
-"""
-
-
-def test_a_full_disk_leaves_whole_lines_and_says_how_many(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(path)],
-        capture_output=True,
-        text=True,
-        # in the middle of a line
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
-    )
-    found = path.read_bytes()
-    assert found.endswith(b"}\n")
-    assert len(found) <= 1000
-    count = len([json.loads(line) for line in found.splitlines()])
-    assert f"the {count} records before are whole; make room and run again" in done.stdout
+        writer.write(odd)
+        writer.write(odd)
+        first, second, rest = (tmp_path / "r.jsonl").read_bytes().split(b"\n")
+    assert json.loads(first) == json.loads(second) == odd
+    assert rest == b""
 
 
 def test_a_device_that_refuses_every_byte_stops_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -75,21 +33,23 @@ def lines(*names: str) -> bytes:
     return b"".join(json.dumps(error_record(name, "not_found", "")).encode() + b"\n" for name in names)
 
 
-def test_appending_cuts_off_what_is_not_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "kept", "expected"),
+    [
+        (lines("a", "b") + b'{"half', (len(lines("a")), 1), lines("a", "c")),
+        (lines("a", "b"), (), lines("c")),
+    ],
+    ids=["one kept", "none kept"],
+)
+def test_appending_cuts_off_what_is_not_kept(
+    tmp_path: Path, content: bytes, kept: tuple[int, ...], expected: bytes
+) -> None:
     path = tmp_path / "r.jsonl"
-    path.write_bytes(lines("a", "b") + b'{"half')
-    with RecordWriter(path, len(lines("a")), 1) as writer:
+    path.write_bytes(content)
+    with RecordWriter(path, *kept) as writer:
         writer.write(error_record("c", "not_found", ""))
-        assert writer.count == 2
-    assert path.read_bytes() == lines("a", "c")
-
-
-def test_without_anything_kept_the_file_is_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(lines("a", "b"))
-    with RecordWriter(path):
-        pass
-    assert path.read_bytes() == b""
+        assert writer.count == expected.count(b"\n")
+    assert path.read_bytes() == expected
 
 
 def test_records_are_handed_to_the_disk_every_few_seconds_and_at_the_end(

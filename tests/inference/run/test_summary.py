@@ -70,12 +70,9 @@ def test_accuracy_is_of_answers_to_images_whose_label_is_a_class() -> None:
         "without_label": 1,
     }
     assert found.unknown_examples == ["lion"]
-
-
-def test_without_an_answer_there_is_no_accuracy() -> None:
-    found = summary_of(failed(truth="a"), labels=True).accuracy
-    assert found is not None
-    assert found.value is None
+    nothing = summary_of(failed(truth="a"), labels=True).accuracy
+    assert nothing is not None
+    assert nothing.value is None
 
 
 def test_the_rate_is_of_this_times_records() -> None:
