@@ -11,23 +11,23 @@ import pytest
 from opal_deploy._version import __version__
 
 Opal = Callable[..., subprocess.CompletedProcess[str]]
-VERBS = [
+COMMANDS = [
     "train", "evaluate", "export", "infer", "explain", "atlas", "convert", "diff", "verify", "inspect", "schema",
     "doctor", "demo", "bench",
 ]  # fmt: skip
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 
-@pytest.mark.parametrize("verb", [None, *VERBS, "bench pipeline"])
-def test_help_needs_nothing_but_typer(opal: Opal, verb: str | None) -> None:
-    done = opal(*(verb.split() if verb else []), "--help", blocked=(*HEAVY, "numpy", "PIL"))
+@pytest.mark.parametrize("command", [None, *COMMANDS, "bench pipeline"])
+def test_help_needs_nothing_but_typer(opal: Opal, command: str | None) -> None:
+    done = opal(*(command.split() if command else []), "--help", blocked=(*HEAVY, "numpy", "PIL"))
     assert done.returncode == 0, done.stderr
     assert "Usage: opal-deploy" in done.stdout
 
 
-def test_help_lists_every_verb_and_the_exit_codes(opal: Opal) -> None:
+def test_help_lists_every_command_and_the_exit_codes(opal: Opal) -> None:
     shown = opal("--help").stdout
-    assert [verb for verb in VERBS if f" {verb} " not in shown] == []
+    assert [command for command in COMMANDS if f" {command} " not in shown] == []
     assert "130 interrupted" in shown
 
 
@@ -38,21 +38,21 @@ def test_the_version_is_the_packages(opal: Opal) -> None:
 @pytest.mark.parametrize(
     ("arguments", "extra"),
     [
-        (["infer", "{pictures}", "--model", "{model}.onnx"], "cpu"),
-        (["infer", "{pictures}", "--model", "{model}.pt"], "train"),
+        (["infer", "{images}", "--model", "{model}.onnx"], "cpu"),
+        (["infer", "{images}", "--model", "{model}.pt"], "train"),
         (["verify", "{model}.onnx"], "cpu"),
         (["export", "{model}.pt"], "export"),
         (["export", "{model}.onnx", "--precision", "fp16"], "export"),
         (["export", "{model}.onnx", "--trt"], "trt-rtx"),
-        (["train", "{pictures}"], "train"),
+        (["train", "{images}"], "train"),
     ],
     ids=["infer onnx", "infer pt", "verify", "export pt", "export onnx", "export engine", "train"],
 )
-def test_a_missing_part_is_answered_with_the_extra_to_install(
+def test_a_missing_package_names_the_extra_to_install(
     opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path, arguments: list[str], extra: str
 ) -> None:
     make_pictures(tmp_path / "in", 1)
-    filled = [a.format(pictures=tmp_path / "in", model=exact_model.with_suffix("")) for a in arguments]
+    filled = [a.format(images=tmp_path / "in", model=exact_model.with_suffix("")) for a in arguments]
     done = opal(*filled, blocked=HEAVY, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""Options that several verbs read alike, and margins chosen for an error rate."""
+"""Options shared by several commands, and margins chosen for an error rate."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def test_a_margin_is_taken_as_it_is(exact_model: Path) -> None:
     assert parse_min_margin("0.05", exact_model, read_metadata(exact_model)) == 0.05
 
 
-def test_what_is_neither_a_margin_nor_a_rate_is_refused(exact_model: Path) -> None:
+def test_text_that_is_neither_a_margin_nor_a_rate_is_refused(exact_model: Path) -> None:
     with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
         parse_min_margin("some", exact_model, read_metadata(exact_model))
 
 
-def test_a_model_without_validation_pictures_says_how_to_choose(exact_model: Path) -> None:
-    with pytest.raises(UsageError, match=r"remembers no validation pictures.*--target-error 5%"):
+def test_a_model_without_validation_images_says_how_to_choose(exact_model: Path) -> None:
+    with pytest.raises(UsageError, match=r"remembers no validation images.*--target-error 5%"):
         parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk={}))
 
 
-def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_model: Path) -> None:
-    # of a thousand pictures the hundred of smallest margin are wrong
+def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model: Path) -> None:
+    # of a thousand images the hundred of smallest margin are wrong
     margins = np.linspace(0, 1, 1000)
     summary = compute_risk_curve(margins, np.arange(1000) >= 100).summary()
     metadata = replace(read_metadata(exact_model), risk=summary)
@@ -51,7 +51,7 @@ def test_a_rate_takes_the_margin_that_the_validation_pictures_support(exact_mode
     assert 0 < expected <= 0.11
 
 
-def test_a_rate_that_they_cannot_support_is_refused(exact_model: Path) -> None:
+def test_a_rate_that_too_few_images_cannot_support_is_refused(exact_model: Path) -> None:
     summary = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
-    with pytest.raises(UsageError, match="20 validation pictures"):
+    with pytest.raises(UsageError, match="20 validation images"):
         parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk=summary))
