@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.distances import compute_distances
 from opal_deploy.model.head import OpalHead, build_anchors
 
-# from the differences d = z - a_c, float64 [N, C, K]; kl from z and a themselves
-DEFINITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+# of z and the anchors a, float64 [N, C, K]
+DEFINITIONS = {
     "l1": lambda z, a: (z - a).abs().sum(2),
     "l2": lambda z, a: (z - a).pow(2).sum(2).sqrt(),
     "l3": lambda z, a: (z - a).abs().pow(3).sum(2).pow(1 / 3),
@@ -29,113 +27,103 @@ DEFINITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 POWERS = {"l2": 2, "l3": 3}
 # kl sums logarithms down to log(1e-8) = -18
 TOLERANCES = {"kl": 2e-5}
+each_distance = pytest.mark.parametrize("distance", DISTANCES)
 
 
-def _by_definition(z: Tensor, num_classes: int, m: int, distance: str) -> Tensor:
-    """float64 [N, C] from the explicit [N, C, K] differences."""
-    wide = z.double()[:, None, :]
-    return DEFINITIONS[distance](wide, build_anchors(num_classes, m, torch.float64)[None])
+def definition(z, num_classes, m, distance):
+    """Return distances float64 [N, C] from the explicit [N, C, K] differences."""
+    return DEFINITIONS[distance](z.double()[:, None, :], build_anchors(num_classes, m, torch.float64)[None])
 
 
-def _unit(rows: Tensor) -> Tensor:
+def unit(rows):
     return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
 
 
-def _softmax_scores(seed: int, n: int, k: int, gain: float) -> Tensor:
-    """Non-negative unit rows, as channel-wise softmax and max pooling leave them."""
-    generator = torch.Generator().manual_seed(seed)
-    return _unit((gain * torch.randn(n, k, 6, generator=generator)).softmax(1).amax(2))
+def rand(*shape, seed=0):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _assert_as_defined(z: Tensor, num_classes: int, m: int, distance: str) -> None:
-    found = compute_distances(z, m, distance).double()
-    expected = _by_definition(z, num_classes, m, distance)
+def softmax_scores(seed, n, k, gain):
+    """Return non-negative unit rows, as channel-wise softmax and max pooling leave them."""
+    noise = torch.randn(n, k, 6, generator=torch.Generator().manual_seed(seed))
+    return unit((gain * noise).softmax(1).amax(2))
+
+
+def assert_as_defined(z, num_classes, m, distance):
+    ours, expected = compute_distances(z, m, distance).double(), definition(z, num_classes, m, distance)
     power = POWERS.get(distance, 1)
-    torch.testing.assert_close(found**power, expected**power, rtol=2e-6, atol=TOLERANCES.get(distance, 2e-6))
+    torch.testing.assert_close(ours**power, expected**power, rtol=2e-6, atol=TOLERANCES.get(distance, 2e-6))
 
 
-SIZES = [(2, 1), (2, 5), (3, 1), (7, 2), (10, 5), (200, 5)]
-
-
-@pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize(("num_classes", "m"), SIZES)
+@each_distance
+@pytest.mark.parametrize(("num_classes", "m"), [(2, 1), (2, 5), (3, 1), (7, 2), (10, 5), (200, 5)])
 class TestEmbeddingsOfASoftmax:
-    @pytest.mark.parametrize("gain", [0.01, 1.0, 10.0], ids=["nearly uniform", "usual", "peaked"])
-    def test_agree_with_the_definition(self, distance, num_classes, m, gain):
-        z = _softmax_scores(num_classes, 9, num_classes * m, gain)
-        _assert_as_defined(z, num_classes, m, distance)
+    def test_usual_and_peaked_ones_agree_with_the_definition(self, distance, num_classes, m):
+        for gain in (0.01, 1.0, 10.0):
+            assert_as_defined(softmax_scores(num_classes, 9, num_classes * m, gain), num_classes, m, distance)
 
     def test_saturated_and_nearly_saturated_agree(self, distance, num_classes, m):
-        anchor = build_anchors(num_classes, m)
-        nearly = _unit(anchor + 1e-5 * torch.rand(anchor.shape, generator=torch.Generator().manual_seed(1)))
-        _assert_as_defined(torch.cat([anchor, nearly]), num_classes, m, distance)
+        anchor = build_anchors(num_classes, m)[-20:]
+        nearly = unit(anchor + 1e-5 * rand(*anchor.shape, seed=1))
+        assert_as_defined(torch.cat([anchor, nearly]), num_classes, m, distance)
 
-    def test_equal_classes_get_equal_distances(self, distance, num_classes, m):
-        z = _unit(torch.ones(1, num_classes * m))
-        found = compute_distances(z, m, distance)
-        torch.testing.assert_close(found, found[:, :1].expand_as(found), rtol=1e-6, atol=1e-6)
-        _assert_as_defined(z, num_classes, m, distance)
-
-    def test_two_tied_leaders_agree_with_the_definition(self, distance, num_classes, m):
+    def test_ties_agree_and_equal_classes_get_equal_distances(self, distance, num_classes, m):
+        z = unit(torch.ones(1, num_classes * m))
+        ours = compute_distances(z, m, distance)
+        torch.testing.assert_close(ours, ours[:, :1].expand_as(ours), rtol=1e-6, atol=1e-6)
+        assert_as_defined(z, num_classes, m, distance)
         # the largest value outside a block is then found in the other leader's
         z = torch.full((1, num_classes * m), 1e-3)
         z[0, 0] = z[0, m] = 0.7
-        _assert_as_defined(_unit(z), num_classes, m, distance)
+        assert_as_defined(unit(z), num_classes, m, distance)
 
 
 @pytest.mark.parametrize("distance", [d for d in DISTANCES if d != "kl"])
 def test_embeddings_with_negative_entries_agree_with_the_definition(distance):
     # without the softmax; kl is refused there
-    z = _unit(torch.randn(16, 20, generator=torch.Generator().manual_seed(0)))
-    _assert_as_defined(z, 4, 5, distance)
+    z = unit(torch.randn(16, 20, generator=torch.Generator().manual_seed(0)))
+    assert_as_defined(z, 4, 5, distance)
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
+@each_distance
 def test_the_nearest_anchor_is_the_embeddings_own(distance):
     found = compute_distances(build_anchors(6, 3), 3, distance)
     assert found.argmin(1).tolist() == list(range(6))
 
 
 def test_l2_is_the_root_of_two_minus_two_cosines():
-    z = _softmax_scores(3, 5, 20, 5.0)
+    z = softmax_scores(3, 5, 20, 5.0)
     cosine = z @ build_anchors(4, 5).T
     torch.testing.assert_close(compute_distances(z, 5, "l2"), (2 - 2 * cosine).sqrt(), rtol=1e-5, atol=1e-6)
+    z = torch.cat([build_anchors(4, 5), softmax_scores(4, 50, 20, 20.0)])
+    assert compute_distances(z, 5, "l2").min() >= 0
+    assert compute_distances(z, 5, "l2").max() <= math.sqrt(2) + 1e-6
 
 
-def test_l2_logits_stay_within_minus_root_two_and_zero():
-    z = torch.cat([build_anchors(4, 5), _softmax_scores(4, 50, 20, 20.0)])
-    found = compute_distances(z, 5, "l2")
-    assert found.min() >= 0
-    assert found.max() <= math.sqrt(2) + 1e-6
-
-
-@pytest.mark.parametrize("distance", DISTANCES)
+@each_distance
 @pytest.mark.parametrize("off", [0.0, 1e-9, 1e-7, 1e-5, 1e-3])
 def test_gradients_are_finite_at_and_near_an_anchor(distance, off):
-    z = build_anchors(4, 5) + off * torch.rand(4, 20, generator=torch.Generator().manual_seed(0))
-    z.requires_grad_(True)
+    z = (build_anchors(4, 5) + off * rand(4, 20)).requires_grad_(True)
     compute_distances(z, 5, distance).sum().backward()
-    assert z.grad is not None
     assert torch.isfinite(z.grad).all()
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
+@each_distance
 def test_gradients_agree_with_the_definitions_away_from_anchors(distance):
     # with respect to the scores before they are normalised: only there is 2 - 2 cos the squared distance
-    scores = 3.0 * _softmax_scores(2, 4, 15, 3.0).double()
+    scores = 3.0 * softmax_scores(2, 4, 15, 3.0).double()
     ours, plain = scores.clone().requires_grad_(True), scores.clone().requires_grad_(True)
     weights = torch.linspace(-1, 1, 4 * 3, dtype=torch.float64).reshape(4, 3)
-    (compute_distances(_unit(ours), 5, distance) * weights).sum().backward()
-    (_by_definition(_unit(plain), 3, 5, distance) * weights).sum().backward()
+    (compute_distances(unit(ours), 5, distance) * weights).sum().backward()
+    (definition(unit(plain), 3, 5, distance) * weights).sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
+@each_distance
 def test_the_whole_head_trains_at_saturation(distance):
     # one slot of each picture takes all of the softmax: the embedding is as far from uniform as float32 goes
     head = OpalHead(6, 3, HeadConfig(prototypes_per_class=1, distance=distance))
     with torch.no_grad():
-        assert isinstance(head.projection, torch.nn.Conv2d)
         head.projection.weight.zero_()
         head.projection.bias.copy_(torch.tensor([200.0, 0.0, 0.0]))
     logits = head(torch.rand(2, 6, 2, 2))
@@ -143,14 +131,12 @@ def test_the_whole_head_trains_at_saturation(distance):
     assert all(torch.isfinite(p.grad).all() for p in head.parameters() if p.grad is not None)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation makes, in elements."""
+class LargestTensor(TorchDispatchMode):
+    """The size of the largest tensor that any operation makes, in elements."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    elements = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -158,20 +144,20 @@ class _LargestTensor(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
+@each_distance
 def test_no_tensor_of_forward_or_backward_is_larger_than_the_embedding(distance):
     n, num_classes, m = 64, 1000, 5
-    z = _softmax_scores(0, n, num_classes * m, 3.0).requires_grad_(True)
-    with _LargestTensor() as largest:
+    z = softmax_scores(0, n, num_classes * m, 3.0).requires_grad_(True)
+    with LargestTensor() as largest:
         compute_distances(z, m, distance).sum().backward()
     assert largest.elements <= n * num_classes * m
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
+@each_distance
 def test_no_tensor_of_the_whole_head_is_larger_than_the_attention_map(distance):
     n, num_classes, m, cells = 64, 1000, 5, 49
     head = OpalHead(8, num_classes, HeadConfig(distance=distance))
     features = torch.rand(n, 8, 7, 7, device="meta")
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         head.to("meta")(features)
     assert largest.elements == n * num_classes * m * cells

@@ -19,16 +19,15 @@ GRID = (3, 4)
 INPUT = (48, 64)
 
 
-def brightest_cell(pixels: np.ndarray, grid: tuple[int, int] = GRID) -> tuple[int, int]:
-    rows, cols = grid
+def brightest_cell(pixels):
+    rows, cols = GRID
     height, width = pixels.shape[:2]
     cells = pixels.reshape(rows, height // rows, cols, width // cols, 3).mean(axis=(1, 3, 4))
-    row, col = divmod(int(cells.argmax()), cols)
-    return row, col
+    return divmod(int(cells.argmax()), cols)
 
 
-def with_block(size: tuple[int, int], block: tuple[float, ...]) -> Image.Image:
-    """Dark, with one bright block (x0, y0, x1, y1)."""
+def with_block(size, block):
+    """Return a dark image with one bright block (x0, y0, x1, y1)."""
     image = Image.new("RGB", size, (20, 20, 20))
     image.paste((255, 255, 255), tuple(round(v) for v in block))
     return image
@@ -52,19 +51,12 @@ def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
         assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
 
 
-@pytest.mark.parametrize("orientation", [3, 6, 8])
-def test_boxes_are_those_of_the_picture_as_a_viewer_shows_it(orientation):
+@pytest.mark.parametrize(("orientation", "turn"), [(3, "ROTATE_180"), (6, "ROTATE_90"), (8, "ROTATE_270")])
+def test_boxes_are_those_of_the_image_as_a_viewer_shows_it(orientation, turn):
     geometry = Geometry.whole(400, 300)
-    block = geometry.cell_box(0, 2, GRID)
-    turned = {
-        3: Image.Transpose.ROTATE_180,
-        6: Image.Transpose.ROTATE_90,
-        8: Image.Transpose.ROTATE_270,
-    }
-    stored = with_block((400, 300), block).transpose(turned[orientation])
-    exif = Image.Exif()
+    stored = with_block((400, 300), geometry.cell_box(0, 2, GRID)).transpose(Image.Transpose[turn])
+    exif, stream = Image.Exif(), io.BytesIO()
     exif[ExifTags.Base.Orientation] = orientation
-    stream = io.BytesIO()
     stored.save(stream, "PNG", exif=exif)
     shown = decode(stream.getvalue())
     assert compute_geometry(shown) == geometry
@@ -85,20 +77,20 @@ def test_cells_tile_the_crop_without_gap_or_overlap():
             assert boxes[row + 1, col][1] == pytest.approx(y1)
 
 
-def test_the_first_number_of_a_cell_is_its_row():
+def test_rows_come_first():
     assert Geometry.whole(100, 100).cell_box(1, 0, (2, 4)) == (0, 50, 25, 100)
+    assert to_input(Image.new("RGB", (9, 9)), Geometry.whole(9, 9), (32, 64)).shape == (32, 64, 3)
 
 
 @pytest.mark.parametrize(
     ("box", "crop"),
     [
-        ((10.9, 20.9, 30.9, 40.9), (10, 20, 30, 40)),
-        ((-3, -4.5, 30, 40), (0, 0, 30, 40)),
-        ((10, 20, 101, 1e300), (10, 20, 100, 50)),
-        ((0, 0, 100, 50), (0, 0, 100, 50)),
-        ((-0.5, 0, 1, 1), (0, 0, 1, 1)),
+        pytest.param((10.9, 20.9, 30.9, 40.9), (10, 20, 30, 40), id="truncated"),
+        pytest.param((-3, -4.5, 30, 40), (0, 0, 30, 40), id="below zero"),
+        pytest.param((10, 20, 101, 1e300), (10, 20, 100, 50), id="over the edge"),
+        pytest.param((0, 0, 100, 50), (0, 0, 100, 50), id="whole"),
+        pytest.param((-0.5, 0, 1, 1), (0, 0, 1, 1), id="truncated towards zero"),
     ],
-    ids=["truncated", "below zero", "over the edge", "whole", "truncated towards zero"],
 )
 def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box, crop):
     assert compute_geometry(Image.new("RGB", (100, 50)), box).crop == crop
@@ -107,15 +99,14 @@ def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box, crop):
 @pytest.mark.parametrize(
     "box",
     [
-        (10, 10, 10, 20),
-        (20, 10, 10, 20),
-        (10.1, 10, 10.9, 20),
-        (100, 0, 120, 50),
-        (-20, 0, 0, 50),
-        (math.nan, 0, 10, 10),
-        (0, 0, math.inf, 10),
+        pytest.param((10, 10, 10, 20), id="no width"),
+        pytest.param((20, 10, 10, 20), id="turned round"),
+        pytest.param((10.1, 10, 10.9, 20), id="no whole pixel"),
+        pytest.param((100, 0, 120, 50), id="right of it"),
+        pytest.param((-20, 0, 0, 50), id="left of it"),
+        pytest.param((math.nan, 0, 10, 10), id="NaN"),
+        pytest.param((0, 0, math.inf, 10), id="infinite"),
     ],
-    ids=["no width", "turned round", "no whole pixel", "right of it", "left of it", "not a number", "infinite"],
 )
 def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box):
     with pytest.raises(ImageError) as caught:
@@ -123,14 +114,10 @@ def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box):
     assert caught.value.code == "bad_box"
 
 
-def test_what_lies_outside_the_crop_does_not_bleed_in():
+def test_pixels_outside_the_crop_do_not_bleed_in():
     image = Image.new("RGB", (100, 100), (255, 255, 255))
     image.paste((0, 0, 0), (20, 20, 80, 80))
     assert to_input(image, compute_geometry(image, (20, 20, 80, 80)), (32, 32)).max() == 0
-
-
-def test_the_input_has_rows_first():
-    assert to_input(Image.new("RGB", (9, 9)), Geometry.whole(9, 9), (32, 64)).shape == (32, 64, 3)
 
 
 def test_normalising_takes_mean_and_deviation_channel_by_channel():

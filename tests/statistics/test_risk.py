@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from opal_deploy.statistics.intervals import clopper_pearson_bound
 from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, explain_too_few
 
 
-def test_five_pictures_by_hand():
+def test_five_images_by_hand():
     # by falling margin: right, right, wrong, right, wrong
     curve = compute_risk_curve([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
     assert curve.margins.tolist() == [0.9, 0.8, 0.6, 0.4, 0.2]
@@ -47,7 +47,7 @@ def test_a_model_that_is_always_right_and_one_that_never_is():
 @pytest.mark.parametrize(
     ("margins", "correct"), [([], []), ([0.1], [True, False]), ([float("nan")], [True])], ids=["none", "odd", "nan"]
 )
-def test_what_is_no_set_of_answers_is_refused(margins, correct):
+def test_answers_that_are_no_set_are_refused(margins, correct):
     with pytest.raises(ValueError, match="at least one"):
         compute_risk_curve(margins, correct)
 
@@ -65,8 +65,8 @@ def test_equal_levels_are_kept_once():
     assert [level.answered for level in compute_risk_curve([1.0] * 8 + [0.0], [True] * 9).levels()] == [8, 9]
 
 
-def _curve(wrong_at: list[int], images: int) -> dict[str, Any]:
-    """Falling margins 1 ... 0; the pictures at these places, counted from 0, are wrong."""
+def summarise(wrong_at, images):
+    """Falling margins 1 ... 0; the images at these places, counted from 0, are wrong."""
     correct = np.ones(images, np.bool_)
     correct[wrong_at] = False
     return compute_risk_curve(np.linspace(1.0, 0.0, images), correct).summary()
@@ -74,63 +74,62 @@ def _curve(wrong_at: list[int], images: int) -> dict[str, Any]:
 
 def test_the_threshold_by_hand():
     # levels 100, 200, ..., 1000; at most 5 %: 100 answered may have 1 wrong (4.66 %), 200 may have 4 (4.53 %)
-    summary = _curve([50, 150, 160, 170, 250, 260, 350, 450, 451, 452, 453, 454, *range(500, 600, 4)], 1000)
-    found = choose_threshold(summary, 0.05)
+    summary = summarise([50, 150, 160, 170, 250, 260, 350, 450, 451, 452, 453, 454, *range(500, 600, 4)], 1000)
+    threshold = choose_threshold(summary, 0.05)
     assert clopper_pearson_bound(1, 100) == pytest.approx(0.04656, abs=1e-5)
     # 500 answered, 12 wrong, is the last level under 5 %: with 600 there are 37
-    assert (found.answered, found.wrong, found.coverage) == (500, 12, 0.5)
-    assert found.min_margin == pytest.approx(1 - 499 / 999)
-    assert found.bound == clopper_pearson_bound(12, 500) <= 0.05
-    assert found.reason == ""
+    assert (threshold.answered, threshold.wrong, threshold.coverage) == (500, 12, 0.5)
+    assert threshold.min_margin == pytest.approx(1 - 499 / 999)
+    assert threshold.bound == clopper_pearson_bound(12, 500) <= 0.05
+    assert threshold.reason == ""
 
 
 def test_the_first_level_that_fails_ends_the_search_even_if_a_later_one_would_pass():
     # 5 wrong among the 200 most certain, and then none any more
-    summary = _curve([*range(100, 105)], 1000)
-    found = choose_threshold(summary, 0.05)
+    summary = summarise([*range(100, 105)], 1000)
+    threshold = choose_threshold(summary, 0.05)
     assert clopper_pearson_bound(5, 200) > 0.05 >= clopper_pearson_bound(5, 1000)
-    assert (found.answered, found.wrong) == (100, 0)
+    assert (threshold.answered, threshold.wrong) == (100, 0)
 
 
 def test_where_everything_may_be_answered_the_smallest_margin_is_the_threshold():
-    found = choose_threshold(_curve([], 80), 0.05)
-    assert (found.min_margin, found.coverage, found.answered) == (0.0, 1.0, 80)
+    threshold = choose_threshold(summarise([], 80), 0.05)
+    assert (threshold.min_margin, threshold.coverage, threshold.answered) == (0.0, 1.0, 80)
 
 
-def test_too_few_pictures_support_nothing_and_it_is_said_how_many_would():
-    found = choose_threshold(_curve([], 58), 0.05)
-    assert found.min_margin is None
-    assert "58 labelled images cannot show" in found.reason
-    assert "59 are needed" in found.reason
-    assert found.to_dict()["min_margin"] is None
+@pytest.mark.parametrize(
+    ("wrong_at", "images", "reasons"),
+    [
+        ([], 58, ["58 labelled images cannot show", "59 are needed"]),
+        ([0, 3, 7], 100, ["of the 60 images of largest margin 3 are wrong"]),
+    ],
+    ids=["too few images", "certain and wrong"],
+)
+def test_a_summary_may_support_nothing(wrong_at, images, reasons):
+    threshold = choose_threshold(summarise(wrong_at, images), 0.05)
+    assert threshold.min_margin is threshold.to_dict()["min_margin"] is None
+    assert all(reason in threshold.reason for reason in reasons)
     assert explain_too_few(59, 0.05) == ""
 
 
-def test_certain_answers_that_are_wrong_support_nothing():
-    found = choose_threshold(_curve([0, 3, 7], 100), 0.05)
-    assert found.min_margin is None
-    assert "of the 60 images of largest margin 3 are wrong" in found.reason
-
-
-def test_a_chosen_threshold_holds_on_new_pictures_as_often_as_it_says():
+def test_a_chosen_threshold_holds_on_new_images_as_often_as_it_says():
     # the chance of an error falls with the margin: at threshold t it is 0.15 (1 - t) on average over margins over t
     generator = np.random.default_rng(1)
     broken = chosen = 0
     for _ in range(400):
         margins = generator.uniform(size=1000)
         correct = generator.uniform(size=1000) > 0.3 * (1 - margins)
-        found = choose_threshold(compute_risk_curve(margins, correct).summary(), 0.05)
-        if found.min_margin is not None:
+        threshold = choose_threshold(compute_risk_curve(margins, correct).summary(), 0.05)
+        if threshold.min_margin is not None:
             chosen += 1
-            broken += 0.15 * (1 - found.min_margin) > 0.05
+            broken += 0.15 * (1 - threshold.min_margin) > 0.05
     assert chosen > 200
     assert broken <= 0.07 * 400
 
 
 def test_the_summary_survives_json_and_still_gives_the_same_threshold():
-    import json
 
-    summary = _curve([90, 95], 100)
+    summary = summarise([90, 95], 100)
     assert choose_threshold(json.loads(json.dumps(summary)), 0.05) == choose_threshold(summary, 0.05)
     assert summary["coverage_at_error"] == {"0.01": 0.9, "0.02": 1.0, "0.05": 1.0}
 
