@@ -96,27 +96,6 @@ def test_options_that_do_not_fit_the_checkpoint_are_one_line(
     assert not (tmp_path / "c.onnx").exists()
 
 
-def test_a_graph_that_fails_its_gate_exits_with_4_and_leaves_nothing(
-    opal: Any, exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from opal_deploy.export import checkpoint_source
-
-    trace = checkpoint_source.trace
-
-    def faulty(graph: Any) -> onnx.ModelProto:
-        model = trace(graph)
-        (weight,) = [t for t in model.graph.initializer if t.name.endswith("projection.weight")]
-        weight.raw_data = b"\0" * len(weight.raw_data)
-        return model
-
-    monkeypatch.setattr(checkpoint_source, "trace", faulty)
-    done = opal("export", exact_model.with_suffix(".pt"), "--out", "c.onnx", "--threads", "1", cwd=tmp_path)
-    assert done.returncode == 4
-    assert done.stderr.splitlines()[-1].startswith("opal-deploy: c.onnx was not written")
-    assert "Traceback" not in done.stderr
-    assert names(tmp_path) == []
-
-
 def test_no_verify_is_on_record_and_infer_repeats_it(opal: Any, folder: Path, make_pictures: Any) -> None:
     exported = opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder)
     assert "NOT VERIFIED: exported with --no-verify" in exported.stderr
@@ -196,14 +175,12 @@ from opal_deploy.cli import main; main()
             (["--precision", "fp16", "--optimization-level", "0"], "--optimization-level: about engines; add --trt"),
             (["--trt", "--out", "x.engine"], "--out x.engine: with --trt a folder is expected"),
             (["--trt", "--target", "h100"], "sm90 (H100, H200)"),
-            (["--trt", "--target", "sm70"], "runs on sm75 and newer"),
             (["--trt", "--batch", "9:1:2"], "expected 1 <= MIN <= OPT <= MAX"),
             (["--trt", "--workspace", "99999999999G"], "expected between 1M and 1024G"),
             (["--trt", "--precision", "int8"], "--precision int8 needs --calibrate DIR"),
             (["--trt", "--calibrate", "."], "only int8 is calibrated"),
             (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
             (["--trt", "--timing-cache", "."], "--timing-cache"),
-            (["--trt", "--builder", "tensorrt"], "tensorrt"),
             (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
             (["--trt", "--precision", "fp32", "--input", "float32"], "inputs and outputs are fixed in an ONNX"),
             (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),

@@ -33,8 +33,8 @@ def write_class_folders(root: Path, names: Sequence[str] = "ab", count: int = 5)
     return root
 
 
-def write_cub(root: Path, lines: dict[str, list[str]] | None = None) -> Path:
-    """Two classes with three training images and one test image each; any table may be given."""
+def write_cub(root: Path) -> Path:
+    """Two classes with three training images and one test image each."""
     names = [f"{c}/{i}.png" for c in ("001.Auk", "002.Jay") for i in range(4)]
     for name in names:
         draw(root / "images" / name)
@@ -45,7 +45,7 @@ def write_cub(root: Path, lines: dict[str, list[str]] | None = None) -> Path:
         "bounding_boxes.txt": [f"{i} 2.0 3.0 10.0 8.0" for i in range(1, 9)],
         "classes.txt": ["1 001.Auk", "2 002.Jay"],
     }
-    for file, content in {**tables, **(lines or {})}.items():
+    for file, content in tables.items():
         write_lines(root / file, content)
     return root
 

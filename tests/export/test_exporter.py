@@ -16,7 +16,7 @@ from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
-from opal_deploy.export.options import ExportOptions, onnx_path, plan_targets
+from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -88,7 +88,8 @@ class TestFromACheckpoint:
         weights = {t.data_type for t in onnx.load(done.path).graph.initializer if "body" in t.name}
         assert weights == {TensorProto.FLOAT16}
 
-    @pytest.mark.parametrize("name", ["resnet18", pytest.param("mobilenet_v3_small", marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
     def test_real_architectures_pass_in_half_precision(
         self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path, name: str
     ) -> None:
@@ -102,18 +103,6 @@ def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_sa
     assert write_onnx(fp32, out, "fp16", verify=False).comparison is None
     assert onnx_file.read_metadata(out).verification == {"skipped": "exported with --no-verify"}
     assert verify_test_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")
-
-
-@pytest.mark.parametrize(
-    ("source", "precision", "name"),
-    [
-        ("a/ckpt.pt", "fp32", "ckpt.onnx"),
-        ("a/ckpt.pt", "fp16", "ckpt.fp16.onnx"),
-        ("ckpt.onnx", "fp16", "ckpt.fp16.onnx"),
-    ],
-)
-def test_files_are_named_by_the_rule(source: str, precision: Any, name: str) -> None:
-    assert onnx_path(Path(source), precision) == Path(source).with_name(name)
 
 
 def test_a_checkpoint_that_is_named_like_a_precision_is_refused(make_checkpoint: Any) -> None:

@@ -162,12 +162,11 @@ def _write(candidate: ExportCandidate, out: Path, *, verify: bool = True) -> Exp
         return staged.exported
 
 
-def test_the_graph_without_a_fault_passes(candidate: ExportCandidate, tmp_path: Path) -> None:
+def test_the_graph_without_a_fault_passes_and_its_attention_is_not_uniform(
+    candidate: ExportCandidate, tmp_path: Path
+) -> None:
     # or else the tests below would show nothing
     assert _write(candidate, tmp_path / "m.onnx").comparison
-
-
-def test_the_attention_of_these_tests_is_not_uniform(candidate: ExportCandidate) -> None:
     scores, margin = candidate.reference.outputs.scores, candidate.reference.top2_margin
     assert scores is not None
     assert margin is not None

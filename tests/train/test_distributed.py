@@ -28,6 +28,8 @@ from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.validation import evaluate
 
+Opal = Callable[..., "subprocess.CompletedProcess[str]"]
+
 
 @pytest.fixture(scope="module")
 def folder(write_squares: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -36,18 +38,20 @@ def folder(write_squares: Callable[..., Path], tmp_path_factory: pytest.TempPath
     return write_squares(tmp_path_factory.mktemp("squares"), splits)
 
 
-def _train(folder: Path, out: Path, *options: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m"]
-    if processes > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+def _arguments(folder: Path, out: Path, *options: str) -> list[str]:
     # a network without batch statistics and chance: those of a process's own share differ from the whole batch's
-    command = [
-        *launcher, "opal_deploy", "train", folder, "--out", out, "--backbone", "vgg11", "--weights", "none",
+    return [
+        "train", str(folder), "--out", str(out), "--backbone", "vgg11", "--weights", "none",
         "--size", "64", "--epochs", "2", "--batch-size", "9", "--device", "cpu", "--prototypes", "2", "--lr", "1e-4",
         "--workers", "0", *options,
     ]  # fmt: skip
+
+
+def _train(folder: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Train with two processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "opal_deploy"]
     return subprocess.run(
-        [sys.executable, *map(str, command)],
+        [sys.executable, *launcher, *_arguments(folder, out, *options)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -61,8 +65,8 @@ def _epochs(out: Path) -> list[dict[str, float]]:
         return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
 
 
-def test_two_processes_train_as_one_does(folder: Path, tmp_path: Path) -> None:
-    one, two = _train(folder, tmp_path / "one"), _train(folder, tmp_path / "two", processes=2)
+def test_two_processes_train_as_one_does(opal: Opal, folder: Path, tmp_path: Path) -> None:
+    one, two = opal(*_arguments(folder, tmp_path / "one")), _train(folder, tmp_path / "two")
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
     # one writes and speaks
@@ -89,7 +93,7 @@ def test_two_processes_train_as_one_does(folder: Path, tmp_path: Path) -> None:
 def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_path: Path) -> None:
     """Batch statistics differ between processes without a common batch norm; one process's are saved."""
     batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1")
-    done = _train(folder, tmp_path / "run", *batch_norm, processes=2)
+    done = _train(folder, tmp_path / "run", *batch_norm)
     assert done.returncode == 0, done.stderr
     stored = checkpoint.load(tmp_path / "run" / "last.pt")
     again = evaluate(stored.network, Batches(TrainImages(read_dataset(folder).val, (64, 64)), 64))
@@ -97,9 +101,9 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_processes_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_of_two_processes_goes_on(opal: Opal, folder: Path, tmp_path: Path) -> None:
     """Bit by bit: two numbers add up to the same in either order."""
-    assert _train(folder, tmp_path / "whole", processes=2).returncode == 0
+    assert _train(folder, tmp_path / "whole").returncode == 0
     run = tmp_path / "run"
     command = [sys.executable, "-c", _KILLED, folder, run]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -110,10 +114,10 @@ def test_a_killed_run_of_two_processes_goes_on(folder: Path, tmp_path: Path) -> 
     os.killpg(launched.pid, signal.SIGKILL)
     launched.wait()
     assert not (run / "summary.json").exists()
-    refused = _train(folder, run, "--resume")
+    refused = opal(*_arguments(folder, run, "--resume"))
     assert refused.returncode == 2
     assert "2 processes were running and now are 1" in refused.stderr
-    assert _train(folder, run, "--resume", processes=2).returncode == 0
+    assert _train(folder, run, "--resume").returncode == 0
     whole, resumed = (checkpoint.load(tmp_path / name / "best.pt").network.state_dict() for name in ("whole", "run"))
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
@@ -123,7 +127,7 @@ _KILLED = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_distributed import _train
-_train(*sys.argv[1:], "--save-every", "1", processes=2)
+_train(*sys.argv[1:], "--save-every", "1")
 """
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def _interrupted(squares: DataSet, out: Path, options: TrainOptions = OPTIONS) -
     with pytest.raises(_Killed):
         fit(squares, options, out, log=interrupt)
     return out
+
+
+@pytest.fixture(scope="module")
+def _ended(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _interrupted(squares, tmp_path_factory.mktemp("ended") / "run")
+
+
+@pytest.fixture
+def ended(_ended: Path, tmp_path: Path) -> Path:
+    """A run that ended after its first epoch, in a copy."""
+    return Path(shutil.copytree(_ended, tmp_path / "run"))
 
 
 # within the first epoch, its best.pt, its last.pt, the last.pt of the second, best.pt with the test figures
@@ -199,12 +211,11 @@ def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(
         fit(squares, OPTIONS, tmp_path / "run")
 
 
-def test_the_checkpoint_counts_and_not_the_record_beside_it(squares: DataSet, tmp_path: Path) -> None:
-    run = _interrupted(squares, tmp_path / "run")
+def test_the_checkpoint_counts_and_not_the_record_beside_it(squares: DataSet, ended: Path, tmp_path: Path) -> None:
     other = _interrupted(squares, tmp_path / "other", replace(OPTIONS, seed=5))
-    (run / "last.pt").write_bytes((other / "last.pt").read_bytes())
+    (ended / "last.pt").write_bytes((other / "last.pt").read_bytes())
     with pytest.raises(UsageError, match="seed was 5 and is 0"):
-        fit(squares, OPTIONS, run, resume=True)
+        fit(squares, OPTIONS, ended, resume=True)
     (other / "config.json").unlink()
     with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.5"):
         fit(squares, replace(OPTIONS, seed=5, lr=0.5), other, resume=True)
@@ -233,12 +244,11 @@ def test_a_damaged_record_without_a_checkpoint_is_one_line(squares: DataSet, tmp
         fit(squares, OPTIONS, tmp_path, resume=True)
 
 
-def test_a_best_checkpoint_that_is_gone_is_found_before_training_goes_on(squares: DataSet, tmp_path: Path) -> None:
-    run = _interrupted(squares, tmp_path / "run")
-    (run / "best.pt").unlink()
+def test_a_best_checkpoint_that_is_gone_is_found_before_training_goes_on(squares: DataSet, ended: Path) -> None:
+    (ended / "best.pt").unlink()
     lines: list[str] = []
     with pytest.raises(UsageError, match=r"best\.pt: it is not the checkpoint of epoch 1, the best of this run"):
-        fit(squares, OPTIONS, run, resume=True, log=lines.append)
+        fit(squares, OPTIONS, ended, resume=True, log=lines.append)
     assert lines == []
 
 
@@ -256,12 +266,11 @@ def test_a_second_process_in_the_same_folder_is_refused(squares: DataSet, tmp_pa
     assert not (tmp_path / ".lock").exists()
 
 
-def test_what_killed_writers_left_is_taken_away(squares: DataSet, tmp_path: Path) -> None:
-    run = _interrupted(squares, tmp_path / "run")
-    (run / ".last.pt.abc123.part.pt").write_bytes(b"half")
-    (run / ".mine.part").write_bytes(b"not ours")
-    fit(squares, OPTIONS, run, resume=True)
-    assert {path.name for path in run.iterdir() if path.name.startswith(".")} == {".mine.part"}
+def test_what_killed_writers_left_is_taken_away(squares: DataSet, ended: Path) -> None:
+    (ended / ".last.pt.abc123.part.pt").write_bytes(b"half")
+    (ended / ".mine.part").write_bytes(b"not ours")
+    fit(squares, OPTIONS, ended, resume=True)
+    assert {path.name for path in ended.iterdir() if path.name.startswith(".")} == {".mine.part"}
 
 
 @pytest.fixture(scope="module")

@@ -45,14 +45,6 @@ def test_a_table_is_trained_once_and_printed(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()} == written
 
 
-def test_other_options_on_the_same_runs_are_refused(creatures: Path, tmp_path: Path) -> None:
-    arguments = {"data": [f"mine={creatures}"], "row": ["OPAL"], "seeds": "0", "out": tmp_path, **SMALL}
-    reproduce("collapse", **arguments)  # type: ignore[arg-type]
-    (next(tmp_path.rglob("summary.json"))).unlink()
-    with pytest.raises(UsageError, match="batch_size was 6 and is 5"):
-        reproduce("collapse", **{**arguments, "batch_size": 5})  # type: ignore[arg-type]
-
-
 def test_a_run_that_diverges_does_not_stop_the_others(
     creatures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,26 +78,24 @@ def test_a_table_about_parts_needs_parts_before_anything_is_trained(creatures: P
     assert not list(tmp_path.iterdir())
 
 
+SEEDS = "expected different whole numbers"
+
+
 @pytest.mark.parametrize(
-    ("data", "message"),
+    ("data", "seeds", "message"),
     [
-        ([], "no data set: give --data NAME=FOLDER, of cub, cars"),
-        (["cub"], "expected NAME=FOLDER"),
-        (["cub=/no/such/folder"], "no such folder"),
-        (["a=.", "a=."], "given twice"),
-        (["..=."], "expected NAME=FOLDER"),
-        (["a b=."], "expected NAME=FOLDER"),
+        ([], "0", "no data set: give --data NAME=FOLDER, of cub, cars"),
+        (["cub"], "0", "expected NAME=FOLDER"),
+        (["cub=/no/such/folder"], "0", "no such folder"),
+        (["a=.", "a=."], "0", "given twice"),
+        (["..=."], "0", "expected NAME=FOLDER"),
+        (["a b=."], "0", "expected NAME=FOLDER"),
+        *((["mine=."], seeds, SEEDS) for seeds in ("", "a", "0,0", "0,,1", "-1", "01,1")),
     ],
 )
-def test_data_sets_that_are_no_data_sets(data: list[str], message: str, tmp_path: Path) -> None:
+def test_data_sets_and_seeds_that_are_none(data: list[str], seeds: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
-        reproduce("ablation", data=data, out=tmp_path)
-
-
-@pytest.mark.parametrize("seeds", ["", "a", "0,0", "0,,1", "-1", "01,1"])
-def test_seeds_are_numbers(seeds: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="expected different whole numbers"):
-        reproduce("ablation", data=["mine=."], seeds=seeds, out=tmp_path)
+        reproduce("ablation", data=data, seeds=seeds, out=tmp_path)
 
 
 @pytest.mark.slow
