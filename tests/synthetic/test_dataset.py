@@ -111,11 +111,9 @@ def test_missing_annotations_are_reported(tmp_path: Path) -> None:
 def test_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     summary = generate_dataset(tmp_path, **SMALL)
     first, second, *_ = summary.annotations.read_text().splitlines()
-    if damage == "short":
-        record = json.loads(second)
-        record["runs"].pop()
-        damage = json.dumps(record)
-    summary.annotations.write_text(f"{first}\n{damage}\n")
+    record = json.loads(second)
+    shortened = json.dumps({**record, "runs": record["runs"][:-1]})
+    summary.annotations.write_text(f"{first}\n{shortened if damage == 'short' else damage}\n")
     with pytest.raises(UsageError, match=r"line 2 is not a part annotation"):
         read_annotations(summary.annotations)
 
@@ -143,8 +141,7 @@ def test_noise_covers_all_values_and_stays_the_same() -> None:
 
 
 def test_the_package_needs_numpy_and_pillow_only() -> None:
-    code = (
-        "import sys, opal_deploy.synthetic; print(*sorted({'torch', 'sklearn', 'scipy', 'onnx'} & sys.modules.keys()))"
-    )
+    heavy = "{'torch', 'sklearn', 'scipy', 'onnx'}"
+    code = f"import sys, opal_deploy.synthetic; print(*{heavy} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

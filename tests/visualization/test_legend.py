@@ -14,7 +14,7 @@ def test_contributions_that_add_up_to_the_cosine_are_called_so(make_record) -> N
     assert sum(b.value for b in bars.bars) == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
 
 
-def test_equal_and_complete_contributions_fill_the_room(make_record) -> None:
+def test_equal_and_complete_contributions_fill_the_width(make_record) -> None:
     record = make_record((100, 100), scores=[1.0, 1.0, 1.0])
     assert all(b.stop - b.start == pytest.approx(1.0, abs=0.02) for b in build_bars(record).bars)
 

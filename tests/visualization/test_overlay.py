@@ -52,7 +52,7 @@ def test_a_box_shows_on_any_background(make_record, background: str) -> None:
     assert np.abs(np.diff(row)).max() > 60
 
 
-@pytest.mark.parametrize("slots", [2, 3, 5, 12])
+@pytest.mark.parametrize("slots", [2, 5, 12])
 @pytest.mark.parametrize("size", [SIZE, (64, 64), (160, 1200)])
 def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slots: int, size) -> None:
     record = make_record(size, [(2, 2)] * slots)
@@ -108,8 +108,8 @@ def test_an_enlarged_image_keeps_every_pixel(make_record) -> None:
 
 def test_the_legend_stands_beside_a_tall_image_and_under_a_wide_one(make_record) -> None:
     wide, tall = (draw_overlay(photograph(s), make_record(s)).size for s in ((600, 300), (300, 600)))
-    assert (wide[0], wide[1] > 300) == (600, True)
-    assert (tall[0] > 300, tall[1]) == (True, 600)
+    assert wide[0] == tall[1] == 600
+    assert min(wide[1], tall[0]) > 300
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ HOSTILE = (
     "{{ 7 * 7 }}\u2028\u202e${window.hit=8}",
     "a\n\udcff&amp;&lt;b",
 )
+AXE = Path(os.environ.get("AXE_CORE") or Path(__file__).parents[3] / "node_modules/axe-core/axe.min.js")
 OPEN_DETAILS = "document.querySelectorAll('details').forEach(d => d.open = true)"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 pytestmark = [
@@ -100,6 +101,16 @@ def status(page: Page) -> Locator:
     return page.locator("#found")
 
 
+def read_cards(page: Page) -> Any:
+    # closed parts of drawn cards are made when they are opened
+    return page.evaluate("""async () => {
+        document.querySelectorAll('#cards details').forEach(d => d.open = true);
+        await new Promise(done => setTimeout(done, 50));
+        return [...document.querySelectorAll('#cards article')].map(
+            a => [a.id, a.textContent.replace(/\\s+/g, ''), a.querySelector('img')?.alt]);
+    }""")
+
+
 def image_widths(page: Page) -> list[int]:
     script = "all => Promise.all(all.map(i => i.decode().then(() => i.naturalWidth)))"
     return page.locator("#cards img").evaluate_all(script)
@@ -113,10 +124,11 @@ def expect_open(page: Page, name: str | None) -> None:
         expect(page.locator("#sheet[open] #sheet-title")).to_have_text(name)
 
 
-def test_cards_start_with_the_least_certain_and_can_be_sorted(open_page: OpenPage, report: Path) -> None:
+def test_cards_start_with_the_least_certain_and_are_drawn_as_in_the_file(open_page: OpenPage, report: Path) -> None:
     page = open_page(report)
     assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
     assert image_widths(page) == [300] * 48
+    written = read_cards(page)
     expect(status(page)).to_have_text("62 images, 1 to 48 here")
     page.select_option("#sort", "input")
     assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
@@ -124,26 +136,13 @@ def test_cards_start_with_the_least_certain_and_can_be_sorted(open_page: OpenPag
     assert names(page)[:2] == ["birds/58.jpg", "birds/56.jpg"]
     page.select_option("#sort", "certain")
     assert names(page)[0] == "birds/00.jpg"
+    page.select_option("#sort", "margin")
+    assert read_cards(page) == written
+    page.select_option("#sort", "certain")
     page.click("#next")
     assert names(page)[-2:] == ["birds/bad.jpg", "birds/none.jpg"]
     assert image_widths(page) == [300] * 12
     assert page.problems == []
-
-
-def test_the_script_draws_the_cards_that_the_file_holds(open_page: OpenPage, report: Path) -> None:
-    page = open_page(report)
-    # closed parts of drawn cards are made when they are opened
-    read_cards = """async () => {
-        document.querySelectorAll('#cards details').forEach(d => d.open = true);
-        await new Promise(done => setTimeout(done, 50));
-        return [...document.querySelectorAll('#cards article')].map(
-            a => [a.id, a.textContent.replace(/\\s+/g, ''), a.querySelector('img')?.alt]);
-    }"""
-    written = page.evaluate(read_cards)
-    page.select_option("#sort", "input")
-    page.select_option("#sort", "margin")
-    assert len(written) == 48
-    assert page.evaluate(read_cards) == written
 
 
 FILTERS = [
@@ -218,16 +217,15 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page: Ope
 
 
 def test_drawings_beside_the_page_appear_without_their_legends(
-    open_page: OpenPage, tmp_path: Path, make_record: Any
+    open_page: OpenPage, write_report: Callable, tmp_path: Path, make_record: Any
 ) -> None:
     sizes = [(300, 200), (200, 300), (200, 400), (900, 300)]
     (tmp_path / "overlays").mkdir()
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[], image_mode="files") as writer:
-        for i, size in enumerate(sizes):
-            record = {**make_record(size, image=f"{i}.jpg"), "overlay": f"overlays/{i:06}-{i}.jpg"}
-            overlay = draw_overlay(Image.new("RGB", size, (10, 20, 200)), record)
-            (tmp_path / record["overlay"]).write_bytes(encode_jpeg(overlay))
-            writer.add(record, None)
+    records = [{**make_record(size), "overlay": f"overlays/{i:06}.jpg"} for i, size in enumerate(sizes)]
+    for record, size in zip(records, sizes, strict=True):
+        overlay = draw_overlay(Image.new("RGB", size, (10, 20, 200)), record)
+        (tmp_path / record["overlay"]).write_bytes(encode_jpeg(overlay))
+    write_report(records, image_mode="files")
     page = open_page(tmp_path / "report.html")
     for _ in range(2):
         shown = page.evaluate("""() => Promise.all([...document.querySelectorAll('#cards img')].map(async i => {
@@ -244,30 +242,25 @@ def test_drawings_beside_the_page_appear_without_their_legends(
 
 
 def test_an_open_image_leads_to_its_drawing_and_its_sheet(
-    open_page: OpenPage, tmp_path: Path, make_record: Any
+    open_page: OpenPage, write_report: Callable, make_record: Any
 ) -> None:
     files = {"overlay": "overlays/000000-a.jpg", "sheet": "sheets/000000-a.png"}
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as writer:
-        writer.add({**make_record(SIZE, image="a.jpg"), **files}, None)
-        writer.add({**make_record(SIZE, image="b.jpg"), "sheet": "../../secret.png"}, None)
+    path = write_report([{**make_record(SIZE), **files}, {**make_record(SIZE), "sheet": "../../secret.png"}])
     for number, expected in enumerate((list(files.values()), [])):
-        page = open_page(tmp_path / "report.html", f"#i={number}")
-        links = page.locator("dialog[open] a").evaluate_all("links => links.map(a => a.getAttribute('href'))")
-        assert links == expected
+        links = open_page(path, f"#i={number}").locator("dialog[open] a")
+        assert links.evaluate_all("links => links.map(a => a.getAttribute('href'))") == expected
 
 
 @pytest.mark.parametrize("image_mode", ["embed", "files"])
 def test_no_hostile_text_is_executed(
-    open_page: OpenPage, tmp_path: Path, make_record: Any, image_mode: Literal["embed", "files"]
+    open_page: OpenPage, write_report: Callable, make_record: Any, image_mode: Literal["embed", "files"]
 ) -> None:
-    path = tmp_path / "report.html"
-    with ReportWriter(path, title=HOSTILE[1], facts=[(HOSTILE[0], HOSTILE[1])], image_mode=image_mode) as writer:
-        for text in HOSTILE:
-            record = make_record(SIZE, image=text, labels=(text, text + "2"))
-            record.update(truth=text + "3", overlay=text)
-            record["evidence"][0]["name"] = text
-            writer.add(record, Image.new("RGB", SIZE))
-            writer.add(error_record(text, text, text), None)
+    entries: list[Any] = []
+    for text in HOSTILE:
+        record = {**make_record(SIZE, image=text, labels=(text, text + "2")), "truth": text + "3", "overlay": text}
+        record["evidence"][0]["name"] = text
+        entries += [(record, Image.new("RGB", SIZE)), error_record(text, text, text)]
+    path = write_report(entries, title=HOSTILE[1], facts=[(HOSTILE[0], HOSTILE[1])], image_mode=image_mode)
     page = open_page(path, "#name=" + HOSTILE[0])
     expect_open(page, HOSTILE[0])
     page.keyboard.press("Escape")
@@ -331,11 +324,12 @@ def test_nothing_is_wider_than_the_window(open_page: OpenPage, report: Path, wid
     assert page.evaluate(FITS)
 
 
-def test_a_sheet_is_printed_alone_and_photographs_whole(open_page: OpenPage, tmp_path: Path, make_record: Any) -> None:
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as writer:
-        for size in ((200, 500), (300, 200)):
-            writer.add(make_record(size), make_thumbnail(Image.new("RGB", size), make_record(size)))
-    page = open_page(tmp_path / "report.html", width=794)
+def test_a_sheet_is_printed_alone_and_photographs_whole(
+    open_page: OpenPage, write_report: Callable, make_record: Any
+) -> None:
+    records = [(make_record(size), Image.new("RGB", size)) for size in ((200, 500), (300, 200))]
+    entries = [(record, make_thumbnail(image, record)) for record, image in records]
+    page = open_page(write_report(entries), width=794)
     page.emulate_media(media="print")
     hidden = "all => all.map(f => f.firstChild.getBoundingClientRect().height - f.getBoundingClientRect().height)"
     assert max(page.locator(".photo").evaluate_all(hidden)) < 1
@@ -354,19 +348,13 @@ def test_the_appearance_can_be_chosen(open_page: OpenPage, report: Path) -> None
         expect(page.locator("body")).to_have_css("background-color", background)
 
 
-def find_axe() -> Path | None:
-    candidates = [Path(os.environ["AXE_CORE"])] if os.environ.get("AXE_CORE") else []
-    candidates.append(Path(__file__).parents[3] / "node_modules/axe-core/axe.min.js")
-    return next((path for path in candidates if path.is_file()), None)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(find_axe() is None, reason="axe-core is not here: npm install axe-core, or AXE_CORE=.../axe.min.js")
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not here: npm install axe-core, or AXE_CORE=.../axe.min.js")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_axe_finds_nothing(open_page: OpenPage, report: Path, scheme: Any, width: int) -> None:
     page = open_page(report, width=width, bypass_csp=True, color_scheme=scheme)
-    page.evaluate(find_axe().read_text(encoding="utf-8") + "; 0")
+    page.evaluate(AXE.read_text(encoding="utf-8") + "; 0")
     steps = {
         "grid": lambda: page.evaluate(OPEN_DETAILS),
         "sheet": lambda: page.locator("h3 a").first.click(),
@@ -379,12 +367,12 @@ def test_axe_finds_nothing(open_page: OpenPage, report: Path, scheme: Any, width
 
 
 @pytest.mark.slow
-def test_ten_thousand_images_can_be_looked_through(open_page: OpenPage, tmp_path: Path, make_record: Any) -> None:
-    record = make_record(SIZE)
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[], image_mode="files") as writer:
-        for i in range(10_000):
-            writer.add({**record, "image": f"birds/{i:05}.jpg", "margin": (i * 7919 % 10_000) / 10_000}, None)
-    page = open_page(tmp_path / "report.html")
+def test_ten_thousand_images_can_be_looked_through(
+    open_page: OpenPage, write_report: Callable, make_record: Any
+) -> None:
+    record, margins = make_record(SIZE), [(i * 7919 % 10_000) / 10_000 for i in range(10_000)]
+    records = ({**record, "image": f"birds/{i:05}.jpg", "margin": margin} for i, margin in enumerate(margins))
+    page = open_page(write_report(records, image_mode="files"))
     expect(status(page)).to_have_text("10,000 images, 1 to 48 here")
     expect(page.locator("#cards article")).to_have_count(48)
     page.fill("#search", "birds/0999")
