@@ -2,87 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pynvml
 import pytest
 
 from opal_deploy.runtime.nvml import Driver, Gpu, GpuSensors, NvmlError, read_driver
 
 H200 = Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0))
-NOT_SUPPORTED, NOT_FOUND, GPU_IS_LOST = 3, 6, 15
+NOT_SUPPORTED, GPU_IS_LOST = 3, 15
 
 
 class FakeLibrary:
     """NVML's C functions as a machine with H200s answers them; each returns a status, 0 for success."""
 
-    def __init__(self, count: int = 1, lost: int = 8, status: int = 0, reasons: int = 0) -> None:
-        self.count, self.lost, self.status, self.reasons = count, lost, status, reasons
-        self.opened: list[Any] = []
+    def __init__(self, count=1, lost=8, status=0, reasons=0):
+        self.lost, self.status = lost, status
+        self.opened = []
+        self.nvmlErrorString = lambda code: b"Driver/library version mismatch"
+        # functions that write one value to where their last argument points
+        for name, value in {
+            "nvmlSystemGetCudaDriverVersion_v2": 13000,
+            "nvmlDeviceGetCount_v2": count,
+            "nvmlDeviceGetPowerUsage": 699_500,
+            "nvmlDeviceGetTemperature": 88,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": reasons,  # its name before driver 535
+        }.items():
+            setattr(self, name, lambda *arguments, value=value: self.write(arguments[-1], value))
 
-    def nvmlInitWithFlags(self, flags: int) -> int:
-        return self.status
-
-    def nvmlShutdown(self) -> int:
+    def write(self, pointer, value):
+        pointer._obj.value = value
         return 0
 
-    @property
-    def nvmlErrorString(self) -> Any:
-        return lambda code: b"Driver/library version mismatch"
+    def nvmlInitWithFlags(self, flags):
+        return self.status
 
-    def nvmlSystemGetDriverVersion(self, text: Any, size: Any) -> int:
+    def nvmlShutdown(self):
+        return 0
+
+    def nvmlSystemGetDriverVersion(self, text, size):
         text.value = b"580.95.05"
         return 0
 
-    def nvmlSystemGetCudaDriverVersion_v2(self, number: Any) -> int:
-        number._obj.value = 13000
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = self.count
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
         self.opened.append(index.value)
         return 0 if index.value < self.lost else GPU_IS_LOST
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: Any, handle: Any) -> int:
+    def nvmlDeviceGetHandleByUUID(self, uuid, handle):
         self.opened.append(uuid.value.decode())
         return 0
 
-    def nvmlDeviceGetName(self, handle: Any, text: Any, size: Any) -> int:
+    def nvmlDeviceGetName(self, handle, text, size):
         text.value = b"NVIDIA H200"
         return 0
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, memory: Any) -> int:
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
         memory._obj.total, memory._obj.used = H200.memory, 5_000_000_000
         return 0
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
-        major._obj.value, minor._obj.value = H200.compute_capability
-        return 0
+    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
+        return self.write(major, H200.compute_capability[0]) or self.write(minor, H200.compute_capability[1])
 
-    def nvmlDeviceGetPowerUsage(self, handle: Any, milliwatts: Any) -> int:
-        milliwatts._obj.value = 699_500
-        return 0
-
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, degrees: Any) -> int:
-        degrees._obj.value = 88
-        return 0
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, kind: Any, megahertz: Any) -> int:
+    def nvmlDeviceGetClockInfo(self, handle, kind, megahertz):
         return NOT_SUPPORTED
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, reasons: Any) -> int:
-        reasons._obj.value = self.reasons
-        return 0
 
 
 @pytest.fixture
-def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+def use(monkeypatch):
     """Put a library in the place of the driver's."""
 
-    def replace(library: Any) -> Any:
+    def replace(library):
         monkeypatch.setattr(pynvml, "nvmlLib", library)
         monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         return library
@@ -122,7 +109,7 @@ def test_the_driver_is_read(use, library, driver):
 def test_without_a_driver_the_missing_library_is_named(use, monkeypatch):
     use(None)
 
-    def missing(name: str) -> Any:
+    def missing(name: str):
         raise OSError(name)
 
     monkeypatch.setattr(pynvml, "CDLL", missing)
@@ -141,7 +128,6 @@ def test_sensors_leave_out_what_the_gpu_does_not_report(use):
     [(0, []), (0x48, ["hw_slowdown", "hw_thermal_slowdown"]), (0x101, ["gpu_idle", "display_clock_setting"])],
 )
 def test_clock_reasons_are_named_by_their_bits(use, bits, reasons):
-    """The fake library is one of before 535, which has the function under its old name."""
     use(FakeLibrary(reasons=bits))
     assert GpuSensors(0).read_clock_reasons() == reasons
 

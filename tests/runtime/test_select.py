@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -13,25 +11,24 @@ from onnx import TensorProto, helper
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import find_model, open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
 
 
-def _foreign(path: Path) -> None:
+def foreign_file(path):
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
     onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
 
 
-def _fits(_: Sidecar) -> str:
-    return ""
+def find(folder, gpu=False, misfit=lambda _: ""):
+    return find_model(folder, gpu=gpu, check_engine=misfit)
 
 
 @pytest.fixture
-def folder(tiny: Any, tiny_fp16: Path, tmp_path: Path) -> Path:
+def folder(tiny, tiny_fp16, tmp_path):
     """Two precisions of one checkpoint, and the checkpoint."""
     shutil.copy(tiny.path, tmp_path / "ckpt.onnx")
     shutil.copy(tiny_fp16, tmp_path / "ckpt.fp16.onnx")
@@ -40,75 +37,63 @@ def folder(tiny: Any, tiny_fp16: Path, tmp_path: Path) -> Path:
 
 
 class TestOneCheckpoint:
-    @pytest.mark.parametrize(("gpu", "name"), [(False, "ckpt.onnx"), (True, "ckpt.fp16.onnx")])
-    def test_half_precision_is_taken_on_a_gpu_only(self, folder, gpu, name):
-        assert find_model(folder, gpu=gpu, check_engine=_fits).path.name == name
-
-    def test_the_reason_names_what_was_passed_over(self, folder):
-        assert (
-            find_model(folder, gpu=False, check_engine=_fits).reason == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
-        )
+    def test_half_precision_is_taken_on_a_gpu_only(self, folder):
+        assert find(folder, gpu=True).path.name == "ckpt.fp16.onnx"
+        choice = find(folder)
+        assert choice.path.name == "ckpt.onnx"
+        assert choice.reason == "fp32, no usable GPU; not ckpt.fp16.onnx (fp16)"
 
     def test_the_only_precision_is_taken_anywhere(self, folder):
         shutil.copy(folder / "ckpt.onnx", folder / "a.onnx")
-        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "a.onnx", "of equals the first by name"
+        assert find(folder).path.name == "a.onnx", "of equals the first by name"
         (folder / "a.onnx").unlink()
         (folder / "ckpt.onnx").unlink()
-        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.fp16.onnx"
+        assert find(folder).path.name == "ckpt.fp16.onnx"
 
-    @pytest.mark.parametrize("content", ["foreign", "random", "empty"])
+    @pytest.mark.parametrize("content", [None, b"\x13\x37" * 50, b""], ids=["foreign", "random", "empty"])
     def test_other_onnx_files_do_not_get_in_the_way(self, folder, content):
         other = folder / "aaa.onnx"
-        if content == "foreign":
-            _foreign(other)
-        else:
-            other.write_bytes(b"\x13\x37" * 50 if content == "random" else b"")
-        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.onnx"
+        foreign_file(other) if content is None else other.write_bytes(content)
+        assert find(folder).path.name == "ckpt.onnx"
 
-    def test_subfolders_are_not_looked_into(self, folder, another):
+    def test_subfolders_are_not_searched(self, folder, another):
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
-        assert find_model(folder, gpu=False, check_engine=_fits).path.name == "ckpt.onnx"
+        assert find(folder).path.name == "ckpt.onnx"
 
 
 class TestEngines:
     """An engine that fits comes before every ONNX file."""
 
     @pytest.fixture
-    def with_engines(self, folder: Path) -> Path:
+    def with_engines(self, folder):
         for name in ("ckpt.fp16.sm80.rtx.engine", "ckpt.fp16.sm89.trt.engine", "ckpt.fp32.sm89.trt.engine"):
-            path = folder / name
-            path.write_bytes(b"a plan")
+            (folder / name).write_bytes(b"a plan")
             metadata = onnx_file.read_metadata(folder / ("ckpt.onnx" if "fp32" in name else "ckpt.fp16.onnx"))
-            write_sidecar(path, _sidecar(path, metadata))
+            write_sidecar(folder / name, build_sidecar(folder / name, metadata))
         return folder
 
     def test_the_one_that_fits_is_taken_and_the_others_reasons_are_given(self, with_engines):
-        def misfit(sidecar: Sidecar) -> str:
-            return "" if sidecar.target["sm"] == "sm89" else "it was built for sm80"
-
-        choice = find_model(with_engines, gpu=True, check_engine=misfit)
+        choice = find(with_engines, True, lambda s: "" if s.target["sm"] == "sm89" else "it was built for sm80")
         assert choice.path.name == "ckpt.fp16.sm89.trt.engine"
         assert choice.reason.startswith("fp16 engine, a GPU is usable; not ckpt.fp32.sm89.trt.engine (fp32); ")
         assert choice.reason.endswith("not ckpt.fp16.sm80.rtx.engine (it was built for sm80)")
 
-    def test_none_fits(self, with_engines):
-        choice = find_model(with_engines, gpu=False, check_engine=lambda _: "no GPU")
+    def test_where_none_fits_an_onnx_file_is_taken_or_the_reason_given(self, with_engines):
+        choice = find(with_engines, misfit=lambda _: "no GPU")
         assert choice.path.name == "ckpt.onnx"
         assert choice.reason.count("(no GPU)") == 3
-
-    def test_nothing_else_is_there(self, with_engines):
         for path in with_engines.glob("*.onnx"):
             path.unlink()
         with pytest.raises(UsageError, match=r"none of the models here can run on this machine: .*no GPU"):
-            find_model(with_engines, gpu=False, check_engine=lambda _: "no GPU")
+            find(with_engines, misfit=lambda _: "no GPU")
 
     def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder):
         (folder / "a.engine").write_bytes(b"a plan")
-        assert find_model(folder, gpu=True, check_engine=_fits).path.name == "ckpt.fp16.onnx"
+        assert find(folder, gpu=True).path.name == "ckpt.fp16.onnx"
 
 
-def _sidecar(path: Path, metadata: Metadata) -> Sidecar:
+def build_sidecar(path, metadata):
     return Sidecar(
         engine={"file": path.name, "sha256": compute_sha256(path), "bytes": path.stat().st_size},
         builder={"name": "tensorrt", "version": "11.4", "cuda": 13},
@@ -126,7 +111,7 @@ class TestNoChoice:
     def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder, another):
         shutil.copy(another, folder / "other.onnx")
         with pytest.raises(UsageError) as refusal:
-            find_model(folder, gpu=False, check_engine=_fits)
+            find(folder)
         assert refusal.value.exit_code == 2
         for part in ("ckpt.onnx (of c0.pt)", "ckpt.fp16.onnx (of c0.pt)", "other.onnx (of c1.pt)", "--model"):
             assert part in str(refusal.value)
@@ -136,14 +121,14 @@ class TestNoChoice:
         [
             (lambda folder: None, r"no exported model.*--model"),
             (lambda folder: (folder / "ckpt.pt").touch(), r"opal-deploy export ckpt\.pt"),
-            (lambda folder: _foreign(folder / "theirs.onnx"), r"theirs\.onnx is not one of ours"),
+            (lambda folder: foreign_file(folder / "theirs.onnx"), r"theirs\.onnx is not one of ours"),
         ],
         ids=["an empty folder", "a checkpoint alone", "a foreign file alone"],
     )
     def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path, create, says):
         create(tmp_path)
         with pytest.raises(UsageError, match=says):
-            find_model(tmp_path, gpu=False, check_engine=_fits)
+            find(tmp_path)
 
 
 class TestOpening:
