@@ -52,7 +52,7 @@ TAILS = {
     "no record": b"{}\n",
     "no object": b"17\n",
     "another schema": line("b", schema=2),
-    "an unknown status": line("b", status="maybe"),
+    "an unknown status": line("b", status="maybe", prediction={}),
     "an answer without a prediction": line("b", status="ok"),
     "not UTF-8": b'{"schema": 1, "image": "\xff"}\n',
     "deeply nested": b"[" * 100_000 + b"\n",
