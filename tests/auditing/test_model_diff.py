@@ -92,21 +92,22 @@ def test_only_the_worst_are_kept(tmp_path: Path) -> None:
     assert compare(tmp_path, [record("a")], [moved("a")], keep=0).worst == []
 
 
-def test_images_are_paired_by_name_and_the_rest_is_counted(tmp_path: Path) -> None:
+def test_images_are_paired_by_name_and_classes_by_label(tmp_path: Path) -> None:
     before = [record("a"), record("b"), record("b"), record(None)]
     after = [record("c"), record("a"), record("a"), record("d"), record(None)]
     report = compare(tmp_path, before, after)
     assert (report.paired, report.only_before, report.only_after, report.unpaired) == (1, 1, 2, 4)
     # a missing image closes every gate
     assert report.has("error")
-
-
-def test_classes_are_compared_by_label_whatever_their_numbers(tmp_path: Path) -> None:
     other = record("a")
     other["prediction"]["class_id"] = 7
     for slot in other["evidence"]:
         slot["channel"] += 14
     assert kinds(compare(tmp_path, [record("a")], [other])) == {"same": 1}
+    # another file under the same name
+    report = compare(tmp_path, [record("a")], [record("a", "birch", file_sha256="1" * 64)])
+    assert report.file_changed == 1
+    assert "the image is another" in str(report.worst[0][0])
 
 
 def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path: Path) -> None:
@@ -114,12 +115,6 @@ def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path: Path) ->
     finer["evidence"][0].update(cell=[1, 1], box=[5.0, 5.0, 10.0, 10.0])
     finer["evidence"][1].update(cell=[0, 7], box=[35.0, 0.0, 40.0, 5.0])
     assert compare(tmp_path, [record("a")], [finer]).worst[0][0].moved == (1,)
-
-
-def test_another_file_under_the_same_name_is_reported(tmp_path: Path) -> None:
-    report = compare(tmp_path, [record("a")], [record("a", "birch", file_sha256="1" * 64)])
-    assert report.file_changed == 1
-    assert "the image is another" in str(report.worst[0][0])
 
 
 @pytest.mark.parametrize(
