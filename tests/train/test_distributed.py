@@ -101,7 +101,7 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_processes_goes_on(opal: Opal, folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_of_two_processes_goes_on(opal_process: Opal, folder: Path, tmp_path: Path) -> None:
     """Bit by bit: two numbers add up to the same in either order."""
     assert _train(folder, tmp_path / "whole").returncode == 0
     run = tmp_path / "run"
@@ -114,7 +114,7 @@ def test_a_killed_run_of_two_processes_goes_on(opal: Opal, folder: Path, tmp_pat
     os.killpg(launched.pid, signal.SIGKILL)
     launched.wait()
     assert not (run / "summary.json").exists()
-    refused = opal(*_arguments(folder, run, "--resume"))
+    refused = opal_process(*_arguments(folder, run, "--resume"))
     assert refused.returncode == 2
     assert "2 processes were running and now are 1" in refused.stderr
     assert _train(folder, run, "--resume").returncode == 0
