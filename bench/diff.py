@@ -8,12 +8,13 @@ median is known, which with many repeats is much better than the spread suggests
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from opal_deploy.bench.machine import hardware_facts, software_facts
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.report.rows import Row, hardware_facts, label_rows, list_changes, software_facts
+from opal_deploy.bench.report.rows import Row, label_rows
 from opal_deploy.bench.tables import format_number, format_value, humanize
 
 TOLERANCE = 0.03
@@ -121,8 +122,8 @@ def compare_measurements(
                 marks = tuple(dict.fromkeys((*a.marks, *b.marks)))
                 compared.append(_change(label, figure, a.figures[figure], b.figures[figure], marks, tolerance))
     both = [(a.machine, b.machine) for a, b in pairs.values()]
-    machines = (text for a, b in both for text in list_changes(hardware_facts(a), hardware_facts(b)))
-    versions = (text for a, b in both for text in list_changes(software_facts(a), software_facts(b)))
+    machines = (text for a, b in both for text in _list_changes(hardware_facts(a), hardware_facts(b)))
+    versions = (text for a, b in both for text in _list_changes(software_facts(a), software_facts(b)))
     return MeasurementDiff(
         changes=tuple(compared),
         only_old=tuple(only_old),
@@ -147,6 +148,12 @@ def _change(label: str, name: str, old: Figure, new: Figure, marks: tuple[str, .
     if beyond and (relative is None or abs(relative) > noise):
         verdict = "doubtful" if marks else "regression" if worse else "improvement"
     return FigureChange(label, name, new.unit, old.value, new.value, relative, noise, worse, verdict, marks)
+
+
+def _list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return the differences of two sets of facts, a text each: `versions: torch 2.9.0 -> 2.9.1`."""
+    pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in dict.fromkeys([*old, *new])]
+    return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
 
 
 def _relative(old: float, new: float) -> float | None:

@@ -8,17 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from opal_deploy.bench.machine import hardware_facts, machine_key, machine_title, software_facts
 from opal_deploy.bench.measurement import Better, Figure, Kind, Measurement
-from opal_deploy.bench.report.rows import (
-    Field,
-    Row,
-    hardware_facts,
-    list_fields,
-    machine_key,
-    machine_title,
-    select_columns,
-    software_facts,
-)
+from opal_deploy.bench.report.rows import Field, Row, list_fields, select_columns
 from opal_deploy.bench.tables import (
     flatten_facts,
     format_exact,
@@ -28,6 +20,8 @@ from opal_deploy.bench.tables import (
     format_value,
     humanize,
 )
+
+Pairs = tuple[tuple[str, str], ...]
 
 # in the order of the page: (kind, its heading, what a reader must know to read it)
 SECTIONS: tuple[tuple[Kind, str, str], ...] = (
@@ -85,14 +79,7 @@ _MANY_FIGURES, _FEW_MEASUREMENTS = 10, 8
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
-
-    Attributes:
-        text: what is read first.
-        note: beside it, smaller: the interval, or the spread of the repeats.
-        exact: the figure with every digit.
-        alert: whether the text is a doubt about the row.
-    """
+    """A cell: text, a smaller note (interval or spread), the figure's every digit, and whether it states a doubt."""
 
     text: str
     note: str = ""
@@ -117,24 +104,17 @@ class Table:
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    common: tuple[tuple[str, str], ...] = ()
+    common: Pairs = ()
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """How some rows were measured; equal for all of them.
-
-    Attributes:
-        rows: their numbers: `1–4, 7`.
-        command: the command that measures them again.
-        timed: what is inside the timed region.
-        others: settings, artifacts, machine and time: (name, text).
-    """
+    """How some rows (`1–4, 7`) were measured: command, timed region, and settings, artifacts, machine and time."""
 
     rows: str
     command: str
     timed: str
-    others: tuple[tuple[str, str], ...]
+    others: Pairs
 
 
 @dataclass(frozen=True)
@@ -142,14 +122,9 @@ class Section:
     """All measurements of one kind.
 
     Attributes:
-        kind: the measurements'.
-        heading: the section's.
-        lead: what a reader must know to read it.
-        rows: the measurements, numbered from 1.
-        tables: their figures.
-        provenance: how they were measured.
-        recorded: conditions, settings and details of each row that has any: (its number, facts).
-        replaced: how many earlier measurements of the same things on the same machine are not shown.
+        lead: the introduction.
+        recorded: conditions, settings and details of each row that has any: (row number, facts).
+        replaced: number of earlier measurements of the same things on the same machine, which are not shown.
     """
 
     kind: Kind
@@ -168,7 +143,7 @@ class Section:
 
     @property
     def doubtful(self) -> int:
-        """How many rows carry a mark."""
+        """Number of rows with a mark."""
         return sum(1 for row in self.rows if row.measurement.marks)
 
 
@@ -178,7 +153,7 @@ class Machine:
 
     letter: str
     title: str
-    facts: tuple[tuple[str, str], ...]
+    facts: Pairs
 
 
 @dataclass(frozen=True)
@@ -191,12 +166,12 @@ class Report:
 
     @property
     def measured(self) -> int:
-        """How many measurements it shows."""
+        """Number of measurements."""
         return sum(len(section.rows) for section in self.sections)
 
     @property
     def doubtful(self) -> int:
-        """How many of them carry a mark."""
+        """Number of measurements with a mark."""
         return sum(section.doubtful for section in self.sections)
 
     @property
@@ -278,13 +253,7 @@ def _build_tables(rows: Sequence[Row]) -> tuple[Table, ...]:
 
 
 def _build_table(
-    part: str,
-    rows: Sequence[Row],
-    fields: Sequence[Field],
-    names: Sequence[str],
-    common: tuple[tuple[str, str], ...],
-    *,
-    marked: bool,
+    part: str, rows: Sequence[Row], fields: Sequence[Field], names: Sequence[str], common: Pairs, *, marked: bool
 ) -> Table:
     figures = [_figure_column(rows, name, part) for name in names]
     columns = [Column("#", numeric=True), *(Column(f.title, numeric=f.numeric) for f in fields), *figures]

@@ -1,17 +1,13 @@
-"""Measurements as a report numbers and names them: what tells rows apart, and the machine that each ran on."""
+"""Measurements as a report numbers and names them: the fields that distinguish rows."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from opal_deploy.bench.measurement import Figure, Measurement, Target
-from opal_deploy.bench.tables import flatten_facts, format_value, humanize
+from opal_deploy.bench.tables import format_value, humanize
 
-# of `Measurement.machine`: what an update changes; everything else is the machine itself
-_SOFTWARE = ("versions", "python", "system", "driver", "cuda", "governor")
 # fields whose value needs no title before it in a label
 _SELF_EXPLAINING = ("name", "runtime", "device", "precision", "backbone", "head", "input", "layout")
 
@@ -119,38 +115,6 @@ def label_rows(rows: Sequence[Row], without: Sequence[str] = (), *, named: bool 
 def find_figure(measurement: Measurement, unit: str) -> Figure | None:
     """Return the first figure in a unit."""
     return next((figure for figure in measurement.figures.values() if figure.unit == unit), None)
-
-
-def machine_key(machine: Mapping[str, Any]) -> str:
-    """Return a text that is equal for the same machine with the same software."""
-    return json.dumps(machine, sort_keys=True)
-
-
-def machine_title(machine: Mapping[str, Any]) -> str:
-    """Return one line for a person: the GPUs if there are any, and the processor."""
-    gpus = machine["gpus"] if isinstance(machine.get("gpus"), list) else []
-    names = [format_value(gpu.get("name", "GPU")) for gpu in gpus if isinstance(gpu, Mapping)]
-    parts = [f"{names.count(name)} x {name}" if names.count(name) > 1 else name for name in dict.fromkeys(names)]
-    if machine.get("processor"):
-        cores = machine.get("usable_cores") or machine.get("cores")
-        parts.append(format_value(machine["processor"]) + (f", {format_value(cores)} cores" if cores else ""))
-    return "; ".join(parts) or "a machine that was not recorded"
-
-
-def hardware_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Return the facts about the machine itself, by name."""
-    return dict(flatten_facts({key: value for key, value in machine.items() if key not in _SOFTWARE}))
-
-
-def software_facts(machine: Mapping[str, Any]) -> dict[str, str]:
-    """Return versions and settings, by name."""
-    return dict(flatten_facts({key: machine[key] for key in _SOFTWARE if key in machine}))
-
-
-def list_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Return the differences of two sets of facts, a text each: `versions: torch 2.9.0 -> 2.9.1`."""
-    pairs = [(name, old.get(name, "none"), new.get(name, "none")) for name in dict.fromkeys([*old, *new])]
-    return [f"{name} {before} -> {after}" for name, before, after in pairs if before != after]
 
 
 def _add_distinguishing(kept: Sequence[Field], candidates: Sequence[Field]) -> list[Field]:

@@ -10,7 +10,6 @@ import pytest
 
 from opal_deploy.bench.overhead import paper as papers
 from opal_deploy.bench.overhead.paper import (
-    Cell,
     PaperTable,
     compare_with_paper,
     format_comparison,
@@ -141,11 +140,6 @@ def test_the_command_fails_with_the_comparison(
 )
 def test_digits_are_those_printed(value: str, printed: str, expected: str) -> None:
     assert format_like(Decimal(value), printed) == expected
-
-
-@pytest.mark.parametrize(("agrees", "disputed", "expected"), [(1, "", 1), (0, "", 0), (0, "why", 1), (1, "why", 0)])
-def test_a_cell_is_expected_to_agree_or_to_be_disputed(agrees: bool, disputed: str, expected: bool) -> None:
-    assert Cell("a", "1", "1", bool(agrees), disputed).is_expected == bool(expected)
 
 
 @pytest.mark.parametrize("text", ["", "title = ", 'title = "x"'])

@@ -99,11 +99,6 @@ def test_a_network_is_the_sum_of_backbone_and_head() -> None:
     assert both.intensity(4, "fp16") == both.flops(4) / both.bytes_moved(4, "fp16")
 
 
-def test_a_size_that_does_not_tile_is_refused() -> None:
-    with pytest.raises(UsageError, match="multiples of its stride"):
-        count_backbone_work("resnet18", (100, 100))
-
-
 def test_an_artifact_is_what_its_metadata_names(exact_model: Path) -> None:
     metadata = read_metadata(exact_model)
     work = count_model_work(metadata)
