@@ -141,7 +141,7 @@ def test_a_full_service_raises_or_waits(bright_session: Callable) -> None:
 def test_a_cancelled_image_is_never_predicted(bright_session: Callable) -> None:
     hold = threading.Event()
     session = bright_session(hold=hold)
-    with Service([session], InferenceOptions(batch=1), max_wait=0.0, capacity=4) as service:
+    with Service([session], InferenceOptions(batch=1, workers=1), max_wait=0.0, capacity=4) as service:
         first, second, third, fourth = (service.submit(array(shade)) for shade in range(4))
         while not first.running():
             time.sleep(0.001)
