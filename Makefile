@@ -13,7 +13,7 @@ PARALLEL := --numprocesses auto --dist loadfile
 
 help:
 	@echo "make demo      train, export and explain a small model on generated images (minutes, CPU is enough)"
-	@echo "make test      the tests (about 8 minutes on 2 cores)"
+	@echo "make test      the tests (about 6 minutes on 2 cores)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
