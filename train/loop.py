@@ -174,7 +174,9 @@ class _TrainingRun:
         # network and batches ------------------------------------------------------------------------------------------
         setup.set_tf32(options.tf32)
         torch.manual_seed(options.seed)
-        config = NetworkConfig(options.backbone, self.data.num_classes, options.input_size, options.head)
+        config = NetworkConfig(
+            options.backbone, self.data.num_classes, options.input_size, options.head, options.stride
+        )
         network = OpalNetwork(config, weights=options.weights).channels_last().to(group.device)
         setup.check_batch_norm(network, options.batch_size // group.size)
         if group.rank:

@@ -1,7 +1,7 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
     [data]      dataset, validation, partition, skip_missing
-    [model]     backbone, weights, input_size
+    [model]     backbone, weights, input_size, stride
     [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
     [training]  epochs, batch_size, lr, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
@@ -33,7 +33,7 @@ IMAGENET, RANDOM = "imagenet", "none"
 # options that may differ between a run and its continuation: they change how fast and where, not what is computed
 CHANGEABLE_ON_RESUME = ("epochs", "device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
 
-_MODEL: dict[str, type] = {"backbone": str, "weights": str, "input_size": list}
+_MODEL: dict[str, type] = {"backbone": str, "weights": str, "input_size": list, "stride": int}
 _HEAD = {
     "kind": str, "prototypes_per_class": int, "distance": str, "pooling": str,
     "cws": bool, "projection": bool, "anchors": bool, "epsilon": float,
@@ -64,6 +64,8 @@ class TrainOptions:
         batch_size: images per batch over all processes.
         lr: Adam's learning rate, fixed.
         input_size: (H0, W0) in pixels.
+        stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
+            pooling (32 for the paper's nine).
         augment: `paper` or `none`.
         seed: seed of weights, order and augmentation.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
@@ -83,6 +85,7 @@ class TrainOptions:
     batch_size: int = 64
     lr: float = 1e-4
     input_size: tuple[int, int] = (224, 224)
+    stride: int | None = None
     augment: Augment = "paper"
     seed: int = 0
     device: str = "auto"
@@ -139,6 +142,7 @@ class Recipe:
                 "backbone": o.backbone,
                 "weights": RANDOM if o.weights is None else o.weights,
                 "input_size": list(o.input_size),
+                **({} if o.stride is None else {"stride": o.stride}),
             },
             "head": o.head.to_dict(),
             "training": {key: getattr(o, key) for key in _TRAINING},
@@ -200,6 +204,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
         head=_resolve_head(raw.get("head", {}), changes.get("head", {})),
         weights=_resolve_weights(model.get("weights", IMAGENET), backbone),
         input_size=_parse_input_size(model.get("input_size", TrainOptions.input_size)),
+        stride=model.get("stride"),
         **merged["training"],
         **merged["machine"],
     )

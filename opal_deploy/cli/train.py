@@ -78,6 +78,15 @@ def train(
         str | None,
         typer.Option(help="Input in pixels: 224, or 224x448 (height x width). Paper: 224.", show_default=False),
     ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map of this stride. "
+            "Paper: all layers, 32.",
+            show_default=False,
+        ),
+    ] = None,
     augment: Annotated[
         Literal["paper", "none"] | None, typer.Option(help="Augmentation of the training images.", show_default=False)
     ] = None,
@@ -141,6 +150,7 @@ def train(
                 "backbone": backbone,
                 "weights": weights,
                 "input_size": None if size is None else list(parse_size(size)),
+                "stride": stride,
             },
             "head": {
                 "kind": head,

@@ -1,9 +1,10 @@
-"""CNN backbones: any torchvision classifier, cut at the tensor that enters its global pooling.
+"""CNN backbones: any torchvision classifier, cut at the tensor that enters its global pooling, or earlier.
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
-the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. The cut is found in the traced
-graph and not in a list of names: the node that feeds the last global pooling is the output. Parameter names stay
-torchvision's (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`).
+the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
+last feature map of that stride, so that cells are smaller and see less of the image. The cut is found in the traced
+graph and not in a list of names (`feature_graph`). Parameter names stay torchvision's (`layer4.1.conv2.weight`,
+`features.7.2.block.0.weight`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError, first_line
+from opal_deploy.model.feature_graph import Cut, find_cut
 
-# the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
-_POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
 _OUTPUT = "features"
-_PROBE_SIZE = 224
 
 
 class Backbone(nn.Module):
@@ -69,22 +68,25 @@ def list_backbones() -> list[str]:
     return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
-def build(name: str, *, device: str | torch.device = "cpu") -> Backbone:
+def build(name: str, *, stride: int | None = None, device: str | torch.device = "cpu") -> Backbone:
     """Build a backbone with random weights.
 
     Args:
         name: torchvision's, such as `resnet18` or `convnext_tiny`.
+        stride: input pixels per cell; the network ends at its last feature map of this stride. None keeps all layers
+            before the global pooling: stride 32 for the paper's nine.
         device: where the parameters live; `meta` allocates none.
 
     Raises:
-        UsageError: torchvision has no such classifier, or it has no grid of cells before a global pooling.
+        UsageError: torchvision has no such classifier, it has no grid of cells before a global pooling, or none of
+            this stride.
     """
     full = build_torchvision_model(name, device)
-    cut, num_features, stride = _plan(name)
+    cut = _find_cut(name, stride)
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    body = create_feature_extractor(full, {cut: _OUTPUT}, suppress_diff_warning=True)
-    return Backbone(name, body, num_features, stride)
+    body = create_feature_extractor(full, {cut.node: _OUTPUT}, suppress_diff_warning=True)
+    return Backbone(name, body, cut.num_features, cut.stride)
 
 
 def load_weights(backbone: Backbone, weights: str | Path) -> str:
@@ -217,43 +219,9 @@ class _ParametersOn(TorchFunctionMode):
 
 
 @cache
-def _plan(name: str) -> tuple[str, int, int]:
-    """Return the node at which a network is cut, D and the stride; cached, since tracing is slow."""
-    cut = _node_before_pooling(name, build_torchvision_model(name, "meta"))
-    return cut, *_probe(name, cut)
-
-
-def _node_before_pooling(name: str, full: nn.Module) -> str:
-    """Return the traced node that feeds the last global pooling."""
-    from torchvision.models.feature_extraction import get_graph_node_names
-
-    try:
-        _, nodes = get_graph_node_names(full, suppress_diff_warning=True)
-    except (fx.proxy.TraceError, RuntimeError, TypeError, ValueError):
-        raise UsageError(f"backbone {name!r}: its graph cannot be traced, so its pooling cannot be found") from None
-    for index in range(len(nodes) - 1, 0, -1):
-        last = nodes[index].rsplit(".", 1)[-1]
-        if last in _POOLING_NAMES:
-            return str(nodes[index - 1])
-    raise UsageError(
-        f"backbone {name!r} has no global pooling over a grid of cells; "
-        "use a convolutional classifier such as resnet18, efficientnet_v2_s or convnext_tiny"
-    )
-
-
-def _probe(name: str, cut: str) -> tuple[int, int]:
-    """Return D and the stride by running the cut network on a `meta` tensor: no memory, no arithmetic."""
-    from torchvision.models.feature_extraction import create_feature_extractor
-
-    shadow = create_feature_extractor(build_torchvision_model(name, "meta"), {cut: _OUTPUT}, suppress_diff_warning=True)
-    with torch.no_grad():
-        features = shadow.eval()(torch.empty(1, 3, _PROBE_SIZE, _PROBE_SIZE, device="meta"))[_OUTPUT]
-    if features.ndim != 4 or features.shape[2] < 2 or _PROBE_SIZE % features.shape[2]:
-        raise UsageError(
-            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {list(features.shape)}, whose cells do not "
-            "tile the image; use a network with padded convolutions, such as resnet18"
-        )
-    return int(features.shape[1]), _PROBE_SIZE // int(features.shape[2])
+def _find_cut(name: str, stride: int | None) -> Cut:
+    """Return where a network is cut; cached, since tracing is slow."""
+    return find_cut(name, build_torchvision_model(name, "meta"), stride)
 
 
 def _torchvision_weights(name: str, weights: str) -> dict[str, Tensor]:
@@ -298,10 +266,10 @@ def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
 
 
 @cache
-def backbone_macs(name: str, input_size: tuple[int, int]) -> int:
+def backbone_macs(name: str, input_size: tuple[int, int], stride: int | None = None) -> int:
     """Count the multiply-accumulates of one image of `input_size` = (H0, W0) through a backbone.
 
     Raises:
-        UsageError: no such backbone.
+        UsageError: no such backbone, or none of this stride.
     """
-    return count_macs(build(name, device="meta").eval(), (3, *input_size))
+    return count_macs(build(name, stride=stride, device="meta").eval(), (3, *input_size))

@@ -87,12 +87,15 @@ class NetworkConfig:
         num_classes: C, at least 2.
         input_size: (H0, W0) in pixels, multiples of the backbone's stride.
         head: the configuration of the head.
+        stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
+            pooling (32 for the paper's nine).
     """
 
     backbone: str
     num_classes: int
     input_size: tuple[int, int] = (224, 224)
     head: HeadConfig = field(default_factory=HeadConfig)
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
@@ -115,4 +118,6 @@ class NetworkConfig:
             num_classes=int(raw["num_classes"]),
             input_size=(int(size[0]), int(size[1])),
             head=HeadConfig(**raw["head"]),
+            # checkpoints of earlier versions have none
+            stride=raw.get("stride"),
         )

@@ -31,12 +31,12 @@ class OpalNetwork(nn.Module):
             weights: of the backbone, see `backbones.load_weights`; None leaves them random.
 
         Raises:
-            UsageError: no such backbone, or an input size that its stride does not divide.
+            UsageError: no such backbone, none of this stride, or an input size that its stride does not divide.
             CheckpointError: weights that do not fit.
         """
         super().__init__()
         self.config = config
-        self.backbone = backbones.build(config.backbone)
+        self.backbone = backbones.build(config.backbone, stride=config.stride)
         self.grid = self.backbone.grid(config.input_size)
         self.weights_origin = None if weights is None else backbones.load_weights(self.backbone, weights)
         self.head = OpalHead(self.backbone.num_features, config.num_classes, config.head)

@@ -25,7 +25,9 @@ def test_a_real_call_is_timed_from_its_begin_to_its_end() -> None:
     measured = np.array(lengths[-len(timing.latencies) :])  # those before them were the warm-up
     assert (timing.latencies >= measured).all()
     assert np.median(timing.latencies) == pytest.approx(np.median(measured), rel=0.05)
-    assert timing.rates(4) == pytest.approx([4 * len(calls) / s for calls, s in zip(timing.repeats, timing.elapsed, strict=True)])
+    assert timing.rates(4) == pytest.approx(
+        [4 * len(calls) / s for calls, s in zip(timing.repeats, timing.elapsed, strict=True)]
+    )
 
 
 @pytest.mark.parametrize(
