@@ -7,6 +7,7 @@ ResNet-50 that is the sum that leaves `layer3`, not the first convolution inside
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -92,10 +93,14 @@ class _ShapeRecorder(fx.Interpreter):
 
 
 def _trace(name: str, model: nn.Module) -> tuple[Any, fx.Graph]:
+    import torchvision
     from torchvision.models.feature_extraction import NodePathTracer
 
-    # what `create_feature_extractor` traces with, so that it knows the nodes by the same names
-    tracer = NodePathTracer()
+    # what `create_feature_extractor` always traces with, so that it knows the nodes by the same names
+    operators = [
+        each for each in vars(torchvision.ops).values() if isinstance(each, type) and issubclass(each, nn.Module)
+    ]
+    tracer = NodePathTracer(autowrap_modules=(math, torchvision.ops), leaf_modules=operators)
     try:
         return tracer, tracer.trace(model.eval())
     except (fx.proxy.TraceError, RuntimeError, TypeError, ValueError):
