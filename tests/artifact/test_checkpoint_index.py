@@ -1,17 +1,12 @@
 """A checkpoint's contents read without torch: as torch reads them, and nothing in the file is run."""
 
-from __future__ import annotations
-
 import io
 import os
 import random
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
 from opal_deploy.errors import ArtifactError
@@ -21,24 +16,24 @@ from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
 
 
-def _save(path: Path, document: Any, **options: Any) -> Path:
+def _save(path, document, **options):
     torch.save(document, path, **options)
     return path
 
 
 @pytest.fixture(scope="module")
-def network() -> OpalNetwork:
+def network():
     return OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64)))
 
 
-def _assert_same_tensors(state: dict[str, Any], expected: dict[str, Tensor]) -> None:
+def _assert_same_tensors(state, expected):
     assert list(state) == list(expected)
     for key, tensor in expected.items():
         assert isinstance(state[key], TensorInfo)
         assert state[key].shape == tuple(tensor.shape)
 
 
-def test_it_agrees_with_torch(network: OpalNetwork, tmp_path: Path) -> None:
+def test_it_agrees_with_torch(network, tmp_path):
     path = tmp_path / "c.pt"
     checkpoint.save(path, checkpoint.Checkpoint(network, ["a", "b", "ü"], metrics={"x": 0.5}))
     found, expected = read_index(path), torch.load(path, weights_only=True)
@@ -52,7 +47,7 @@ def test_it_agrees_with_torch(network: OpalNetwork, tmp_path: Path) -> None:
         _assert_same_tensors(read_index(_save(path, document)), torch.load(path, weights_only=True))
 
 
-def test_tensors_of_any_usual_type_and_views_have_their_own_shapes(tmp_path: Path) -> None:
+def test_tensors_of_any_usual_type_and_views_have_their_own_shapes(tmp_path):
     types = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     base = torch.zeros(10, 10)
     document = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in types}
@@ -63,14 +58,14 @@ def test_tensors_of_any_usual_type_and_views_have_their_own_shapes(tmp_path: Pat
 
 
 class _Payload:
-    def __init__(self, proof: Path) -> None:
+    def __init__(self, proof):
         self.proof = proof
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.proof),)
 
 
-def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_code_is_refused_and_not_run(tmp_path):
     path = _save(tmp_path / "c.pt", {"x": _Payload(tmp_path / "executed")})
     with pytest.raises(ArtifactError, match="refused"):
         read_index(path)
@@ -83,7 +78,7 @@ def test_code_is_refused_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99])
-def test_a_truncated_file_is_refused_in_one_line(network: OpalNetwork, tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_refused_in_one_line(network, tmp_path, share):
     path = _save(tmp_path / "c.pt", network.state_dict())
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
@@ -92,7 +87,7 @@ def test_a_truncated_file_is_refused_in_one_line(network: OpalNetwork, tmp_path:
     assert "\n" not in str(error.value)
 
 
-def test_a_flipped_bit_never_ends_in_another_error(tmp_path: Path) -> None:
+def test_a_flipped_bit_never_ends_in_another_error(tmp_path):
     path = _save(tmp_path / "c.pt", {"a": torch.arange(6.0), "b": [1, "x"]})
     content, source, refused = path.read_bytes(), random.Random(0), 0
     for position in range(0, len(content), 3):
@@ -106,7 +101,7 @@ def test_a_flipped_bit_never_ends_in_another_error(tmp_path: Path) -> None:
     assert refused > 100
 
 
-def test_other_zips_and_files_are_refused(tmp_path: Path) -> None:
+def test_other_zips_and_files_are_refused(tmp_path):
     other = io.BytesIO()
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("readme.txt", "no checkpoint")
@@ -119,7 +114,7 @@ def test_other_zips_and_files_are_refused(tmp_path: Path) -> None:
             read_index(path)
 
 
-def test_a_missing_file_and_what_is_no_dictionary_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_what_is_no_dictionary_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match=r"nowhere\.pt"):
         read_index(tmp_path / "nowhere.pt")
     for document in ([1], "text", 3):

@@ -1,10 +1,6 @@
 """Sidecars of engines: what is written is read back, and what is no sidecar of ours is refused in one line."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,7 @@ from opal_deploy.errors import ArtifactError
 
 
 @pytest.fixture(scope="module")
-def sidecar(exported: Path) -> Sidecar:
+def sidecar(exported):
     return Sidecar(
         engine={"file": "c.engine", "sha256": "0" * 64, "bytes": 6},
         builder={"name": "tensorrt", "version": "11"},
@@ -29,13 +25,13 @@ def sidecar(exported: Path) -> Sidecar:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Path:
+def engine(tmp_path):
     path = tmp_path / "c.engine"
     path.write_bytes(b"a plan")
     return path
 
 
-def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engine: Path, sidecar: Sidecar) -> None:
+def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engine, sidecar):
     write_sidecar(engine, sidecar)
     assert read_sidecar(engine) == sidecar
     command = f"export {engine.with_name('c.onnx')} --trt --rebuild --batch 1:2:4 --workspace {1 << 30} --refit"
@@ -48,7 +44,7 @@ def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engi
      {"options": {"batch": "abc"}}, {"options": {"batch": [1, 2]}}, {"options": {"batch": [0, 1, 2]}}],
     ids=str,
 )  # fmt: skip
-def test_parts_that_are_missing_are_one_line(engine: Path, sidecar: Sidecar, change: dict[str, Any]) -> None:
+def test_parts_that_are_missing_are_one_line(engine, sidecar, change):
     write_sidecar(engine, replace(sidecar, **change))
     with pytest.raises(ArtifactError, match="of wrong type or missing") as error:
         read_sidecar(engine)

@@ -1,13 +1,10 @@
 """Writing that never leaves half a file under its final name."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +12,13 @@ from opal_deploy.artifact.files import atomic_write, compute_sha256, lock_direct
 from opal_deploy.errors import UsageError
 
 
-def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
+def test_a_digest_is_of_all_bytes(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(os.urandom(3 * (1 << 20) + 7))
     assert compute_sha256(path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_the_name_appears_when_the_block_ends(tmp_path: Path) -> None:
+def test_the_name_appears_when_the_block_ends(tmp_path):
     path, usual = tmp_path / "a" / "f.bin", tmp_path / "usual"
     usual.touch()
     with atomic_write(path) as temporary:
@@ -34,14 +31,14 @@ def test_the_name_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert path.stat().st_mode == usual.stat().st_mode
 
 
-def _fail_halfway(path: Path, error: BaseException) -> None:
+def _fail_halfway(path, error):
     with atomic_write(path) as temporary:
         temporary.write_bytes(b"half")
         raise error
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseException]) -> None:
+def test_a_failure_leaves_what_was_there(tmp_path, error):
     path = tmp_path / "f.bin"
     path.write_bytes(b"old")
     with pytest.raises(error):
@@ -50,14 +47,14 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: type[BaseExcepti
     assert [p.name for p in tmp_path.iterdir()] == ["f.bin"]
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
     with pytest.raises(UsageError, match="No space left") as error:
         _fail_halfway(tmp_path / "f", OSError(28, "No space left on device"))
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_killed(tmp_path: Path) -> None:
+def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_killed(tmp_path):
     folder = tmp_path / "new" / "folder"
     hold = (
         "import sys, time; from pathlib import Path; from opal_deploy.artifact.files import lock_directory\n"
@@ -78,8 +75,8 @@ def test_a_folder_is_locked_while_a_process_works_there_and_free_once_it_is_kill
     assert not (tmp_path / "a").exists()
 
 
-def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(handle: int, operation: int) -> None:
+def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path, monkeypatch):
+    def no_locks(handle, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", no_locks)
@@ -88,7 +85,7 @@ def test_a_file_system_without_locks_is_worked_on_all_the_same(tmp_path: Path, m
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
 
 
-def test_only_what_killed_writers_of_this_file_left_is_removed(tmp_path: Path) -> None:
+def test_only_what_killed_writers_of_this_file_left_is_removed(tmp_path):
     for name in (".best.pt.x1.part.pt", ".best.pt.part", ".other.pt.x1.part.pt", "best.pt"):
         (tmp_path / name).touch()
     remove_temporary_files(tmp_path / "best.pt")

@@ -1,10 +1,7 @@
 """The metadata document: it is read back equal, and what is no such document is refused in one line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -25,11 +22,11 @@ METADATA = Metadata(
 )
 
 
-def _document(**change: Any) -> dict[str, Any]:
+def _document(**change):
     return {**json.loads(METADATA.to_json()), **change}
 
 
-def test_it_is_one_line_of_ascii_that_is_read_back_equal() -> None:
+def test_it_is_one_line_of_ascii_that_is_read_back_equal():
     text = METADATA.to_json()
     assert text.isascii()
     assert "\n" not in text
@@ -45,14 +42,14 @@ REQUIRED = ("class_names", "prototypes_per_class", "head", "evidence", "backbone
 
 
 @pytest.mark.parametrize("keys", [*([key] for key in REQUIRED), REQUIRED], ids=str)
-def test_required_keys_that_are_missing_are_named_at_once(keys: list[str]) -> None:
+def test_required_keys_that_are_missing_are_named_at_once(keys):
     document = {key: value for key, value in _document().items() if key not in keys}
     with pytest.raises(ArtifactError, match=f"lacks {', '.join(sorted(keys))}"):
         Metadata.from_json(json.dumps(document), "m.onnx")
 
 
 @pytest.mark.parametrize("schema", [None, 0, 2, "1"])
-def test_another_schema_is_refused(schema: Any) -> None:
+def test_another_schema_is_refused(schema):
     with pytest.raises(ArtifactError, match="schema"):
         Metadata.from_json(json.dumps(_document(schema=schema)))
 
@@ -61,7 +58,7 @@ def test_another_schema_is_refused(schema: Any) -> None:
     "text",
     ["", "{", "[1]", "3", "null", '"text"', "\x00", pytest.param("[" * 100_000, id="deeply nested")],
 )
-def test_what_is_no_json_object_is_refused(text: str) -> None:
+def test_what_is_no_json_object_is_refused(text):
     with pytest.raises(ArtifactError, match=r"m\.onnx"):
         Metadata.from_json(text, "m.onnx")
 
@@ -78,7 +75,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_value_of_the_wrong_shape_is_refused_in_one_line(change: dict[str, Any]) -> None:
+def test_a_value_of_the_wrong_shape_is_refused_in_one_line(change):
     with pytest.raises(ArtifactError) as error:
         Metadata.from_json(json.dumps(_document(**change)), "m.onnx")
     assert str(error.value).startswith("m.onnx: ")

@@ -1,11 +1,8 @@
 """ONNX files read without onnx, and the digest that finds every damaged byte."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re
-from pathlib import Path
 
 import onnx
 import pytest
@@ -16,12 +13,12 @@ from opal_deploy.errors import ArtifactError
 from opal_deploy.runtime.onnx_session import OnnxSession
 
 
-def _check(path: Path) -> None:
+def _check(path):
     """As a session does before it loads anything."""
     onnx_file.check_digest(path, onnx_file.read_metadata(path))
 
 
-def _passes(path: Path) -> bool:
+def _passes(path):
     try:
         _check(path)
     except ArtifactError:
@@ -29,7 +26,7 @@ def _passes(path: Path) -> bool:
     return True
 
 
-def test_the_reader_agrees_with_onnx_on_a_real_export(exported: Path) -> None:
+def test_the_reader_agrees_with_onnx_on_a_real_export(exported):
     header, model = onnx_file.read_header(exported), onnx.load(exported)
     assert header.ir_version == model.ir_version
     assert header.opset == model.opset_import[0].version
@@ -39,7 +36,7 @@ def test_the_reader_agrees_with_onnx_on_a_real_export(exported: Path) -> None:
     assert names == ("Sooty Albatross", 'a "file_sha256": "' + "0" * 64, "Äuklet \u2603", "<b>")
 
 
-def test_the_default_operator_set_counts_and_properties_are_kept_apart(tmp_path: Path) -> None:
+def test_the_default_operator_set_counts_and_properties_are_kept_apart(tmp_path):
     sets = [helper.make_opsetid("com.microsoft", 99), helper.make_opsetid("", 20)]
     model = helper.make_model(helper.make_graph([], "g", [], []), opset_imports=sets, ir_version=10)
     properties = {"a": "1", "b": "ü" * 300, "c": ""}
@@ -49,7 +46,7 @@ def test_the_default_operator_set_counts_and_properties_are_kept_apart(tmp_path:
     assert (header.opset, header.properties) == (20, properties)
 
 
-def test_files_that_are_not_ours_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_files_that_are_not_ours_are_refused_in_one_line(tmp_path):
     path, source = tmp_path / "m.onnx", random.Random(0)
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     onnx.save(
@@ -69,7 +66,7 @@ def test_files_that_are_not_ours_are_refused_in_one_line(tmp_path: Path) -> None
         onnx_file.read_metadata(tmp_path)
 
 
-def test_the_digest_is_sha256_of_the_file_with_its_own_field_zeroed(exported: Path) -> None:
+def test_the_digest_is_sha256_of_the_file_with_its_own_field_zeroed(exported):
     _check(exported)
     stated = onnx_file.read_metadata(exported).file_sha256
     content = exported.read_bytes()
@@ -77,7 +74,7 @@ def test_the_digest_is_sha256_of_the_file_with_its_own_field_zeroed(exported: Pa
     assert hashlib.sha256(content.replace(stated.encode(), b"0" * 64)).hexdigest() == stated
 
 
-def test_a_cut_or_longer_file_is_detected(exported: Path, tmp_path: Path) -> None:
+def test_a_cut_or_longer_file_is_detected(exported, tmp_path):
     content, path = exported.read_bytes(), tmp_path / "m.onnx"
     for share in (0.01, 0.3, 0.6, 0.9, 0.999):
         path.write_bytes(content[: int(share * len(content))])
@@ -88,7 +85,7 @@ def test_a_cut_or_longer_file_is_detected(exported: Path, tmp_path: Path) -> Non
         _check(path)
 
 
-def test_every_flipped_bit_is_detected(exported: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(exported, tmp_path):
     content = exported.read_bytes()
     (metadata,) = [m.start() for m in re.finditer(rb'\{"class_names"', content)]
     (tail,) = [m.start() for m in re.finditer(rb'"file_sha256": "[0-9a-f]{64}"', content) if m.start() > metadata]
@@ -116,7 +113,7 @@ def test_every_flipped_bit_is_detected(exported: Path, tmp_path: Path) -> None:
     assert _passes(path)
 
 
-def test_a_session_refuses_a_damaged_weight(exported: Path, tmp_path: Path) -> None:
+def test_a_session_refuses_a_damaged_weight(exported, tmp_path):
     # ONNX Runtime itself loads such a file without complaint
     content, path = bytearray(exported.read_bytes()), tmp_path / "m.onnx"
     content[content.rindex(b"network.backbone.body.second.weight") + 5000] ^= 1
@@ -126,9 +123,7 @@ def test_a_session_refuses_a_damaged_weight(exported: Path, tmp_path: Path) -> N
         OnnxSession(path, device="cpu", threads=1)
 
 
-def test_a_file_without_a_digest_is_refused_and_one_with_a_digest_gets_no_second(
-    exported: Path, tmp_path: Path
-) -> None:
+def test_a_file_without_a_digest_is_refused_and_one_with_a_digest_gets_no_second(exported, tmp_path):
     content, path = exported.read_bytes(), tmp_path / "m.onnx"
     path.write_bytes(content.replace(onnx_file.read_metadata(exported).file_sha256.encode(), b"0" * 64))
     assert not _passes(path)

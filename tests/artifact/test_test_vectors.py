@@ -1,10 +1,7 @@
 """Stored images and outputs: exact in, exact out; damage is one line."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ REFERENCE = Reference(
 )
 
 
-def _assert_equal(one: Reference, other: Reference) -> None:
+def _assert_equal(one, other):
     for before, after in (
         (one.images, other.images),
         (one.outputs.logits, other.outputs.logits),
@@ -52,7 +49,7 @@ SPECIAL = np.array([[np.inf, -np.inf, np.float32(1e-45), -0.0]] * 3, np.float32)
     ],
     ids=["evidence", "logits alone", "special values"],
 )
-def test_images_and_outputs_come_back_exactly_through_plain_json(reference: Reference) -> None:
+def test_images_and_outputs_come_back_exactly_through_plain_json(reference):
     document = test_vectors.pack(reference)
     assert json.loads(json.dumps(document)) == document
     _assert_equal(reference, test_vectors.unpack(document, "m"))
@@ -76,14 +73,14 @@ PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAW
     ],
     ids=str,
 )  # fmt: skip
-def test_damaged_vectors_are_refused_in_one_line(change: dict[str, Any]) -> None:
+def test_damaged_vectors_are_refused_in_one_line(change):
     with pytest.raises(ArtifactError) as error:
         test_vectors.unpack({**test_vectors.pack(REFERENCE), **change}, "m.onnx")
     assert str(error.value).startswith("m.onnx: ")
     assert "\n" not in str(error.value)
 
 
-def test_rows_of_outputs_joined_are_the_whole() -> None:
+def test_rows_of_outputs_joined_are_the_whole():
     outputs = REFERENCE.outputs
     parts = [outputs.rows(0, 1), outputs.rows(1, 3)]
     joined = Outputs.concatenate(parts)
@@ -92,7 +89,7 @@ def test_rows_of_outputs_joined_are_the_whole() -> None:
     _assert_equal(replace(REFERENCE, outputs=joined), REFERENCE)
 
 
-def test_a_cosine_is_the_embedding_times_the_anchor() -> None:
+def test_a_cosine_is_the_embedding_times_the_anchor():
     scores = REFERENCE.outputs.scores
     assert scores is not None
     anchors = np.kron(np.eye(4), np.full((1, 5), 1 / np.sqrt(5)))

@@ -1,20 +1,16 @@
 """Changes between two sets of records, on examples that can be worked out by hand."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import hashlib
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from opal_deploy.auditing.model_diff import KINDS, DiffReport, compare_results
+from opal_deploy.auditing.model_diff import KINDS, compare_results
 from opal_deploy.auditing.model_diff_page import render_page
 from opal_deploy.auditing.results_reader import RecordIndex
 from opal_deploy.errors import UsageError
@@ -23,7 +19,7 @@ from opal_deploy.records.record import error_record
 HOSTILE = "</title><script>alert(1)</script>\"'<img src=x onerror=alert(1)>"
 
 
-def record(name: str | None, label: str = "ash", margin: float = 0.5, **changes: Any) -> Any:
+def record(name, label="ash", margin=0.5, **changes):
     answer = {"class_id": 0, "label": label, "logit": -0.5, "cosine": 0.75}
     slots = [
         {"slot": s, "channel": s, "cell": [0, s], "score": 0.5, "contribution": 0.375,
@@ -35,14 +31,14 @@ def record(name: str | None, label: str = "ash", margin: float = 0.5, **changes:
     return copy.deepcopy({**made, **changes})
 
 
-def moved(name: str, slots: int = 1) -> Any:
+def moved(name, slots=1):
     made = record(name)
     for slot in made["evidence"][:slots]:
         slot.update(cell=[3, slot["slot"]], box=[slot["box"][0], 30.0, slot["box"][2], 40.0])
     return made
 
 
-def compare(folder: Path, before: list[Any], after: list[Any], keep: int = 20) -> DiffReport:
+def compare(folder, before, after, keep=20):
     path = folder / "after.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in after))
     index = RecordIndex(path)
@@ -52,11 +48,11 @@ def compare(folder: Path, before: list[Any], after: list[Any], keep: int = 20) -
         index.close()
 
 
-def kinds(report: DiffReport) -> dict[str, int]:
+def kinds(report):
     return {kind: count for kind, count in report.kinds.items() if count}
 
 
-def test_every_kind_is_told_apart_and_the_worst_comes_first(tmp_path: Path) -> None:
+def test_every_kind_is_told_apart_and_the_worst_comes_first(tmp_path):
     contribution = record("contribution")
     contribution["evidence"][1]["contribution"] += 0.02
     pairs = [
@@ -83,7 +79,7 @@ def test_every_kind_is_told_apart_and_the_worst_comes_first(tmp_path: Path) -> N
     assert report.worst[4][0].moved == (0, 1)
 
 
-def test_only_the_worst_are_kept(tmp_path: Path) -> None:
+def test_only_the_worst_are_kept(tmp_path):
     names = [str(number) for number in range(30)]
     after = [record(name, "birch") if name == "17" else moved(name) for name in names]
     report = compare(tmp_path, [record(name) for name in names], after, keep=3)
@@ -92,7 +88,7 @@ def test_only_the_worst_are_kept(tmp_path: Path) -> None:
     assert compare(tmp_path, [record("a")], [moved("a")], keep=0).worst == []
 
 
-def test_images_are_paired_by_name_and_classes_by_label(tmp_path: Path) -> None:
+def test_images_are_paired_by_name_and_classes_by_label(tmp_path):
     before = [record("a"), record("b"), record("b"), record(None)]
     after = [record("c"), record("a"), record("a"), record("d"), record(None)]
     report = compare(tmp_path, before, after)
@@ -110,7 +106,7 @@ def test_images_are_paired_by_name_and_classes_by_label(tmp_path: Path) -> None:
     assert "the image is another" in str(report.worst[0][0])
 
 
-def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path: Path) -> None:
+def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path):
     finer = record("a")
     finer["evidence"][0].update(cell=[1, 1], box=[5.0, 5.0, 10.0, 10.0])
     finer["evidence"][1].update(cell=[0, 7], box=[35.0, 0.0, 40.0, 5.0])
@@ -127,18 +123,18 @@ def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path: Path) ->
         (error_record("a", "not_found", ""), ("error", "class", "cell", "contribution", "margin", "any")),
     ],
 )
-def test_a_gate_closes_for_its_kind_and_for_worse(tmp_path: Path, after: Any, fails: tuple[str, ...]) -> None:
+def test_a_gate_closes_for_its_kind_and_for_worse(tmp_path, after, fails):
     report = compare(tmp_path, [record("a")], [after])
     assert tuple(kind for kind in (*KINDS[:-1], "any") if report.has(kind)) == fails
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(record("a")) + '\n{"schema": 1')
     with pytest.raises(UsageError, match="line 2 is not a whole record"):
         RecordIndex(tmp_path / "a.jsonl")
 
 
-def test_the_page_of_no_changes_allows_its_own_style(tmp_path: Path) -> None:
+def test_the_page_of_no_changes_allows_its_own_style(tmp_path):
     both = [record("a"), error_record("b", "not_found", "no such file")]
     report = compare(tmp_path, both, both)
     assert (kinds(report), report.worst, report.changed) == ({"same": 2}, [], 0)
@@ -150,12 +146,12 @@ def test_the_page_of_no_changes_allows_its_own_style(tmp_path: Path) -> None:
     assert "Nothing changed." in text
 
 
-def test_nothing_from_outside_becomes_markup_on_the_page(tmp_path: Path) -> None:
+def test_nothing_from_outside_becomes_markup_on_the_page(tmp_path):
     report = compare(tmp_path, [record(HOSTILE, HOSTILE)], [record(HOSTILE, HOSTILE + "2")])
     text = render_page(report, (HOSTILE, HOSTILE), lambda record: Image.new("RGB", (40, 40)))
-    tags: list[tuple[str, dict[str, str | None]]] = []
+    tags = []
     parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))  # type: ignore[method-assign]
+    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
     parser.feed(text)
     assert "script" not in {tag for tag, _ in tags}
     assert not any(name.startswith("on") for _, attributes in tags for name in attributes)

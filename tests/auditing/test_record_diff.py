@@ -1,24 +1,20 @@
 """A recorded explanation against a computed one: discrete fields exactly, numbers nearly, ties by their rule."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any, cast
 
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.record_diff import Tolerance, diff_records
-from opal_deploy.records.record import Record
 
 TOLERANCE = Tolerance(cosine=1e-3, logit=1e-3, score=1e-3, tie=1e-2)
 
 
-def answer(class_id: int, cosine: float) -> dict[str, Any]:
+def answer(class_id, cosine):
     return {"class_id": class_id, "label": "abc"[class_id], "logit": -cosine, "cosine": cosine}
 
 
-def computed(first: int = 0, margin: float = 0.5) -> Record:
+def computed(first=0, margin=0.5):
     """All three classes are listed, as `verify_records` requests."""
     rest = [c for c in range(3) if c != first]
     top = [answer(first, 0.75), answer(rest[0], 0.75 - margin), answer(rest[1], 0.125)]
@@ -29,21 +25,21 @@ def computed(first: int = 0, margin: float = 0.5) -> Record:
     ]  # fmt: skip
     record = {"schema": 1, "image": "a", "status": "ok", "width": 20, "height": 80, "prediction": top[0],
               "margin": margin, "top": top, "evidence": slots}  # fmt: skip
-    return cast(Record, copy.deepcopy(record))
+    return copy.deepcopy(record)
 
 
-def recorded(**changes: Any) -> Any:
+def recorded(**changes):
     """A record as of `infer --top 2`."""
-    record: Any = computed()
+    record = computed()
     record["top"] = record["top"][:2]
     return {**record, **changes}
 
 
-def fields(old: Any, new: Record | None = None, **options: Any) -> list[str]:
+def fields(old, new=None, **options):
     return [d.field for d in diff_records(old, computed() if new is None else new, TOLERANCE, **options)]
 
 
-def test_equal_records_have_no_difference() -> None:
+def test_equal_records_have_no_difference():
     assert fields(recorded()) == []
     # fields that no model computes
     old = recorded(truth="c", overlay="overlays/x.jpg")
@@ -53,7 +49,7 @@ def test_equal_records_have_no_difference() -> None:
 
 @pytest.mark.parametrize("name", ["logit", "cosine", "score", "contribution"])
 @pytest.mark.parametrize(("change", "differs"), [(0.0009, False), (0.0012, True), (-0.0012, True)])
-def test_numbers_may_differ_within_the_tolerance(name: str, change: float, differs: bool) -> None:
+def test_numbers_may_differ_within_the_tolerance(name, change, differs):
     old = recorded()
     if name in old["prediction"]:
         old["prediction"][name] += change
@@ -65,7 +61,7 @@ def test_numbers_may_differ_within_the_tolerance(name: str, change: float, diffe
 
 
 @pytest.mark.parametrize("value", [None, "0.5", True, [0.5], float("nan"), float("inf"), 10**400, {}])
-def test_anything_but_a_number_is_a_difference(value: Any) -> None:
+def test_anything_but_a_number_is_a_difference(value):
     old = recorded(margin=value)
     old["evidence"][0]["score"] = value
     assert fields(old) == ["margin", "evidence[0].score"]
@@ -73,11 +69,11 @@ def test_anything_but_a_number_is_a_difference(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [1], [None, None]])
 @pytest.mark.parametrize("name", ["prediction", "top", "evidence"])
-def test_any_json_may_stand_in_a_record(name: str, value: Any) -> None:
+def test_any_json_may_stand_in_a_record(name, value):
     assert fields(recorded(**{name: value})) != []
 
 
-def test_missing_and_unknown_keys_are_differences() -> None:
+def test_missing_and_unknown_keys_are_differences():
     old = recorded(note="trust me", schema=True)
     del old["margin"]
     old["evidence"][0]["weight"] = 1
@@ -86,13 +82,13 @@ def test_missing_and_unknown_keys_are_differences() -> None:
     assert fields(old) == ["schema", "margin", "evidence[0].weight", "evidence[1].box", "note"]
 
 
-def test_another_cell_is_a_difference_unless_it_is_tied() -> None:
+def test_another_cell_is_a_difference_unless_it_is_tied():
     old = recorded()
     old["evidence"][1].update(cell=[0, 0], box=[0.0, 0.0, 10.0, 20.0])
     assert fields(old) == ["evidence[1].cell", "evidence[1].box"]
     calls = []
 
-    def is_tied(channel: int, cell: list[int]) -> bool:
+    def is_tied(channel, cell):
         calls.append((channel, cell))
         return True
 
@@ -103,7 +99,7 @@ def test_another_cell_is_a_difference_unless_it_is_tied() -> None:
     assert fields(old, is_tied=is_tied) == ["evidence[1].box"]
 
 
-def test_the_class_may_be_another_only_where_the_margin_is_nothing() -> None:
+def test_the_class_may_be_another_only_where_the_margin_is_nothing():
     close = recorded(margin=0.0004)
     close["top"] = [answer(0, 0.75), answer(1, 0.7496)]
     assert fields(close, computed(1, 0.0004)) == []
@@ -113,7 +109,7 @@ def test_the_class_may_be_another_only_where_the_margin_is_nothing() -> None:
     assert "prediction.cosine" in fields(close, computed(1, 0.0004))
 
 
-def test_the_list_of_classes_has_to_be_the_best_in_their_order() -> None:
+def test_the_list_of_classes_has_to_be_the_best_in_their_order():
     old = recorded()
     old["top"][1] = answer(2, 0.125)
     assert fields(old) == ["top[1].class_id"]
@@ -122,8 +118,8 @@ def test_the_list_of_classes_has_to_be_the_best_in_their_order() -> None:
     assert fields(recorded(top=[answer(1, 0.25)])) == ["top[0].class_id", "top[0]"]
 
 
-def test_every_precision_has_a_tolerance_and_fp32_that_of_verify() -> None:
-    def tolerance(**options: Any) -> Tolerance:
+def test_every_precision_has_a_tolerance_and_fp32_that_of_verify():
+    def tolerance(**options):
         head = {"distance": "l2", "epsilon": 1e-8}
         return Tolerance.for_model(Metadata(("a",), 1, head, "exact", "none", (1, 1), (8, 8), **options))
 

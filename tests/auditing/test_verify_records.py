@@ -1,29 +1,23 @@
 """Records computed again: whatever was changed in one, in its image or in the model, is found and named."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 import opal_deploy
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.auditing.verify_records import CheckOptions, RecordsReport, sample_lines, verify_records
+from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
 from opal_deploy.inference.sources.annotations import FolderLabels
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 
-Verify = Callable[..., RecordsReport]
-
 
 @pytest.fixture(scope="module")
-def folder(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_pictures, tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
     make_pictures(folder, 4)
     (folder / "broken.png").write_bytes((folder / "000.png").read_bytes()[:200])
@@ -32,31 +26,31 @@ def folder(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def records(exact_model: Path, folder: Path) -> list[Any]:
+def records(exact_model, folder):
     paths = sorted(folder.iterdir())
-    return json.loads(json.dumps(opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, top=3)))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, top=3)))
 
 
 @pytest.fixture(scope="module")
-def answered(records: list[Any]) -> Any:
+def answered(records):
     return next(record for record in records if record["status"] == "ok")
 
 
 @pytest.fixture(scope="module")
-def verify(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Verify:
+def verify(exact_model, tmp_path_factory):
     """Verify records, with these fields of the check changed."""
     session = OnnxSession(exact_model, device="cpu", threads=1)
     check = CheckOptions(compute_sha256(exact_model), inference=InferenceOptions(batch=8))
     path = tmp_path_factory.mktemp("verify") / "results.jsonl"
 
-    def run(records: list[Any], more: str = "", lines: frozenset[int] | None = None, **changes: Any) -> RecordsReport:
+    def run(records, more="", lines=None, **changes):
         path.write_text("".join(json.dumps(record) + "\n" for record in records) + more)
         return verify_records(path, session, replace(check, **changes), lines)
 
     return run
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def leaves(value, path=()):
     """Paths to everything in a record that holds nothing else."""
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -65,7 +59,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-def tamper(record: Any, path: tuple[Any, ...]) -> Any:
+def tamper(record, path):
     """The record with one value changed to another of its kind, by as little as somebody would bother to."""
     changed = copy.deepcopy(record)
     holder = changed
@@ -81,7 +75,7 @@ def tamper(record: Any, path: tuple[Any, ...]) -> Any:
     return changed
 
 
-def test_a_change_of_any_field_is_found_and_named(verify: Verify, records: list[Any], answered: Any) -> None:
+def test_a_change_of_any_field_is_found_and_named(verify, records, answered):
     failed = next(record for record in records if record["status"] == "error")
     cases = [(record, path) for record in (answered, failed) for path in leaves(record)]
     assert len(cases) > 50
@@ -104,14 +98,14 @@ def test_a_change_of_any_field_is_found_and_named(verify: Verify, records: list[
             assert any(name == field or name.startswith(f"{field}[") for field in fields), (path, fields)
 
 
-def test_a_missing_or_additional_field_is_found(verify: Verify, answered: Any) -> None:
+def test_a_missing_or_additional_field_is_found(verify, answered):
     cases = [{k: v for k, v in answered.items() if k != key} for key in answered]
     cases += [{**answered, "note": 1}, {**answered, "overlay": "../../etc/passwd"}]
     cases += [{**answered, "evidence": answered["evidence"][::-1]}, {**answered, "evidence": answered["evidence"][:-1]}]
     assert {finding.line for finding in verify(cases).findings} == set(range(1, len(cases) + 1))
 
 
-def test_one_pixel_of_an_image_is_enough(verify: Verify, records: list[Any]) -> None:
+def test_one_pixel_of_an_image_is_enough(verify, records):
     path = Path(next(record["image"] for record in records if record["image"].endswith("002.png")))
     before = path.read_bytes()
     with Image.open(path) as image:
@@ -126,9 +120,7 @@ def test_one_pixel_of_an_image_is_enough(verify: Verify, records: list[Any]) -> 
     assert "the image is another one than was explained" in str(finding)
 
 
-def test_untouched_records_are_what_the_model_computes(
-    verify: Verify, records: list[Any], answered: Any, folder: Path
-) -> None:
+def test_untouched_records_are_what_the_model_computes(verify, records, answered, folder):
     report = verify(records)
     assert (report.records, report.checked, report.identical, report.different, report.findings) == (6, 6, 6, 0, [])
     other = verify(records, model_sha256="0" * 64)
@@ -143,7 +135,7 @@ def test_untouched_records_are_what_the_model_computes(
     assert [finding.line for finding in fewer.findings] == [1]
 
 
-def test_a_truth_is_checked_where_labels_are_given(verify: Verify, records: list[Any], folder: Path) -> None:
+def test_a_truth_is_checked_where_labels_are_given(verify, records, folder):
     labelled = [{**record, "truth": folder.name} for record in records]
     assert verify(labelled).truths_unchecked == len(records)
     assert verify(labelled, labels=FolderLabels()).different == 0
@@ -151,14 +143,14 @@ def test_a_truth_is_checked_where_labels_are_given(verify: Verify, records: list
     assert finding.differences[0].field == "truth"
 
 
-def test_an_error_of_a_busy_machine_need_not_happen_again(verify: Verify, answered: Any) -> None:
+def test_an_error_of_a_busy_machine_need_not_happen_again(verify, answered):
     late = {key: answered[key] for key in ("schema", "image", "model_sha256")}
     late |= {"status": "error", "file_sha256": None, "error": {"code": "decode_timeout", "message": "30 s"}}
     report = verify([late])
     assert (report.different, report.not_repeatable) == (0, 1)
 
 
-def test_a_sample_has_its_size_and_is_the_same_for_a_seed(tmp_path: Path, records: list[Any]) -> None:
+def test_a_sample_has_its_size_and_is_the_same_for_a_seed(tmp_path, records):
     path = tmp_path / "results.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert sample_lines(path, None, 0) == sample_lines(path, 6, 0) == (6, None)
@@ -170,6 +162,6 @@ def test_a_sample_has_its_size_and_is_the_same_for_a_seed(tmp_path: Path, record
     assert len({sample_lines(path, 3, seed)[1] for seed in range(30)}) > 5
 
 
-def test_a_damaged_line_is_found_in_any_sample(verify: Verify, records: list[Any]) -> None:
+def test_a_damaged_line_is_found_in_any_sample(verify, records):
     report = verify(records, more='{"schema": 1, "ima', lines=frozenset([1]))
     assert (report.checked, report.different, report.findings[0].line) == (1, 1, 7)

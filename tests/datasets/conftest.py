@@ -1,8 +1,5 @@
 """Real lists and photographs, where they lie beside the project."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,8 @@ SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Callable[[str], Path]:
-    def find(name: str) -> Path:
+def shared_data():
+    def find(name):
         folder = SHARED_DATA / name
         if not folder.is_dir():
             pytest.skip(f"no {folder}")

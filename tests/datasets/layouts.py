@@ -1,10 +1,6 @@
 """Writers of small data sets in their official layouts, with images whose bytes no other has."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -13,7 +9,7 @@ from scipy.io import savemat
 _numbers = itertools.count()
 
 
-def draw(path: Path, size: tuple[int, int] = (16, 12), format: str | None = None) -> Path:
+def draw(path, size=(16, 12), format=None):
     number = next(_numbers)
     path.parent.mkdir(parents=True, exist_ok=True)
     color = (number % 256, number // 256 % 256, 30)
@@ -21,19 +17,19 @@ def draw(path: Path, size: tuple[int, int] = (16, 12), format: str | None = None
     return path
 
 
-def write_lines(path: Path, lines: Sequence[object]) -> None:
+def write_lines(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def write_class_folders(root: Path, names: Sequence[str] = "ab", count: int = 5) -> Path:
+def write_class_folders(root, names="ab", count=5):
     for name in names:
         for index in range(count):
             draw(root / name / f"{index}.png")
     return root
 
 
-def write_cub(root: Path) -> Path:
+def write_cub(root):
     """Two classes with three training images and one test image each."""
     names = [f"{c}/{i}.png" for c in ("001.Auk", "002.Jay") for i in range(4)]
     for name in names:
@@ -50,7 +46,7 @@ def write_cub(root: Path) -> Path:
     return root
 
 
-def write_parts(root: Path) -> Path:
+def write_parts(root):
     """CUB with two parts of each image, image i's beak at (i, 10.5), its tail invisible."""
     write_cub(root)
     write_lines(root / "parts" / "parts.txt", ["1 beak", "2 left tail"])
@@ -59,11 +55,11 @@ def write_parts(root: Path) -> Path:
     return root
 
 
-def write_cub100_table(root: Path, name: str, rows: Sequence[tuple[object, object]]) -> None:
+def write_cub100_table(root, name, rows):
     write_lines(root / name, [f"{key}, {value}" for key, value in rows])
 
 
-def write_cub100(root: Path) -> Path:
+def write_cub100(root):
     """Two classes of six images, the last of each for testing."""
     names = [f"{name}/{i:04}.jpg" for name in ("Wren", "Auk") for i in range(6)]
     for name in names:
@@ -79,7 +75,7 @@ def write_cub100(root: Path) -> Path:
 BREEDS = {"n02085782-Chihuahua": 2, "n02085936-Zebra_dog": 1}
 
 
-def annotate_dog(path: Path, *boxes: tuple[object, int, int, int]) -> None:
+def annotate_dog(path, *boxes):
     corners = ("xmin", "ymin", "xmax", "ymax")
     objects = "".join(
         "<object><name>dog</name><bndbox>"
@@ -90,7 +86,7 @@ def annotate_dog(path: Path, *boxes: tuple[object, int, int, int]) -> None:
     write_lines(path, [f"<annotation><folder>x</folder>{objects}</annotation>"])
 
 
-def write_dogs_list(path: Path, files: Sequence[str], labels: Sequence[int]) -> None:
+def write_dogs_list(path, files, labels):
     """As the official lists: an N x 1 cell array of strings, an N x 1 matrix."""
     cells = np.empty((len(files), 1), dtype=object)
     cells[:, 0] = files
@@ -98,7 +94,7 @@ def write_dogs_list(path: Path, files: Sequence[str], labels: Sequence[int]) -> 
     savemat(path, {"file_list": cells, "annotation_list": cells, "labels": np.array(labels, np.uint8)[:, None]})
 
 
-def write_dogs(root: Path) -> Path:
+def write_dogs(root):
     """Two breeds with five training and two test images each."""
     files = {label: [f"{breed}/{breed[:9]}_{i}.jpg" for i in range(7)] for breed, label in BREEDS.items()}
     for name in [name for names in files.values() for name in names]:
@@ -114,7 +110,7 @@ def write_dogs(root: Path) -> Path:
 CARS = ["Volvo C30 Hatchback 2012", "AM General Hummer SUV 2000"]
 
 
-def annotate_cars(path: Path, rows: Sequence[tuple[str, int]]) -> None:
+def annotate_cars(path, rows):
     """As the official files: a 1 x N struct array."""
     fields = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname")
     table = np.empty((1, len(rows)), dtype=[(field, object) for field in fields])
@@ -123,7 +119,7 @@ def annotate_cars(path: Path, rows: Sequence[tuple[str, int]]) -> None:
     savemat(path, {"annotations": table})
 
 
-def write_cars(root: Path) -> Path:
+def write_cars(root):
     """Two models with five training images and one test image each."""
     (root / "devkit").mkdir(parents=True)
     train = [(f"{i + 1:05}.jpg", 1 + i % 2) for i in range(10)]
@@ -143,12 +139,12 @@ def write_cars(root: Path) -> Path:
 PETS = ["Abyssinian", "american_bulldog", "Bengal"]
 
 
-def write_pets_list(root: Path, split: str, rows: Sequence[tuple[str, int]]) -> None:
+def write_pets_list(root, split, rows):
     lines = [f"{name} {class_id} {1 if name[0].isupper() else 2} 1" for name, class_id in rows]
     write_lines(root / "annotations" / f"{split}.txt", lines)
 
 
-def write_pets(root: Path) -> Path:
+def write_pets(root):
     """Three breeds with five training images and one test image each."""
     for split, numbers in (("trainval", range(1, 6)), ("test", range(6, 7))):
         rows = [(f"{breed}_{i}", class_id) for class_id, breed in enumerate(PETS, 1) for i in numbers]
@@ -158,11 +154,11 @@ def write_pets(root: Path) -> Path:
     return root
 
 
-def write_dtd_list(root: Path, split: str, partition: int, names: Sequence[str]) -> None:
+def write_dtd_list(root, split, partition, names):
     write_lines(root / "labels" / f"{split}{partition}.txt", names)
 
 
-def write_dtd(root: Path) -> Path:
+def write_dtd(root):
     """Two textures of six images; partition p starts with image p - 1."""
     for name in ("woven", "banded"):
         for i in range(6):
@@ -178,14 +174,14 @@ def write_dtd(root: Path) -> Path:
 SCENES = ["/a/abbey", "/a/apartment_building/outdoor", "/b/bakery/shop"]
 
 
-def write_sun397_partition(place: Path, number: int, scenes: Sequence[str] = SCENES) -> None:
+def write_sun397_partition(place, number, scenes=SCENES):
     """Five training images and one test image of each scene, from image `number` - 1 on."""
     for split, numbers in (("Training", range(5)), ("Testing", range(5, 6))):
         lines = [f"{scene}/sun_{(number - 1 + i) % 8}.jpg\r" for scene in scenes for i in numbers]
         write_lines(place / f"{split}_{number:02}.txt", lines)
 
 
-def write_sun397_archive(root: Path) -> Path:
+def write_sun397_archive(root):
     """Three scenes of eight images, without partitions."""
     for scene in SCENES:
         for i in range(8):
@@ -194,7 +190,7 @@ def write_sun397_archive(root: Path) -> Path:
     return root
 
 
-def write_sun397(root: Path) -> Path:
+def write_sun397(root):
     write_sun397_archive(root)
     for number in (1, 4):
         write_sun397_partition(root, number)
@@ -211,7 +207,7 @@ WNIDS = ["n01440764", "n02119789"]
 WNID_NAMES = ["n01440764 tench", "n02119789 kit fox"]
 
 
-def write_flat_imagenet(root: Path) -> Path:
+def write_flat_imagenet(root):
     """Two classes of five training images, and three validation images without class folders."""
     for wnid in WNIDS:
         for i in range(5):
@@ -221,7 +217,7 @@ def write_flat_imagenet(root: Path) -> Path:
     return root
 
 
-def write_devkit(root: Path, truth: str = "2\n1\n1\n") -> None:
+def write_devkit(root, truth="2\n1\n1\n"):
     folder = root / "ILSVRC2012_devkit_t12" / "data"
     folder.mkdir(parents=True)
     fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height")
@@ -232,7 +228,7 @@ def write_devkit(root: Path, truth: str = "2\n1\n1\n") -> None:
     (folder / "ILSVRC2012_validation_ground_truth.txt").write_text(truth)
 
 
-def write_kaggle_files(root: Path) -> None:
+def write_kaggle_files(root):
     write_lines(root / "LOC_val_solution.csv", [
         "ImageId,PredictionString",
         "ILSVRC2012_val_00000003,n02119789 85 1 499 272 n02119789 1 2 3 4 ",
@@ -242,17 +238,17 @@ def write_kaggle_files(root: Path) -> None:
     write_lines(root / "LOC_synset_mapping.txt", ["n01440764 tench, Tinca tinca", "n02119789 kit fox, Vulpes macrotis"])
 
 
-def write_imagenet(root: Path) -> Path:
+def write_imagenet(root):
     write_kaggle_files(write_flat_imagenet(root))
     return root
 
 
-def write_imagenet_devkit(root: Path) -> Path:
+def write_imagenet_devkit(root):
     write_devkit(write_flat_imagenet(root))
     return root
 
 
-def write_caltech101(root: Path) -> Path:
+def write_caltech101(root):
     """Two classes of ten images, and the background."""
     for name in ("accordion", "Faces", "BACKGROUND_Google"):
         for i in range(1, 11):
@@ -260,7 +256,7 @@ def write_caltech101(root: Path) -> Path:
     return root
 
 
-def write_image_folder(root: Path) -> Path:
+def write_image_folder(root):
     for split, count in (("train", 4), ("val", 2), ("test", 3)):
         write_class_folders(root / split, count=count)
     return root

@@ -1,10 +1,6 @@
 """What is wrong with files is found before the first epoch."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +12,7 @@ from tests.datasets.layouts import draw, write_class_folders, write_cub
 
 
 class TestUnreadableFiles:
-    def test_they_are_left_out_and_named_up_to_the_twentieth(self, tmp_path: Path) -> None:
+    def test_they_are_left_out_and_named_up_to_the_twentieth(self, tmp_path):
         write_class_folders(tmp_path)
         (tmp_path / "a" / "zero.jpg").touch()
         (tmp_path / "b" / "text.jpg").write_text("hello")
@@ -38,7 +34,7 @@ AUK, JAY = "001.Auk/3.png", "002.Jay/3.png"
 JAYS_TO_TRAIN_ON = tuple(f"002.Jay/{i}.png" for i in range(3))
 
 
-def write_cub_without(root: Path, *names: str) -> None:
+def write_cub_without(root, *names):
     write_cub(root)
     for name in names:
         (root / "images" / name).unlink()
@@ -56,9 +52,7 @@ class TestMissingImages:
         ],
         ids=["one", "all of the test split"],
     )  # fmt: skip
-    def test_all_are_named_and_skip_missing_leaves_them_out_with_a_warning(
-        self, tmp_path: Path, names: tuple[str, ...], warnings: list[str]
-    ) -> None:
+    def test_all_are_named_and_skip_missing_leaves_them_out_with_a_warning(self, tmp_path, names, warnings):
         write_cub_without(tmp_path, *names)
         with pytest.raises(UsageError, match=rf"{len(names)} of 8 listed .* missing: images/{names[0]}.*skip-missing"):
             read_dataset(tmp_path)
@@ -67,13 +61,13 @@ class TestMissingImages:
         assert found.skipped == [tmp_path / "images" / name for name in names]
         assert found.warnings == warnings
 
-    def test_what_is_refused_as_missing_is_not_called_empty_as_well(self, tmp_path: Path) -> None:
+    def test_what_is_refused_as_missing_is_not_called_empty_as_well(self, tmp_path):
         write_cub_without(tmp_path, *JAYS_TO_TRAIN_ON)
         with pytest.raises(UsageError) as caught:
             read_dataset(tmp_path)
         assert "is left" not in str(caught.value)
 
-    def test_what_else_is_wrong_is_named_with_them(self, tmp_path: Path) -> None:
+    def test_what_else_is_wrong_is_named_with_them(self, tmp_path):
         write_cub_without(tmp_path, AUK)
         images = tmp_path / "images"
         (images / "002.Jay" / "0.png").write_text("hello")
@@ -91,13 +85,13 @@ class TestMissingImages:
         assert "\n" not in str(caught.value)
 
 
-def _write_an_unreadable_class(root: Path) -> None:
+def _write_an_unreadable_class(root):
     write_class_folders(root)
     (root / "c").mkdir()
     (root / "c" / "zero.jpg").touch()
 
 
-def _write_an_unreadable_validation_split(root: Path) -> None:
+def _write_an_unreadable_validation_split(root):
     write_class_folders(root / "train")
     for name in "ab":
         (root / "val" / name).mkdir(parents=True)
@@ -113,9 +107,7 @@ def _write_an_unreadable_validation_split(root: Path) -> None:
     ],
     ids=["an unreadable class", "a missing class", "an unreadable validation split"],
 )
-def test_a_class_or_validation_split_with_nothing_left_is_an_error(
-    tmp_path: Path, write: Callable[[Path], None], message: str
-) -> None:
+def test_a_class_or_validation_split_with_nothing_left_is_an_error(tmp_path, write, message):
     write(tmp_path)
     with pytest.raises(UsageError, match=message):
         read_dataset(tmp_path, skip_missing=True)
@@ -124,7 +116,7 @@ def test_a_class_or_validation_split_with_nothing_left_is_an_error(
 class TestUnlistedImages:
     """There, but in no list."""
 
-    def test_they_are_a_warning(self, tmp_path: Path) -> None:
+    def test_they_are_a_warning(self, tmp_path):
         write_cub(tmp_path)
         draw(tmp_path / "images" / "001.Auk" / "extra.jpg")
         draw(tmp_path / "images" / ".thumbnails" / "0.jpg")
@@ -166,7 +158,7 @@ class TestDoubledImages:
             "two labels", "two splits and two labels",
         ],
     )  # fmt: skip
-    def test_each_kind_says_what_it_is(self, tmp_path: Path, splits: dict[str, list[str]], expected: list[str]) -> None:
+    def test_each_kind_says_what_it_is(self, tmp_path, splits, expected):
         """Of `a` and `b`, which are one image, and `c`, which is another."""
         draw(tmp_path / "a.png")
         shutil.copy(tmp_path / "a.png", tmp_path / "b.png")
@@ -178,14 +170,14 @@ class TestDoubledImages:
         )
         assert checks.duplicate_warnings(DataSet(tmp_path, "", names, train, val, test)) == expected
 
-    def test_they_are_looked_for_after_validation_was_set_aside(self, tmp_path: Path) -> None:
+    def test_they_are_looked_for_after_validation_was_set_aside(self, tmp_path):
         write_class_folders(tmp_path, count=5)
         for index in range(1, 5):
             shutil.copy(tmp_path / "a" / "0.png", tmp_path / "a" / f"{index}.png")
         found = read_dataset(tmp_path)
         assert any("a/" in line and "(val)" in line for line in found.warnings)
 
-    def test_files_alike_in_length_and_first_4_kb_are_compared_in_full(self, tmp_path: Path) -> None:
+    def test_files_alike_in_length_and_first_4_kb_are_compared_in_full(self, tmp_path):
         start = b"x" * 5000
         paths = [tmp_path / name for name in "abcde"]
         contents = (start + b"1", start + b"2", start + b"1", b"y" + start, b"short")
@@ -193,13 +185,13 @@ class TestDoubledImages:
             path.write_bytes(content)
         assert checks.find_identical_files(paths) == [[paths[0], paths[2]]]
 
-    def test_unlike_files_are_not_read_in_full(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unlike_files_are_not_read_in_full(self, tmp_path, monkeypatch):
         for name in "abc":
             (tmp_path / name).write_bytes(name.encode() * 5000)
         monkeypatch.setattr(checks, "_hash_file", lambda path: pytest.fail(f"read {path} in full"))
         assert checks.find_identical_files([tmp_path / name for name in "abc"]) == []
 
 
-def test_files_are_looked_at_a_few_at_a_time_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_looked_at_a_few_at_a_time_and_in_their_order(monkeypatch):
     monkeypatch.setattr(checks, "_CHUNK_SIZE", 3)
     assert list(checks.map_in_threads(lambda n: n * n, range(10))) == [n * n for n in range(10)]

@@ -1,11 +1,8 @@
 """CUB's part tables: which row belongs to which image, and where a part lies on the cropped input."""
 
-from __future__ import annotations
-
 import errno
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from opal_deploy.errors import UsageError
 from tests.datasets.layouts import write_cub, write_parts
 
 
-def _one(point: tuple[float, float], box: tuple[float, float, float, float]) -> PartLocations:
+def _one(point, box):
     return PartLocations(("beak",), np.array([[point]]), np.array([[True]]), np.array([box]))
 
 
@@ -30,21 +27,19 @@ def _one(point: tuple[float, float], box: tuple[float, float, float, float]) -> 
         ((8.0, 10.0), (10.0, 10.0, 300.0, 300.0), (-1, 0)),  # -1.5, toward zero and not down
     ],
 )
-def test_truncated_coordinates(
-    point: tuple[float, float], box: tuple[float, float, float, float], expected: tuple[int, int]
-) -> None:
+def test_truncated_coordinates(point, box, expected):
     assert tuple(_one(point, box).truncated_input_points(224)[0, 0]) == expected
     bx, by, bw, bh = map(int, box)  # the formula of the published protocol
     assert expected == (int(224 * ((int(point[0]) - bx) / bw)), int(224 * ((int(point[1]) - by) / bh)))
 
 
-def test_exact_coordinates_keep_their_fractions() -> None:
+def test_exact_coordinates_keep_their_fractions():
     parts = _one((31.5, 20.0), (10.5, 10.0, 42.0, 40.0))
     assert parts.input_points(224)[0, 0].tolist() == [112.0, 56.0]
 
 
 @pytest.mark.parametrize("change", ["", "tabs", "byte order mark"])
-def test_rows_are_those_of_the_samples(change: str, tmp_path: Path) -> None:
+def test_rows_are_those_of_the_samples(change, tmp_path):
     root = write_parts(tmp_path)
     for table in root.rglob("*.txt") if change else ():
         text = table.read_text()
@@ -57,7 +52,7 @@ def test_rows_are_those_of_the_samples(change: str, tmp_path: Path) -> None:
     assert parts.names == ("beak", "left tail")
 
 
-def test_only_cub_with_its_part_table_has_parts(tmp_path: Path) -> None:
+def test_only_cub_with_its_part_table_has_parts(tmp_path):
     data = read_dataset(write_parts(tmp_path / "parts"))
     assert has_parts(data)
     assert not has_parts(replace(data, layout="imagefolder"))
@@ -80,9 +75,7 @@ def test_only_cub_with_its_part_table_has_parts(tmp_path: Path) -> None:
         ("images.txt", "8 002.Jay/3.png", "8 002.Jay/9.png", r"images.txt does not have 002.Jay/3.png"),
     ],
 )
-def test_a_bad_table_is_refused_in_one_line(
-    tmp_path: Path, table: str, old: str | None, new: str, message: str
-) -> None:
+def test_a_bad_table_is_refused_in_one_line(tmp_path, table, old, new, message):
     samples = read_dataset(write_parts(tmp_path)).test
     text = (tmp_path / table).read_text()
     (tmp_path / table).write_text(new if old is None else text.replace(old, new))
@@ -93,11 +86,11 @@ def test_a_bad_table_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("call", ["is_file", "read_text"])
-def test_unreadable_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_unreadable_parts_are_named(tmp_path, monkeypatch, call):
     data = read_dataset(write_parts(tmp_path))
     original = getattr(Path, call)
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+    def refuse(path, *args, **options):
         if path.name == "part_locs.txt":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return original(path, *args, **options)

@@ -1,11 +1,7 @@
 """Folders of images, one a class."""
 
-from __future__ import annotations
-
 import errno
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +11,12 @@ from tests.datasets.layouts import draw, write_class_folders
 
 
 class TestImageFolder:
-    def test_classes_are_the_folders_sorted_by_name(self, tmp_path: Path) -> None:
+    def test_classes_are_the_folders_sorted_by_name(self, tmp_path):
         found = read_dataset(write_class_folders(tmp_path, ["train", "bus", "a"]))
         assert found.class_names == ["a", "bus", "train"]
         assert all(sample.path.parent.name == found.class_names[sample.label] for sample in found.train)
 
-    def test_extensions_count_in_any_case_and_hidden_files_do_not(self, tmp_path: Path) -> None:
+    def test_extensions_count_in_any_case_and_hidden_files_do_not(self, tmp_path):
         write_class_folders(tmp_path)
         draw(tmp_path / "a" / "UPPER.PNG")
         draw(tmp_path / "a" / "deeper" / "photo.JPeG")
@@ -31,13 +27,13 @@ class TestImageFolder:
         assert names == {"0.png", "1.png", "2.png", "3.png", "4.png", "UPPER.PNG", "photo.JPeG"}
 
     @pytest.mark.parametrize("val_name", ["valid", "validation"])
-    def test_split_folders_are_taken_as_they_are(self, tmp_path: Path, val_name: str) -> None:
+    def test_split_folders_are_taken_as_they_are(self, tmp_path, val_name):
         for split, count in (("train", 4), (val_name, 2), ("test", 3)):
             write_class_folders(tmp_path / split, count=count)
         found = read_dataset(tmp_path)
         assert (len(found.train), len(found.val), len(found.test)) == (8, 4, 6)
 
-    def test_without_val_a_fifth_of_each_class_is_set_aside(self, tmp_path: Path) -> None:
+    def test_without_val_a_fifth_of_each_class_is_set_aside(self, tmp_path):
         write_class_folders(tmp_path / "train", count=10)
         found = read_dataset(tmp_path)
         assert [s.label for s in found.val] == [0, 0, 1, 1]
@@ -55,7 +51,7 @@ class TestImageFolder:
         ],
         ids=["no class", "one class", "val alone", "a class only tested", "several problems"],
     )
-    def test_impossible_folders_are_one_line(self, tmp_path: Path, folders: list[str], messages: list[str]) -> None:
+    def test_impossible_folders_are_one_line(self, tmp_path, folders, messages):
         for folder in folders:
             (tmp_path / folder).mkdir(parents=True)
         write_class_folders(tmp_path, [folder for folder in folders if not folder.endswith("/")])
@@ -66,7 +62,7 @@ class TestImageFolder:
 
 
 class TestNothingIsPassedOverInSilence:
-    def test_images_above_the_class_folders_are_a_warning(self, tmp_path: Path) -> None:
+    def test_images_above_the_class_folders_are_a_warning(self, tmp_path):
         for split in ("train", "val"):
             write_class_folders(tmp_path / split)
             draw(tmp_path / split / "stray.png")
@@ -76,7 +72,7 @@ class TestNothingIsPassedOverInSilence:
             "3 images lie in no class folder and are not used: top.JPG, train/stray.png, val/stray.png"
         ]
 
-    def test_kinds_that_are_not_read_and_classes_that_link_to_nowhere_are_warnings(self, tmp_path: Path) -> None:
+    def test_kinds_that_are_not_read_and_classes_that_link_to_nowhere_are_warnings(self, tmp_path):
         write_class_folders(tmp_path)
         for name in ("x.heic", "y.CR2", "z.txt", ".hidden.heic"):
             (tmp_path / "a" / name).touch()
@@ -86,13 +82,13 @@ class TestNothingIsPassedOverInSilence:
             "2 files have extensions that are not read and are not used: a/x.heic, a/y.CR2",
         ]
 
-    def test_a_link_that_leads_nowhere_is_a_missing_image(self, tmp_path: Path) -> None:
+    def test_a_link_that_leads_nowhere_is_a_missing_image(self, tmp_path):
         write_class_folders(tmp_path)
         (tmp_path / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
         with pytest.raises(UsageError, match=r"1 of 11 listed images is missing: a/gone.png .--skip-missing"):
             read_dataset(tmp_path)
 
-    def test_linked_folders_are_followed_and_circles_are_not(self, tmp_path: Path) -> None:
+    def test_linked_folders_are_followed_and_circles_are_not(self, tmp_path):
         root = write_class_folders(tmp_path / "data")
         draw(tmp_path / "elsewhere" / "deep" / "more.png")
         (root / "a" / "linked").symlink_to(tmp_path / "elsewhere")
@@ -102,12 +98,12 @@ class TestNothingIsPassedOverInSilence:
         names = [str(s.path.relative_to(root)) for s in [*found.train, *found.val] if s.label == 0]
         assert sorted(names) == [*(f"a/{i}.png" for i in range(5)), "a/linked/deep/more.png"]
 
-    def test_a_folder_that_cannot_be_read_is_an_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_folder_that_cannot_be_read_is_an_error(self, tmp_path, monkeypatch):
         write_class_folders(tmp_path)
         (tmp_path / "a" / "locked").mkdir()
         scandir = os.scandir
 
-        def refuse(path: str) -> Any:
+        def refuse(path):
             if str(path).endswith("locked"):
                 raise PermissionError(errno.EACCES, "Permission denied", path)
             return scandir(path)

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +17,9 @@ import torchvision.datasets
 from scipy.io import savemat
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from tests.datasets import layouts
 from tests.datasets.layouts import annotate_cars, annotate_dog, draw, write_lines
-
-Change = Callable[[Path], Any]
 
 
 @dataclass(frozen=True)
@@ -54,18 +50,18 @@ LAYOUTS = {
 }
 
 
-def _write(name: str, tmp_path: Path) -> Path:
+def _write(name, tmp_path):
     root = tmp_path / LAYOUTS[name].folder
     root.mkdir(parents=True, exist_ok=True)
     return LAYOUTS[name].write(root)
 
 
-def _everything(data: DataSet) -> dict[str, int]:
+def _everything(data):
     return {str(s.path.relative_to(data.root)): s.label for s in [*data.train, *data.val, *data.test]}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_official_layout(name: str, tmp_path: Path) -> None:
+def test_official_layout(name, tmp_path):
     layout, root = LAYOUTS[name], _write(name, tmp_path)
     data = read_dataset(root)
     assert (data.layout, data.root, data.crop) == (name, root, layout.crop)
@@ -77,7 +73,7 @@ def test_official_layout(name: str, tmp_path: Path) -> None:
 
 
 # of the test split, path under the data set's folder to label
-TESTS: dict[str, dict[str, int]] = {
+TESTS = {
     "cub": {"images/001.Auk/3.png": 0, "images/002.Jay/3.png": 1},
     "cub100": {"images/Wren/0005.jpg": 0, "images/Auk/0005.jpg": 1},
     "dogs": {f"Images/{breed}/{breed[:9]}_{i}.jpg": 1 - k for k, breed in enumerate(DOGS[::-1]) for i in (5, 6)},
@@ -90,7 +86,7 @@ TESTS: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("name", TESTS)
-def test_test_split_and_labels_are_the_lists(name: str, tmp_path: Path) -> None:
+def test_test_split_and_labels_are_the_lists(name, tmp_path):
     data = read_dataset(_write(name, tmp_path))
     assert {str(s.path.relative_to(data.root)): s.label for s in data.test} == TESTS[name]
     boxes = {"cub": {(2.0, 3.0, 12.0, 11.0)}, "dogs": {(1.0, 2.0, 10.0, 11.0)}}
@@ -113,7 +109,7 @@ def test_test_split_and_labels_are_the_lists(name: str, tmp_path: Path) -> None:
         ("caltech101", "Caltech101", {}),
     ],
 )
-def test_agrees_with_torchvision(name: str, class_name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_agrees_with_torchvision(name, class_name, arguments, tmp_path):
     root = _write(name, tmp_path)
     theirs = getattr(torchvision.datasets, class_name)(tmp_path, **arguments)
     ours = read_dataset(root, partition=arguments.get("partition", 1))
@@ -138,21 +134,21 @@ def test_agrees_with_torchvision(name: str, class_name: str, arguments: dict[str
 
 
 @pytest.mark.parametrize(("partition", "expected"), [(1, "01 23 45"), (10, "34 05 12")])
-def test_dtd_partitions(partition: int, expected: str, tmp_path: Path) -> None:
+def test_dtd_partitions(partition, expected, tmp_path):
     data = read_dataset(_write("dtd", tmp_path), partition=partition)
     numbers = [sorted({s.path.stem[-1] for s in split}) for split in (data.train, data.val, data.test)]
     assert " ".join(map("".join, numbers)) == expected
 
 
-def test_sun397_partitions(tmp_path: Path) -> None:
+def test_sun397_partitions(tmp_path):
     assert {s.path.stem for s in read_dataset(_write("sun397", tmp_path), partition=4).test} == {"sun_0"}
 
 
 # layouts that people make of an archive --------------------------------------------------------------------------------
 
 
-def _nest(*pairs: tuple[str, str]) -> Change:
-    def change(root: Path) -> None:
+def _nest(*pairs):
+    def change(root):
         for inner, outer in pairs:
             (root / inner).rename(root / "moved")
             (root / outer).mkdir(parents=True)
@@ -161,30 +157,30 @@ def _nest(*pairs: tuple[str, str]) -> Change:
     return change
 
 
-def _move(name: str, target: str) -> Change:
-    def change(root: Path) -> None:
+def _move(name, target):
+    def change(root):
         (root / target).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(root / name, root / target)
 
     return change
 
 
-def _all(*changes: Change) -> Change:
+def _all(*changes):
     return lambda root: [change(root) for change in changes]
 
 
-def _with_byte_order_mark(root: Path) -> None:
+def _with_byte_order_mark(root):
     for table in [*root.glob("*.txt"), *root.glob("*.csv")]:
         table.write_text(table.read_text(), encoding="utf-8-sig")
 
 
-def _sort_validation(root: Path) -> None:
+def _sort_validation(root):
     for number, wnid in enumerate(("n01440764", "n02119789", "n02119789"), 1):
         name = f"ILSVRC2012_val_{number:08}.JPEG"
         _move(f"val/{name}", f"val/{wnid}/{name}")(root)
 
 
-VARIANTS: dict[str, tuple[str, Change]] = {
+VARIANTS = {
     "cub: byte order marks": ("cub", _with_byte_order_mark),
     "cub100: byte order marks": ("cub100", _with_byte_order_mark),
     "dogs: lists in lists/": (
@@ -228,7 +224,7 @@ VARIANTS: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variant_reads_as_the_official_layout(variant: str, tmp_path: Path) -> None:
+def test_variant_reads_as_the_official_layout(variant, tmp_path):
     name, change = VARIANTS[variant]
     root = _write(name, tmp_path)
     change(root)
@@ -243,7 +239,7 @@ def test_variant_reads_as_the_official_layout(variant: str, tmp_path: Path) -> N
 
 # what is tolerated with a warning --------------------------------------------------------------------------------------
 
-WARNINGS: dict[str, tuple[str, Change, list[str]]] = {
+WARNINGS = {
     "dogs: several boxes": (
         "dogs",
         lambda root: annotate_dog(root / f"Annotation/{DOGS[0]}/n02085936_6", (0, 0, 5, 5), (6, 6, 9, 9)),
@@ -271,7 +267,7 @@ WARNINGS: dict[str, tuple[str, Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", WARNINGS)
-def test_tolerated_with_a_warning(case: str, tmp_path: Path) -> None:
+def test_tolerated_with_a_warning(case, tmp_path):
     name, change, warnings = WARNINGS[case]
     root = _write(name, tmp_path)
     change(root)
@@ -285,32 +281,32 @@ def test_tolerated_with_a_warning(case: str, tmp_path: Path) -> None:
 # what is refused -------------------------------------------------------------------------------------------------------
 
 
-def _remove(*names: str) -> Change:
+def _remove(*names):
     return lambda root: [shutil.rmtree(root / n) if (root / n).is_dir() else (root / n).unlink() for n in names]
 
 
-def _text(name: str, *lines: str) -> Change:
+def _text(name, *lines):
     return lambda root: write_lines(root / name, lines)
 
 
-def _cub100(name: str, *rows: tuple[object, object]) -> Change:
+def _cub100(name, *rows):
     return lambda root: layouts.write_cub100_table(root, name, rows)
 
 
-def _pets(split: str, *rows: tuple[str, int]) -> Change:
+def _pets(split, *rows):
     return lambda root: layouts.write_pets_list(root, split, rows)
 
 
-def _matlab(name: str, **variables: Any) -> Change:
+def _matlab(name, **variables):
     return lambda root: savemat(root / name, variables)
 
 
-def _dogs_list(split: str, labels: list[int]) -> Change:
+def _dogs_list(split, labels):
     files = [f"{breed}/{breed[:9]}_{i}.jpg" for breed in DOGS for i in range(5)]
     return lambda root: layouts.write_dogs_list(root / f"{split}_list.mat", files, labels)
 
 
-def _damage_annotations(root: Path) -> None:
+def _damage_annotations(root):
     breed = root / "Annotation" / DOGS[1]
     (breed / "n02085782_0").unlink()
     (breed / "n02085782_1").write_text("<annotation>")
@@ -319,20 +315,20 @@ def _damage_annotations(root: Path) -> None:
     (breed / "n02085782_4").write_text('<?xml version="1.0" encoding="martian"?><annotation/>')
 
 
-def _devkit(truth: str) -> Change:
-    def change(root: Path) -> None:
+def _devkit(truth):
+    def change(root):
         _remove("LOC_val_solution.csv", "LOC_synset_mapping.txt")(root)
         layouts.write_devkit(root, truth)
 
     return change
 
 
-def _damaged_devkit(root: Path) -> None:
+def _damaged_devkit(root):
     _devkit("2\n1\n1\n")(root)
     savemat(root / "ILSVRC2012_devkit_t12" / "data" / "meta.mat", {"words": 1})
 
 
-def _extra_devkit_label(root: Path) -> None:
+def _extra_devkit_label(root):
     _devkit("2\n1\n1\n1\n")(root)
     draw(root / "val" / "other.JPEG")
 
@@ -340,7 +336,7 @@ def _extra_devkit_label(root: Path) -> None:
 _LIST, _CSV = "test_list.mat", "LOC_val_solution.csv"
 _NO_KAGGLE = _remove("LOC_val_solution.csv", "LOC_synset_mapping.txt")
 # layout, damage, message
-DAMAGES: dict[str, tuple[str, Change, str]] = {
+DAMAGES = {
     "cub: ids without image": ("cub", _text("images.txt", "1 001.Auk/0.png"), r"7 ids of image_class_labels.txt are not in images.txt: 2, 3"),
     "cub: images without label": ("cub", _text("image_class_labels.txt", "1 1"), r"7 ids of images.txt are not in image_class_labels.txt: 2, 3"),
     "cub: unknown class": ("cub", _text("image_class_labels.txt", *(f"{i} {i}" for i in range(1, 9))), "classes.txt does not name: 3, 4"),
@@ -420,7 +416,7 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_damage_is_one_line(case: str, tmp_path: Path) -> None:
+def test_damage_is_one_line(case, tmp_path):
     name, damage, message = DAMAGES[case]
     root = _write(name, tmp_path)
     damage(root)
@@ -432,7 +428,7 @@ def test_damage_is_one_line(case: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def _is_marked(root: Path) -> bool:
+def _is_marked(root):
     return any((root / name).exists() for name in (_CSV, "ILSVRC2012_devkit_t12"))
 
 
@@ -443,7 +439,7 @@ def _is_marked(root: Path) -> bool:
         ("sun397", "Training_04.txt", 2, "lacks Training_02.txt, Testing_02.txt; fetch Partitions.zip from"),
     ],
 )
-def test_missing_partition_is_named(name: str, removed: str, partition: int, message: str, tmp_path: Path) -> None:
+def test_missing_partition_is_named(name, removed, partition, message, tmp_path):
     root = _write(name, tmp_path)
     (root / removed).unlink()
     with pytest.raises(UsageError, match=message) as caught:
@@ -452,7 +448,7 @@ def test_missing_partition_is_named(name: str, removed: str, partition: int, mes
 
 
 @pytest.mark.parametrize("missing", ["jpg", "setid.mat", "imagelabels.mat"])
-def test_flowers_are_recognized_by_two_of_three(missing: str, tmp_path: Path) -> None:
+def test_flowers_are_recognized_by_two_of_three(missing, tmp_path):
     for name in {"setid.mat", "imagelabels.mat"} - {missing}:
         (tmp_path / name).touch()
     if missing != "jpg":
@@ -461,16 +457,16 @@ def test_flowers_are_recognized_by_two_of_three(missing: str, tmp_path: Path) ->
         read_dataset(tmp_path)
 
 
-def test_missing_annotation_of_a_missing_image_is_not_reported(tmp_path: Path) -> None:
+def test_missing_annotation_of_a_missing_image_is_not_reported(tmp_path):
     root = _write("dogs", tmp_path)
     _remove(f"Images/{DOGS[0]}/n02085936_6.jpg", f"Annotation/{DOGS[0]}/n02085936_6")(root)
     assert len(read_dataset(root, skip_missing=True).test) == 3
 
 
-def test_unreadable_list_is_named_by_the_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_list_is_named_by_the_users_path(tmp_path, monkeypatch):
     root, original = _write("pets", tmp_path), builtins.open
 
-    def refuse(path: Any, *args: Any, **options: Any) -> Any:
+    def refuse(path, *args, **options):
         if str(path).endswith("trainval.txt"):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return original(path, *args, **options)
@@ -483,12 +479,12 @@ def test_unreadable_list_is_named_by_the_users_path(tmp_path: Path, monkeypatch:
     assert "opal-deploy-" not in str(caught.value)
 
 
-def test_cub100_named_cub_is_refused(tmp_path: Path) -> None:
+def test_cub100_named_cub_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"lacks bounding_boxes.txt"):
         read_dataset(_write("cub100", tmp_path), "cub")
 
 
-def test_a_thousand_wnids_are_recognized(tmp_path: Path) -> None:
+def test_a_thousand_wnids_are_recognized(tmp_path):
     for i in range(1000):
         (tmp_path / "train" / f"n{i:08}").mkdir(parents=True)
     (tmp_path / "val").mkdir()
@@ -505,12 +501,12 @@ def test_a_thousand_wnids_are_recognized(tmp_path: Path) -> None:
     ],
     ids=["wnids with a val/ for validation", "letters of images", "letters of folders"],
 )
-def test_image_folder_that_resembles_a_data_set(folders: list[str], tmp_path: Path) -> None:
+def test_image_folder_that_resembles_a_data_set(folders, tmp_path):
     layouts.write_class_folders(tmp_path, folders)
     assert read_dataset(tmp_path).layout == "imagefolder"
 
 
-def test_image_folder_read_as_a_data_set_is_told_the_option(tmp_path: Path) -> None:
+def test_image_folder_read_as_a_data_set_is_told_the_option(tmp_path):
     layouts.write_class_folders(tmp_path, ["Annotation", "Images"])
     with pytest.raises(UsageError, match="if its folders are classes, give --dataset imagefolder"):
         read_dataset(tmp_path)

@@ -1,11 +1,7 @@
 """The real lists of CUB, its 100-class subset, Pets and Flowers."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from scipy.io import loadmat
@@ -17,12 +13,11 @@ from tests.datasets.layouts import draw
 
 pytestmark = pytest.mark.data
 
-Find = Callable[[str], Path]
 
 FLOWERS_LISTS = ("setid.mat", "imagelabels.mat")
 
 
-def test_cub_mini(shared_data: Find) -> None:
+def test_cub_mini(shared_data):
     data = read_dataset(shared_data("cub_mini"))
     assert (len(data.train) + len(data.val), len(data.val), len(data.test)) == (300, 60, 243)
     assert data.num_classes == 10
@@ -33,7 +28,7 @@ def test_cub_mini(shared_data: Find) -> None:
     assert data.warnings == []
 
 
-def test_full_cub_tables_with_few_images(shared_data: Find, tmp_path: Path) -> None:
+def test_full_cub_tables_with_few_images(shared_data, tmp_path):
     for table in shared_data("cub_metadata_full").glob("*.txt"):
         shutil.copy(table, tmp_path / table.name.replace(".first2889", ""))
     with pytest.raises(UsageError) as caught:
@@ -44,7 +39,7 @@ def test_full_cub_tables_with_few_images(shared_data: Find, tmp_path: Path) -> N
     assert len(message) < 6000
 
 
-def test_cub100_has_as_many_training_images_as_its_readme_says(shared_data: Find) -> None:
+def test_cub100_has_as_many_training_images_as_its_readme_says(shared_data):
     data = read_dataset(shared_data("cub100_227px"))
     assert (len(data.train) + len(data.val), len(data.test)) == (2999, 2903)
     assert data.num_classes == 100
@@ -52,7 +47,7 @@ def test_cub100_has_as_many_training_images_as_its_readme_says(shared_data: Find
     assert data.warnings == []
 
 
-def test_pets_in_a_folder_of_another_name(shared_data: Find) -> None:
+def test_pets_in_a_folder_of_another_name(shared_data):
     root = shared_data("pets_mini")
     data = read_dataset(root)
     assert (len(data.train) + len(data.val), len(data.test)) == (259, 112)
@@ -62,7 +57,7 @@ def test_pets_in_a_folder_of_another_name(shared_data: Find) -> None:
     assert data.warnings == ["1 image is in no list and not used: images/Abyssinian_34.jpg"]
 
 
-def test_full_pets_lists_with_few_images(shared_data: Find, tmp_path: Path) -> None:
+def test_full_pets_lists_with_few_images(shared_data, tmp_path):
     mini = shared_data("pets_mini")
     (tmp_path / "images").symlink_to(mini / "images")
     (tmp_path / "annotations").symlink_to(mini / "annotations_full")
@@ -77,7 +72,7 @@ def test_full_pets_lists_with_few_images(shared_data: Find, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def flowers(tmp_path_factory: pytest.TempPathFactory, shared_data: Find) -> Path:
+def flowers(tmp_path_factory, shared_data):
     """The official lists beside two training images and one validation image of every species, and five to test."""
     root = tmp_path_factory.mktemp("torchvision") / "flowers-102"
     root.mkdir()
@@ -86,7 +81,7 @@ def flowers(tmp_path_factory: pytest.TempPathFactory, shared_data: Find) -> Path
     labels = loadmat(root / "imagelabels.mat")["labels"][0]
     ids = loadmat(root / "setid.mat")
     for key, most in (("trnid", 2), ("valid", 1)):
-        drawn: Counter[int] = Counter()
+        drawn = Counter()
         for number in map(int, ids[key][0]):
             if (drawn[labels[number - 1]]) < most:
                 drawn[labels[number - 1]] += 1
@@ -96,7 +91,7 @@ def flowers(tmp_path_factory: pytest.TempPathFactory, shared_data: Find) -> Path
     return root
 
 
-def test_flowers(flowers: Path) -> None:
+def test_flowers(flowers):
     data = read_dataset(flowers.parent, skip_missing=True)
     assert (data.layout, data.crop, data.num_classes) == ("flowers", None, 102)
     assert (len(data.train), len(data.val), len(data.test)) == (204, 102, 5)
@@ -110,12 +105,12 @@ def test_flowers(flowers: Path) -> None:
     assert {(s.path, s.label) for s in data.val} == expected
 
 
-def test_missing_flowers_are_listed(flowers: Path) -> None:
+def test_missing_flowers_are_listed(flowers):
     with pytest.raises(UsageError, match=r"7,878 of 8,189 listed images are missing: jpg/image_"):
         read_dataset(flowers)
 
 
-def test_other_flowers_lists_are_refused_by_their_checksums(tmp_path: Path, shared_data: Find) -> None:
+def test_other_flowers_lists_are_refused_by_their_checksums(tmp_path, shared_data):
     (tmp_path / "jpg").mkdir()
     for name in FLOWERS_LISTS:
         shutil.copy(shared_data("flowers102_annotations") / "setid.mat", tmp_path / name)

@@ -1,10 +1,7 @@
 """Data sets are recognized by their files, or named."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,13 +10,13 @@ from opal_deploy.errors import UsageError
 from tests.datasets.layouts import write_class_folders, write_cub
 
 
-def test_unknown_name_lists_the_names(tmp_path: Path) -> None:
+def test_unknown_name_lists_the_names(tmp_path):
     with pytest.raises(UsageError, match=r"no data set is called 'birds'; choose one of cub, cub100, .*imagefolder"):
         read_dataset(tmp_path, "birds")
 
 
 @pytest.mark.parametrize("name", DATASET_NAMES)
-def test_missing_or_empty_folder_is_one_line(tmp_path: Path, name: str) -> None:
+def test_missing_or_empty_folder_is_one_line(tmp_path, name):
     for given in (None, name):
         with pytest.raises(UsageError, match="no such folder"):
             read_dataset(tmp_path / "nowhere", given)
@@ -30,7 +27,7 @@ def test_missing_or_empty_folder_is_one_line(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", DATASET_NAMES)
 @pytest.mark.parametrize("partition", [0, 2, 11])
-def test_partition_that_does_not_exist(tmp_path: Path, name: str, partition: int) -> None:
+def test_partition_that_does_not_exist(tmp_path, name, partition):
     message = f"has no partition {partition}.*only dtd, sun397 have"
     if name in ("dtd", "sun397"):
         message = f"has the partitions 1 to 10, {partition} is none" if partition != 2 else "lacks"
@@ -38,12 +35,12 @@ def test_partition_that_does_not_exist(tmp_path: Path, name: str, partition: int
         read_dataset(tmp_path, name, partition=partition)
 
 
-def test_name_overrules_the_files(tmp_path: Path) -> None:
+def test_name_overrules_the_files(tmp_path):
     write_class_folders(write_cub(tmp_path), ["a", "b"])
     assert read_dataset(tmp_path, "imagefolder").class_names == ["a", "b", "images"]
 
 
-def test_parent_of_several_data_sets(tmp_path: Path) -> None:
+def test_parent_of_several_data_sets(tmp_path):
     write_cub(tmp_path / "CUB_200_2011")
     (tmp_path / "caltech101" / "101_ObjectCategories").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"several data sets \(cub in .*, caltech101 in .*\); choose one"):
@@ -55,7 +52,7 @@ def test_parent_of_several_data_sets(tmp_path: Path) -> None:
     ("call", "file"),
     [("open", "images.txt"), ("is_file", "images.txt"), ("read_text", "classes.txt"), ("iterdir", "val")],
 )
-def test_unreadable_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, file: str) -> None:
+def test_unreadable_file_is_one_line(tmp_path, monkeypatch, call, file):
     """The error is simulated: tests may run as root, whom no mode keeps out."""
     if file == "val":
         for split in ("train", "val"):
@@ -64,7 +61,7 @@ def test_unreadable_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_cub(tmp_path)
     original = getattr(Path, call)
 
-    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+    def refuse(path, *args, **options):
         if path.name == file:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return original(path, *args, **options)
@@ -76,13 +73,13 @@ def test_unreadable_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("count", "why"), [(1, "classes with a single image: a, b"), (2, "4 images are too few")])
-def test_too_few_images_to_split_name_their_folder(tmp_path: Path, count: int, why: str) -> None:
+def test_too_few_images_to_split_name_their_folder(tmp_path, count, why):
     write_class_folders(tmp_path, count=count)
     with pytest.raises(UsageError, match=rf"^{tmp_path}: no validation split possible, {why}"):
         read_dataset(tmp_path)
 
 
-def test_progress_is_reported_image_by_image(tmp_path: Path) -> None:
-    reports: list[tuple[int, int | None, str]] = []
+def test_progress_is_reported_image_by_image(tmp_path):
+    reports = []
     read_dataset(write_class_folders(tmp_path), report=lambda *state: reports.append(state))
     assert reports == [(done, 10, "reading headers") for done in range(1, 11)]

@@ -1,7 +1,5 @@
 """A data set's description, and the stratified split, whose name always means the same images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from opal_deploy.datasets.samples import DataSet, Sample, stratified_split
 from opal_deploy.errors import UsageError
 
 
-def test_split_is_scikit_learns_with_the_authors_seed() -> None:
+def test_split_is_scikit_learns_with_the_authors_seed():
     labels = [int(v) for v in np.random.default_rng(3).integers(0, 4, 200)]
     train, val = stratified_split(labels, list("abcd"))
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=42)
@@ -29,12 +27,12 @@ def test_split_is_scikit_learns_with_the_authors_seed() -> None:
         ([0, 0, 1, 1, 2, 2], ["a", "b", "c"], None, "6 images are too few for 3 classes"),
     ],
 )
-def test_impossible_split(labels: list[int], names: list[str], root: Path | None, message: str) -> None:
+def test_impossible_split(labels, names, root, message):
     with pytest.raises(UsageError, match=message):
         stratified_split(labels, names, root=root)
 
 
-def test_description_is_one_line(tmp_path: Path) -> None:
+def test_description_is_one_line(tmp_path):
     one, many = [Sample(tmp_path, 0)], [Sample(tmp_path, 1)] * 1500
     cropped = DataSet(tmp_path, "cub", ["a", "b"], one, [], many, crop="boxes")
     assert cropped.describe() == (

@@ -1,11 +1,8 @@
 """torchvision reads official lists wherever they lie, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,11 +10,11 @@ from opal_deploy.datasets.listing import read_matlab
 from opal_deploy.datasets.torchvision_datasets import read_with_torchvision
 from opal_deploy.errors import MissingExtra
 
-SPLITS: dict[str, dict[str, Any]] = {split: {"split": split} for split in ("train", "val", "test")}
+SPLITS = {split: {"split": split} for split in ("train", "val", "test")}
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_paths_are_the_users(relative: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_the_users(relative, tmp_path, monkeypatch):
     """Lists of images that do not even exist, in folders of other names."""
     monkeypatch.chdir(tmp_path)
     root = Path() if relative else tmp_path
@@ -33,7 +30,7 @@ def test_paths_are_the_users(relative: bool, tmp_path: Path, monkeypatch: pytest
     assert all(path.is_dir() for path in links.values())
 
 
-def test_without_scipy_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scipy_the_extra_is_named(tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
     with pytest.raises(MissingExtra, match=r"needs scipy.*opal-deploy\[train\]"):

@@ -1,7 +1,5 @@
 """Consistency and stability by hand, and upsampling against OpenCV's numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -24,7 +22,7 @@ OPENCV = np.array(
 )
 
 
-def _hot(*cells: tuple[int, int]) -> np.ndarray:
+def _hot(*cells):
     cell_map = np.zeros((1, 1, 7, 7), np.float32)
     for row, col in cells:
         cell_map[0, 0, row, col] = 1.0
@@ -41,22 +39,22 @@ def _hot(*cells: tuple[int, int]) -> np.ndarray:
         ([(3, 5), (3, 1)], (111, 47)),
     ],
 )
-def test_peaks_of_single_cells(cells: list[tuple[int, int]], peak: tuple[int, int]) -> None:
+def test_peaks_of_single_cells(cells, peak):
     assert tuple(consistency.peak_locations(_hot(*cells))[0, 0]) == peak
 
 
-def test_maps_are_upsampled_as_opencv_does() -> None:
+def test_maps_are_upsampled_as_opencv_does():
     assert consistency.upsample(RED[None, None], 8)[0, 0] == pytest.approx(OPENCV, abs=3e-7)
     assert consistency.peak_locations(RED[None, None], 8)[0, 0].tolist() == [3, 7]
 
 
-def test_a_cell_at_the_border_peaks_at_the_border_and_not_at_its_centre() -> None:
+def test_a_cell_at_the_border_peaks_at_the_border_and_not_at_its_centre():
     y, x = consistency.peak_locations(_hot((0, 6)))[0, 0]
     assert y < 8
     assert x > 224 - 8
 
 
-def test_a_strong_neighbour_moves_the_peak() -> None:
+def test_a_strong_neighbour_moves_the_peak():
     cell_map = _hot((3, 3))
     cell_map[0, 0, 3, 4] = 0.95
     y, x = consistency.peak_locations(cell_map)[0, 0]
@@ -64,7 +62,7 @@ def test_a_strong_neighbour_moves_the_peak() -> None:
     assert 116 <= x <= 128
 
 
-def test_each_image_has_the_maps_of_its_own_class() -> None:
+def test_each_image_has_the_maps_of_its_own_class():
     attention = np.arange(2 * 6 * 4, dtype=np.float32).reshape(2, 6, 2, 2)
     chosen = consistency.true_class_maps(attention, np.array([2, 0]), 2)
     assert chosen.tolist() == [attention[0, 4:6].tolist(), attention[1, 0:2].tolist()]
@@ -88,9 +86,7 @@ def test_each_image_has_the_maps_of_its_own_class() -> None:
         ((100, 100), (100, 100), False, False),
     ],
 )
-def test_a_visible_part_in_the_region_is_hit(
-    centre: tuple[int, int], point: tuple[int, int], visible: bool, expected: bool
-) -> None:
+def test_a_visible_part_in_the_region_is_hit(centre, point, visible, expected):
     hits = consistency.part_hits(np.array([[centre]]), np.array([[point]]), np.array([[visible]]))
     assert hits.tolist() == [[[expected]]]
 
@@ -113,11 +109,11 @@ SEEN = [[True]] * 5
     ],
     ids=["5 of 5", "4 of 5", "3 of 5", "where visible", "never visible", "one part only", "mean over prototypes"],
 )
-def test_consistency(hit: list, visible: list, labels: list[int], expected: float) -> None:
+def test_consistency(hit, visible, labels, expected):
     assert consistency.consistency(np.array(hit), np.array(visible), np.array(labels)) == expected
 
 
-def test_one_changed_hit_makes_an_image_unstable() -> None:
+def test_one_changed_hit_makes_an_image_unstable():
     clean = np.ones((4, 1, 15), bool)
     noisy = clean.copy()
     noisy[2, 0, 14] = False
@@ -128,14 +124,14 @@ def test_one_changed_hit_makes_an_image_unstable() -> None:
     assert consistency.stability(noisy, clean, labels) == 75.0
 
 
-def test_stability_is_the_mean_over_prototypes_not_over_images() -> None:
+def test_stability_is_the_mean_over_prototypes_not_over_images():
     clean = np.zeros((4, 2, 3), bool)
     noisy = clean.copy()
     noisy[0, :, 0] = True  # both prototypes on the only image of class 1
     assert consistency.stability(clean, noisy, np.array([1, 4, 4, 4])) == 50.0
 
 
-def test_noise_depends_on_seed_and_image_not_on_the_batch() -> None:
+def test_noise_depends_on_seed_and_image_not_on_the_batch():
     images = np.zeros((5, 3, 8, 8), np.float32)
     whole = consistency.add_noise(images, 0, seed=7)
     parts = [consistency.add_noise(images[:2], 0, seed=7), consistency.add_noise(images[2:], 2, seed=7)]
@@ -144,7 +140,7 @@ def test_noise_depends_on_seed_and_image_not_on_the_batch() -> None:
     assert len({noise.tobytes() for noise in whole}) == 5
 
 
-def test_noise_is_clipped_gaussian_and_added() -> None:
+def test_noise_is_clipped_gaussian_and_added():
     images = np.full((2, 3, 64, 64), 1.5, np.float32)
     noise = consistency.add_noise(images, 0, seed=0) - 1.5
     assert np.abs(noise).max() == pytest.approx(0.25, abs=1e-6)

@@ -1,25 +1,18 @@
 """Faithfulness of models whose evidence is known: curves by hand, and controls that must show nothing."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.faithfulness.figures import RankingFigures
 from opal_deploy.evaluation.faithfulness.measure import (
-    Faithfulness,
     check_evidence,
     max_forward_passes,
     measure_faithfulness,
@@ -33,7 +26,6 @@ CLASSES = ("shown", "rival", "other")
 METADATA = Metadata(CLASSES, 2, {"distance": "l2", "epsilon": 0.0}, "exact", "none", GRID, INPUT_SIZE)
 
 # mean brightness of every cell, float64 [N, 16], to scores [N, 6] and cells [N, 6]
-Rule = Callable[[NDArray[np.float64]], tuple[NDArray[np.float64], NDArray[np.int64]]]
 
 
 class KnownSession:
@@ -42,11 +34,11 @@ class KnownSession:
     metadata = METADATA
     description = "a rule"
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule):
         self._rule = rule
-        self.batches: list[int] = []
+        self.batches = []
 
-    def run(self, images: NDArray[np.uint8]) -> Outputs:
+    def run(self, images):
         """See `Session.run`."""
         assert images.dtype == np.uint8
         assert images.shape[1:] == (*INPUT_SIZE, 3)
@@ -58,7 +50,7 @@ class KnownSession:
         return Outputs(logits, cells.astype(np.int32), narrow)
 
 
-def brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
+def brightness(images):
     """float64 [N, 16], 0 ... 1, of each cell."""
     cells = images.reshape(len(images), GRID[0], CELL, GRID[1], CELL, 3).mean(axis=(2, 4, 5))
     return np.asarray(cells.reshape(len(images), -1) / 255, np.float64)
@@ -68,7 +60,7 @@ def brightness(images: NDArray[np.uint8]) -> NDArray[np.float64]:
 STRONG, WEAK = 5, 10
 
 
-def two_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def two_cells(bright):
     """The class `shown` depends on the cells STRONG and WEAK; everything else is constant."""
     n = len(bright)
     scores = np.tile([0.0, 0.0, 0.45, 0.45, 0.4, 0.4], (n, 1))
@@ -76,13 +68,13 @@ def two_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     return scores, np.tile([STRONG, WEAK, 0, 15, 3, 12], (n, 1))
 
 
-def shown_cosine(strong: float, weak: float) -> float:
+def shown_cosine(strong, weak):
     """What `two_cells` answers, by hand, for these brightnesses."""
     a, b = 0.8 * strong + 0.001, 0.3 * weak + 0.001
     return (a + b) / math.sqrt(2) / math.sqrt(a * a + b * b + 2 * 0.45**2 + 2 * 0.4**2)
 
 
-def brightest_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def brightest_cells(bright):
     """The slots of `shown` look at the brightest and the second brightest cell."""
     n = len(bright)
     brightest = np.argsort(-bright, axis=1, kind="stable")[:, :2]
@@ -90,13 +82,13 @@ def brightest_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], N
     return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), cells
 
 
-def fixed_cells(bright: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def fixed_cells(bright):
     """Always the cells of the leftmost column, whatever the image."""
     n = len(bright)
     return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), np.tile([4, 8, 0, 15, 3, 12], (n, 1))
 
 
-def painted(folder: Path, cells: list[dict[int, int]]) -> list[Sample]:
+def painted(folder, cells):
     """Grey images of 32 x 32 on black: of each, cell -> grey value; labelled 0."""
     samples = []
     for number, greys in enumerate(cells):
@@ -110,33 +102,33 @@ def painted(folder: Path, cells: list[dict[int, int]]) -> list[Sample]:
     return samples
 
 
-def _measure(session: KnownSession, samples: list[Sample], **options: object) -> Faithfulness:
+def _measure(session, samples, **options):
     foreground = choose_foreground(samples, None, GRID, boxes=True)
     chosen = options.pop("chosen", range(len(samples)))
-    return measure_faithfulness(session, samples, list(chosen), foreground, **options)  # type: ignore[arg-type,call-overload]
+    return measure_faithfulness(session, samples, list(chosen), foreground, **options)
 
 
-def _by_ranking(measured: Faithfulness, baseline: str) -> dict[str, RankingFigures]:
+def _by_ranking(measured, baseline):
     return {figures.ranking: figures for figures in measured.rankings if figures.baseline == baseline}
 
 
 @pytest.fixture(scope="module")
-def greys() -> list[tuple[int, int]]:
+def greys():
     generator = np.random.default_rng(0)
     return [(int(a), int(b)) for a, b in generator.integers(230, 256, (12, 2))]
 
 
 @pytest.fixture(scope="module")
-def two_cell_images(greys: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
+def two_cell_images(greys, tmp_path_factory):
     return painted(tmp_path_factory.mktemp("two"), [{STRONG: a, WEAK: b} for a, b in greys])
 
 
 @pytest.fixture(scope="module")
-def measured(two_cell_images: list[Sample]) -> Faithfulness:
+def measured(two_cell_images):
     return _measure(KnownSession(two_cells), two_cell_images, baselines=("mean", "noise", "blur"), batch=5)
 
 
-def test_the_curves_are_what_the_rule_says_by_hand(measured: Faithfulness, greys: list[tuple[int, int]]) -> None:
+def test_the_curves_are_what_the_rule_says_by_hand(measured, greys):
     evidence, reverse = (_by_ranking(measured, "mean")[name] for name in ("contribution", "reverse"))
     # a removed cell has the image's mean colour: two of sixteen cells are not black
     steps = []
@@ -160,7 +152,7 @@ def test_the_curves_are_what_the_rule_says_by_hand(measured: Faithfulness, greys
 
 
 @pytest.mark.parametrize("baseline", ["mean", "noise", "blur"])
-def test_the_evidence_falls_at_once_and_its_reverse_late(measured: Faithfulness, baseline: str) -> None:
+def test_the_evidence_falls_at_once_and_its_reverse_late(measured, baseline):
     evidence, reverse = (_by_ranking(measured, baseline)[name] for name in ("contribution", "reverse"))
 
     assert evidence.deletion[1] < reverse.deletion[1] - 0.02
@@ -175,7 +167,7 @@ def test_the_evidence_falls_at_once_and_its_reverse_late(measured: Faithfulness,
 
 @pytest.mark.parametrize("baseline", ["mean", "noise", "blur"])
 @pytest.mark.parametrize("control", ["random", "runner-up", "another class"])
-def test_controls_show_nothing_and_the_evidence_beats_them(measured: Faithfulness, baseline: str, control: str) -> None:
+def test_controls_show_nothing_and_the_evidence_beats_them(measured, baseline, control):
     rankings = _by_ranking(measured, baseline)
     evidence, other = rankings["contribution"], rankings[control]
 
@@ -191,8 +183,8 @@ def test_controls_show_nothing_and_the_evidence_beats_them(measured: Faithfulnes
     assert evidence.class_kept == 0.0
 
 
-def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path: Path) -> None:
-    def everywhere(bright: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path):
+    def everywhere(bright):
         # the evidence it names is made up from the image, the score is its mean
         named = (bright * np.arange(1, 17) * 1000).sum(axis=1).astype(int) % 16
         scores = np.tile([0.0, 0.0, 0.3, 0.3, 0.2, 0.2], (len(bright), 1))
@@ -213,7 +205,7 @@ def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path: Path) -> 
             assert difference.interval[0] < 0 < difference.interval[1]
 
 
-def test_an_image_depends_on_its_index_and_the_seed_not_on_the_others(two_cell_images: list[Sample]) -> None:
+def test_an_image_depends_on_its_index_and_the_seed_not_on_the_others(two_cell_images):
     whole, alone, other, batched = (
         _measure(KnownSession(two_cells), two_cell_images, baselines=("noise",), **options)
         for options in ({"chosen": [7], "batch": 1}, {"chosen": [7]}, {"chosen": [7], "seed": 1}, {"batch": 3})
@@ -224,9 +216,9 @@ def test_an_image_depends_on_its_index_and_the_seed_not_on_the_others(two_cell_i
     assert batched == _measure(KnownSession(two_cells), two_cell_images, baselines=("noise",), batch=12)
 
 
-def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images: list[Sample]) -> None:
+def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images):
     session = KnownSession(two_cells)
-    done: list[tuple[int, int | None]] = []
+    done = []
     measured = _measure(
         session, two_cell_images, baselines=("mean",), batch=5, report=lambda *what: done.append((what[0], what[1]))
     )
@@ -240,7 +232,7 @@ def test_forward_passes_are_counted_and_within_the_estimate(two_cell_images: lis
     assert done == [(4, 12), (8, 12), (12, 12)]
 
 
-def _stability(session: KnownSession, images: list[Sample]) -> dict[str, tuple[float, float, float]]:
+def _stability(session, images):
     changes = _measure(session, images, baselines=("mean",)).stability
     return {
         change.change: (change.same_cell.value, change.within_one_cell.value, change.same_class) for change in changes
@@ -253,19 +245,19 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def test_the_brightest_cells_stay_and_are_mirrored_by_a_flip(tmp_path: Path) -> None:
+def test_the_brightest_cells_stay_and_are_mirrored_by_a_flip(tmp_path):
     generator = np.random.default_rng(2)
     places = [generator.choice(16, 2, replace=False).tolist() for _ in range(10)]
     images = painted(tmp_path, [{first: 250, second: 180} for first, second in places])
     assert _stability(KnownSession(brightest_cells), images) == dict.fromkeys(CHANGES, (1.0, 1.0, 1.0))
 
 
-def test_cells_that_never_move_do_not_follow_a_flip(tmp_path: Path) -> None:
+def test_cells_that_never_move_do_not_follow_a_flip(tmp_path):
     stability = _stability(KnownSession(fixed_cells), painted(tmp_path, [{4: 255}, {8: 200}]))
     assert stability == {**dict.fromkeys(CHANGES, (1.0, 1.0, 1.0)), "horizontal flip": (0.0, 0.0, 1.0)}
 
 
-def test_noise_moves_the_cells_of_a_flat_image(tmp_path: Path) -> None:
+def test_noise_moves_the_cells_of_a_flat_image(tmp_path):
     images = painted(tmp_path, [dict.fromkeys(range(16), 128)] * 8)
     stability = _stability(KnownSession(brightest_cells), images)
     assert stability["noise, 5 counts"][0] < 0.5
@@ -274,7 +266,7 @@ def test_noise_moves_the_cells_of_a_flat_image(tmp_path: Path) -> None:
     assert stability["horizontal flip"][0] == 0.0
 
 
-def test_text_plot_and_json_are_complete(measured: Faithfulness, tmp_path: Path) -> None:
+def test_text_plot_and_json_are_complete(measured, tmp_path):
     text = "\n".join(format_lines(measured))
     for part in (
         "12 of 12 images",
@@ -296,13 +288,13 @@ def test_text_plot_and_json_are_complete(measured: Faithfulness, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("evidence", "why"), [("map", "averages over all cells"), ("none", "has no prototypes")])
-def test_a_model_without_single_cells_is_refused(evidence: str, why: str) -> None:
+def test_a_model_without_single_cells_is_refused(evidence, why):
     with pytest.raises(UsageError, match=f"m.onnx: it {why}.*needs a model with evidence exact"):
         check_evidence(replace(METADATA, evidence=evidence), "m.onnx")
 
 
-def test_logits_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    def broken(bright: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def test_logits_that_are_not_finite_are_refused(tmp_path):
+    def broken(bright):
         scores, cells = two_cells(bright)
         scores[bright[:, STRONG] < 0.5] = np.nan
         return scores, cells

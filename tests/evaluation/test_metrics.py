@@ -1,7 +1,5 @@
 """Metrics by hand, margins beside those of the records, and the agreement of two models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -43,14 +41,12 @@ METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact",
     ],
     ids=["five cells", "one cell", "two cells", "three, apart", "class 0", "class 1", "mean", "one prototype"],
 )
-def test_collapse_counts_different_cells_of_the_true_class(
-    cells: list[list[int]], labels: list[int], m: int, expected: float
-) -> None:
+def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, expected):
     assert spatial_prototype_collapse(np.array(cells, np.int32), np.array(labels), m) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("m", [2, 3, 5, 10])
-def test_collapse_is_the_papers_formula(m: int) -> None:
+def test_collapse_is_the_papers_formula(m):
     """SPC(x) = 1 - (|{(u_k, v_k): k in K_c}| - 1) / (|K_c| - 1), word by word."""
     rng = np.random.default_rng(0)
     argmax = rng.integers(0, 9, (40, 6 * m), dtype=np.int32)
@@ -63,12 +59,12 @@ def test_collapse_is_the_papers_formula(m: int) -> None:
     assert spatial_prototype_collapse(argmax, labels, m) == pytest.approx(np.mean(expected))
 
 
-def test_accuracy_is_a_share() -> None:
+def test_accuracy_is_a_share():
     logits = np.array([[0.1, 0.2], [0.9, 0.2], [0.3, 0.4], [0.0, 1.0]], np.float32)
     assert accuracy(logits, np.array([1, 0, 0, 1])) == 0.75
 
 
-def test_cross_entropy_is_torchs() -> None:
+def test_cross_entropy_is_torchs():
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((20, 7)) * 30).astype(np.float32)
     labels = rng.integers(0, 7, 20)
@@ -76,7 +72,7 @@ def test_cross_entropy_is_torchs() -> None:
     assert cross_entropy(logits, labels) == pytest.approx(expected, rel=1e-5)
 
 
-def test_top_k_counts_labels_among_the_largest_and_gives_ties_to_the_lower_class() -> None:
+def test_top_k_counts_labels_among_the_largest_and_gives_ties_to_the_lower_class():
     logits = np.array([[3.0, 2.0, 1.0, 0.0]] * 4, np.float32)
     assert [top_k_accuracy(logits, np.arange(4), k) for k in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
     ties, labels = np.zeros((2, 3), np.float32), np.array([1, 2])
@@ -89,23 +85,23 @@ PREDICTIONS = np.eye(4, dtype=np.float32)[[0, 0, 1, 1, 0]]
 LABELS = np.array([0, 0, 0, 1, 2])
 
 
-def test_confusion_has_labels_in_rows() -> None:
+def test_confusion_has_labels_in_rows():
     assert confusion_matrix(PREDICTIONS, LABELS).tolist() == [[2, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
 
 
-def test_macro_f1_weighs_classes_alike() -> None:
+def test_macro_f1_weighs_classes_alike():
     # 0: 2*2 / (2*2 + 1 + 1); 1: 2*1 / (2*1 + 1 + 0); 2: none; 3 never occurs and does not count
     assert macro_f1(PREDICTIONS, LABELS) == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
 
 
-def test_the_document_has_no_metric_that_was_not_measured() -> None:
+def test_the_document_has_no_metric_that_was_not_measured():
     metrics = compute_metrics(PREDICTIONS, LABELS).to_dict("val")
     assert list(metrics) == ["val_accuracy", "val_macro_f1", "val_loss", "val_images"]
     assert metrics["val_accuracy"] == 0.6
     assert Evaluation(6, 0.5, 0.5).to_dict("test") == {"test_accuracy": 0.5, "test_loss": 0.5, "test_images": 6}
 
 
-def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes() -> None:
+def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes():
     argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
     metrics = compute_metrics(PREDICTIONS[:2, :2], np.array([0, 1]), argmax, 2)
     assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
@@ -114,7 +110,7 @@ def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classe
     assert compute_metrics(np.eye(3, 6, dtype=np.float32), labels).top5 == 1.0
 
 
-def test_margins_are_those_of_the_records() -> None:
+def test_margins_are_those_of_the_records():
     generator = np.random.default_rng(0)
     scores = generator.uniform(size=(20, 8)).astype(np.float32)
     logits = generator.normal(size=(20, 4)).astype(np.float32)
@@ -148,9 +144,7 @@ MOVED = Outputs(
     ],
     ids=["itself", "differences", "another m", "another grid", "no slots"],
 )
-def test_agreement_of_two_models(
-    outputs: Outputs, metadata: Metadata, same_class: float, same_cells: float | None, difference: float | None
-) -> None:
+def test_agreement_of_two_models(outputs, metadata, same_class, same_cells, difference):
     agreement = compare_outputs((Outputs(LOGITS, ARGMAX, SCORES), METADATA), (outputs, metadata))
     assert (agreement.images, agreement.same_class, agreement.same_cells) == (2, same_class, same_cells)
     if metadata.prototypes_per_class == METADATA.prototypes_per_class:

@@ -1,29 +1,24 @@
 """Part purity by hand; consistency, stability and purity of a perfect detector, a network and its export."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.targets.networks import update_batch_norms
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.attention_maps import MapSource, from_session
 from opal_deploy.evaluation.parts import TOP, PartMeter, measure_parts, merge_sides, patch_boxes, purity_by_channel
-from opal_deploy.evaluation.session import EvaluationResult, evaluate_session
+from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
 from opal_deploy.export.options import ExportOptions, plan_targets
@@ -32,7 +27,6 @@ from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
 from tests.datasets.layouts import write_lines
@@ -49,7 +43,7 @@ PARTS = (
 # purity by hand
 
 
-def test_patches_are_cells_on_the_papers_grid_and_overlap_on_finer_ones() -> None:
+def test_patches_are_cells_on_the_papers_grid_and_overlap_on_finer_ones():
     expected = [[0, 0, 32, 32], [64, 32, 96, 64], [192, 192, 224, 224]]
     assert patch_boxes(np.array([0, 9, 48]), GRID).tolist() == expected
     # round(192 / 27) = 7 pixels a step; 27 steps are 189, and the last patch ends at 224 all the same
@@ -91,9 +85,7 @@ EYES = ("left eye", "right eye")
         "other parts do not", "hidden side",
     ],
 )  # fmt: skip
-def test_purity(
-    points: list[Any], visible: Any, names: tuple[str, ...], scores: Any, cells: Any, expected: float
-) -> None:
+def test_purity(points, visible, names, scores, cells, expected):
     where = np.array(points)
     purity = purity_by_channel(
         np.array(scores or [1.0] * len(points), np.float32)[:, None],
@@ -106,7 +98,7 @@ def test_purity(
     assert purity.tolist() == pytest.approx([expected])
 
 
-def test_merged_parts_keep_the_order_of_their_first_mention() -> None:
+def test_merged_parts_keep_the_order_of_their_first_mention():
     names = ("back", "left eye", "nape", "right eye")
     present, visible = np.array([[False, False, True, True]]), np.array([[True, False, True, True]])
     merged, seen = merge_sides(names, present, visible)
@@ -118,7 +110,7 @@ def test_merged_parts_keep_the_order_of_their_first_mention() -> None:
 
 
 @pytest.fixture(scope="module")
-def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def birds(tmp_path_factory):
     """CUB's layout: six classes of five training and two test images of noise, fifteen parts each."""
     root = tmp_path_factory.mktemp("birds")
     rng = np.random.default_rng(0)
@@ -147,11 +139,11 @@ def birds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(birds: Path) -> DataSet:
+def data(birds):
     return read_dataset(birds)
 
 
-def _network(num_classes: int, head: HeadConfig) -> OpalNetwork:
+def _network(num_classes, head):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", num_classes, (224, 224), head))
@@ -160,34 +152,34 @@ def _network(num_classes: int, head: HeadConfig) -> OpalNetwork:
 
 
 @pytest.fixture(scope="module")
-def network(data: DataSet) -> OpalNetwork:
+def network(data):
     return _network(data.num_classes, HeadConfig(prototypes_per_class=M))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(data: DataSet, network: OpalNetwork, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(data, network, tmp_path_factory):
     path = tmp_path_factory.mktemp("parts") / "birds.pt"
     checkpoints.save(path, Checkpoint(network, data.class_names))
     return path
 
 
 @pytest.fixture(scope="module")
-def exported(checkpoint: Path) -> OnnxSession:
+def exported(checkpoint):
     """With all that the figures need; the comparison with PyTorch is what the tests make."""
     options = ExportOptions(threads=1, attention=True, input_kind="float32", verify=False)
     source = CheckpointSource(checkpoints.load(checkpoint), checkpoint)
     return OnnxSession(export(source, plan_targets(source), options).onnx[0].path, threads=1)
 
 
-def _measure(session: Session, data: DataSet, **options: object) -> EvaluationResult:
+def _measure(session, data, **options):
     parts = cub.read_parts(data.root, data.test)
-    return evaluate_session(session, data.test, parts=parts, **options)  # type: ignore[arg-type]
+    return evaluate_session(session, data.test, parts=parts, **options)
 
 
 class _Detector:
     """Channel k of a 7 x 7 map shines where part `k % m` is, whatever the noise."""
 
-    def __init__(self, parts: PartLocations, num_classes: int) -> None:
+    def __init__(self, parts, num_classes):
         cells = np.clip(parts.truncated_input_points(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]
         self._attention = np.zeros((len(cells), num_classes * M, 7, 7), np.float32)
         for image, slots in enumerate(cells):
@@ -195,22 +187,22 @@ class _Detector:
                 self._attention[image, slot::M, y, x] = 1.0
         self._clean = self._noisy = 0
 
-    def run(self, images: ImageBatch) -> Outputs:
+    def run(self, images):
         self._clean += len(images)
         return self._outputs(self._clean - len(images), self._clean)
 
-    def run_normalised(self, images: FloatArray) -> Outputs:
+    def run_normalised(self, images):
         self._noisy += len(images)
         return self._outputs(self._noisy - len(images), self._noisy)
 
-    def _outputs(self, start: int, stop: int) -> Outputs:
+    def _outputs(self, start, stop):
         attention = self._attention[start:stop]
         cells = attention.reshape(*attention.shape[:2], -1)
         argmax = cells.argmax(2).astype(np.int32)
         return Outputs(np.zeros((stop - start, 6), np.float32), argmax, cells.max(2), attention)
 
 
-def test_a_perfect_detector_scores_a_hundred() -> None:
+def test_a_perfect_detector_scores_a_hundred():
     rng = np.random.default_rng(0)
     names = ("beak", "tail", "back", "throat")
     points = rng.integers(0, 200, (40, 4, 2)).astype(np.float64)
@@ -228,15 +220,13 @@ def test_a_perfect_detector_scores_a_hundred() -> None:
         scores.append(outputs.scores)
         cells.append(outputs.argmax)
 
-    figures = meter.figures(np.concatenate(scores), np.concatenate(cells))  # type: ignore[arg-type]
+    figures = meter.figures(np.concatenate(scores), np.concatenate(cells))
 
     assert (figures.consistency, figures.stability, figures.purity, figures.purity_std) == (100.0, 100.0, 100.0, 0.0)
     assert (figures.prototypes, figures.images) == (18, 40)
 
 
-def test_network_checkpoint_and_export_agree(
-    data: DataSet, network: OpalNetwork, checkpoint: Path, exported: OnnxSession
-) -> None:
+def test_network_checkpoint_and_export_agree(data, network, checkpoint, exported):
     expected = measure_parts(network, data)
     reference = _measure(TorchSession(checkpoint, device="cpu", threads=1), data)
     deployed = _measure(exported, data)
@@ -253,14 +243,14 @@ def test_network_checkpoint_and_export_agree(
     assert expected.purity > 0.0
 
 
-def test_the_batch_changes_nothing_and_the_seed_only_the_noise(data: DataSet, network: OpalNetwork) -> None:
+def test_the_batch_changes_nothing_and_the_seed_only_the_noise(data, network):
     figures = measure_parts(network, data, batch=32)
     assert measure_parts(network, data, batch=5) == figures
     other = measure_parts(network, data, seed=1)
     assert replace(other, stability=figures.stability) == figures
 
 
-def test_average_pooling_has_maps_to_measure(data: DataSet) -> None:
+def test_average_pooling_has_maps_to_measure(data):
     network = _network(data.num_classes, HeadConfig(prototypes_per_class=M, pooling="avg", cws=False))
     figures = measure_parts(network, data)
     assert figures.unavailable == {}
@@ -294,26 +284,24 @@ NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
     ],
     ids=["no attention", "normalised in the graph", "no prototypes", "another size"],
 )  # fmt: skip
-def test_a_figure_that_cannot_be_measured_has_a_reason(
-    exported: OnnxSession, changes: dict[str, Any], reasons: dict[str, str]
-) -> None:
+def test_a_figure_that_cannot_be_measured_has_a_reason(exported, changes, reasons):
     metadata = replace(exported.metadata, **changes)
     session = SimpleNamespace(metadata=metadata, run=exported.run, run_normalised=exported.run_normalised)
-    assert from_session(cast(Session, session)).unavailable == reasons
+    assert from_session(session).unavailable == reasons
 
 
-def test_uncropped_images_are_not_measured(data: DataSet, exported: OnnxSession) -> None:
+def test_uncropped_images_are_not_measured(data, exported):
     parts = _measure(exported, data, boxes=False).parts
     assert parts is not None
     assert (parts.consistency, parts.stability, parts.purity) == (None, None, None)
     assert set(parts.unavailable.values()) == {"the protocol crops to the boxes; leave --no-boxes out"}
 
 
-def test_the_other_figures_are_measured(data: DataSet, exported: OnnxSession) -> None:
+def test_the_other_figures_are_measured(data, exported):
     everything = _measure(exported, data).parts
     metadata = replace(exported.metadata, input_kind="uint8")
     session = SimpleNamespace(metadata=metadata, run=exported.run, description="")
-    parts = _measure(cast(Session, session), data).parts
+    parts = _measure(session, data).parts
     assert everything is not None
     assert parts is not None
     assert parts == replace(everything, stability=None, unavailable=parts.unavailable)
@@ -328,21 +316,19 @@ def test_the_other_figures_are_measured(data: DataSet, exported: OnnxSession) ->
         (LINEAR_BASELINE, 224, r"no prototypes \(evidence none\)"),
     ],
 )
-def test_a_network_without_figures_is_refused(data: DataSet, head: HeadConfig, size: int, message: str) -> None:
+def test_a_network_without_figures_is_refused(data, head, size, message):
     with pytest.raises(UsageError, match=message):
         measure_parts(OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", data.num_classes, (size, size), head)), data)
 
 
-def test_a_data_set_without_parts_is_refused(data: DataSet, network: OpalNetwork) -> None:
+def test_a_data_set_without_parts_is_refused(data, network):
     with pytest.raises(UsageError, match=r"no part locations \(parts/part_locs.txt of CUB\)"):
         measure_parts(network, replace(data, layout="imagefolder"))
     with pytest.raises(UsageError, match="no test images"):
         measure_parts(network, replace(data, test=[]))
 
 
-def test_the_command_gives_the_same_figures(
-    birds: Path, data: DataSet, network: OpalNetwork, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_gives_the_same_figures(birds, data, network, checkpoint, capsys):
     evaluate(birds, [checkpoint], dataset="cub", device="cpu", threads=1, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document.items() >= measure_parts(network, data).to_dict().items()
@@ -355,7 +341,7 @@ def test_the_command_gives_the_same_figures(
 
 
 @pytest.mark.data
-def test_the_real_birds(cub_mini: Path) -> None:
+def test_the_real_birds(cub_mini):
     data = read_dataset(cub_mini)
     few = replace(data, test=data.test[::16])
     figures = measure_parts(_network(data.num_classes, HeadConfig()), few)

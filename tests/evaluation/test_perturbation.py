@@ -1,7 +1,5 @@
 """Sampled images, rankings of cells, baselines, the foreground and Grad-CAM, each by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,9 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.faithfulness.measure import choose_samples
-from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, Baseline, baseline_image, replace_cells
+from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, baseline_image, replace_cells
 from opal_deploy.evaluation.faithfulness.rankings import build_rankings, choose_foreground, evidence_cells
-from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.synthetic.dataset import Annotation, encode_runs
 
 METADATA = Metadata(
@@ -23,12 +21,12 @@ METADATA = Metadata(
 )
 
 
-def _samples(labels: list[int], **options: object) -> list[Sample]:
-    return [Sample(Path(f"{number}.png"), label, **options) for number, label in enumerate(labels)]  # type: ignore[arg-type]
+def _samples(labels, **options):
+    return [Sample(Path(f"{number}.png"), label, **options) for number, label in enumerate(labels)]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 7, 11])
-def test_samples_are_chosen_evenly_over_classes(limit: int) -> None:
+def test_samples_are_chosen_evenly_over_classes(limit):
     labels = [0] * 10 + [1] * 3 + [2] * 10
     chosen = choose_samples(_samples(labels), limit)
 
@@ -39,12 +37,12 @@ def test_samples_are_chosen_evenly_over_classes(limit: int) -> None:
     assert max(counts.values()) - min(open_classes) <= 1
 
 
-def test_samples_are_chosen_evenly_within_a_class_and_never_more_than_there_are() -> None:
+def test_samples_are_chosen_evenly_within_a_class_and_never_more_than_there_are():
     assert choose_samples(_samples([0] * 12), 4) == [0, 3, 6, 9]
     assert choose_samples(_samples([1, 0, 1]), 10) == [0, 1, 2]
 
 
-def _outputs(argmax: list[int], scores: list[float], logits: list[float]) -> Outputs:
+def _outputs(argmax, scores, logits):
     return Outputs(np.array([logits], np.float32), np.array([argmax], np.int32), np.array([scores], np.float32))
 
 
@@ -53,14 +51,14 @@ EVERYWHERE = np.ones(16, np.bool_)
 OUTPUTS = _outputs([5, 10, 5, 2, 3, 3], [0.4, 0.9, 0.3, 0.2, 0.1, 0.1], [-0.1, -0.2, -0.3])
 
 
-def test_cells_are_ranked_by_contribution_and_slots_of_one_cell_add_up() -> None:
+def test_cells_are_ranked_by_contribution_and_slots_of_one_cell_add_up():
     metadata = replace(METADATA, class_names=("a", "b"), prototypes_per_class=3)
     outputs = _outputs([7, 2, 7, 1, 1, 1], [0.3, 0.5, 0.3, 0.1, 0.2, 0.3], [-0.1, -0.2])
     assert evidence_cells(0, outputs, 0, metadata) == (7, 2)
     assert evidence_cells(1, outputs, 0, metadata) == (1,)
 
 
-def test_rankings_of_the_controls() -> None:
+def test_rankings_of_the_controls():
     heat_map = np.zeros(16, np.float32)
     heat_map[[6, 10]] = 2.0, 1.0
     rankings = build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=0, heat_map=heat_map)
@@ -78,7 +76,7 @@ def test_rankings_of_the_controls() -> None:
     assert not {5, 10} & {*rankings.cells["random"]}
 
 
-def test_random_cells_are_foreground_and_reach_every_cell_that_is_no_evidence() -> None:
+def test_random_cells_are_foreground_and_reach_every_cell_that_is_no_evidence():
     few, none = np.isin(np.arange(16), [5, 8]), np.isin(np.arange(16), [5, 10])
     for index in range(5):
         assert build_rankings(OUTPUTS, 0, METADATA, few, seed=0, index=index).cells["random"] == (8,)
@@ -93,7 +91,7 @@ def test_random_cells_are_foreground_and_reach_every_cell_that_is_no_evidence() 
     assert max(drawn.values()) < 3 * min(drawn.values())
 
 
-def test_one_cell_has_no_reverse_and_two_classes_no_third() -> None:
+def test_one_cell_has_no_reverse_and_two_classes_no_third():
     metadata = replace(METADATA, class_names=("a", "b"))
     outputs = _outputs([4, 4, 1, 2], [0.9, 0.9, 0.1, 0.1], [-0.1, -0.2])
     rankings = build_rankings(outputs, 0, metadata, EVERYWHERE, seed=0, index=0)
@@ -104,7 +102,7 @@ def test_one_cell_has_no_reverse_and_two_classes_no_third() -> None:
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
 
 
-def test_only_the_rectangles_of_the_cells_are_replaced() -> None:
+def test_only_the_rectangles_of_the_cells_are_replaced():
     baseline = np.full_like(IMAGE, 7)
     assert (replace_cells(IMAGE, baseline, frozenset(range(16)), (4, 4)) == baseline).all()
     assert (replace_cells(IMAGE, baseline, frozenset(), (4, 4)) == IMAGE).all()
@@ -116,7 +114,7 @@ def test_only_the_rectangles_of_the_cells_are_replaced() -> None:
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name: Baseline) -> None:
+def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name):
     smooth = (IMAGE // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
     first, again = (baseline_image(smooth, name, (4, 4), seed=3, index=5) for _ in range(2))
 
@@ -147,15 +145,13 @@ MASK[:20, :20] = True
     ],
     ids=["unknown", "cropped", "box", "masks"],
 )
-def test_foreground(
-    box: Box | None, annotations: list[Annotation] | None, boxes: bool, name: str, cells: list[int]
-) -> None:
+def test_foreground(box, annotations, boxes, name, cells):
     foreground = choose_foreground(_samples([0], box=box), annotations, (4, 4), boxes=boxes)
     assert name in foreground.name
     assert np.flatnonzero(foreground.cells(0, Geometry.whole(80, 40))).tolist() == cells
 
 
-def test_grad_cam_is_the_gradients_mean_times_the_features() -> None:
+def test_grad_cam_is_the_gradients_mean_times_the_features():
     import torch
 
     from opal_deploy.evaluation.faithfulness.gradcam import GradCam

@@ -1,7 +1,5 @@
 """Boxes of explanations against the annotated parts of the generated data set, and their control."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +9,6 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import pointing
 from opal_deploy.evaluation.metrics import compute_metrics
@@ -25,7 +22,7 @@ METADATA = Metadata(("a", "b", "c"), 2, {"distance": "l2", "epsilon": 1e-8}, "ex
 ON_BEAK, ON_TAIL, ON_BODY, OFF = (20, 20, 40, 40), (40, 40, 60, 60), (40, 20, 60, 40), (0, 0, 20, 20)
 
 
-def _mask(shape: tuple[int, int], rows: slice, columns: slice) -> tuple[int, ...]:
+def _mask(shape, rows, columns):
     foreground = np.zeros(shape, np.bool_)
     foreground[rows, columns] = True
     return encode_runs(foreground)
@@ -37,7 +34,7 @@ TAIL = PartBox("paddle", (42.0, 42.0, 58.0, 58.0), (50.0, 50.0), distinguishing=
 CREATURE = Annotation("x.png", "x", 80, 80, {"beak": BEAK, "tail": TAIL}, _mask((80, 80), slice(20, 60), slice(20, 60)))
 
 
-def test_boxes_are_counted_by_the_parts_they_cover() -> None:
+def test_boxes_are_counted_by_the_parts_they_cover():
     hits = count_box_hits(CREATURE, [ON_BEAK, ON_TAIL, ON_BODY, OFF, ON_BEAK], GRID)
     assert (hits.boxes, hits.distinguishing, hits.any_part) == (5, 2, 3)
     assert hits.most_covered == ("beak", "tail", "none", "none", "beak")
@@ -55,11 +52,11 @@ def test_boxes_are_counted_by_the_parts_they_cover() -> None:
         ((38, 22, 60, 38), False),  # side by side
     ],
 )
-def test_a_quarter_of_the_part_is_enough(box: tuple[float, ...], covered: bool) -> None:
+def test_a_quarter_of_the_part_is_enough(box, covered):
     assert count_box_hits(CREATURE, [box], GRID).distinguishing == covered
 
 
-def test_the_control_is_by_cells_of_the_creature() -> None:
+def test_the_control_is_by_cells_of_the_creature():
     hits = count_box_hits(CREATURE, [], GRID)
     assert (hits.control_distinguishing, hits.control_any, hits.boxes) == (1 / 4, 2 / 4, 0)
     # no cell is full enough: the fullest
@@ -68,7 +65,7 @@ def test_the_control_is_by_cells_of_the_creature() -> None:
 
 
 @pytest.mark.parametrize("grid", [(7, 7), (5, 7), (4, 4), (6, 5)])
-def test_control_is_the_mean_over_single_cells(grid: tuple[int, int]) -> None:
+def test_control_is_the_mean_over_single_cells(grid):
     """Brute force: ask for every foreground cell by itself, with foreground counted on a mask of finer pixels."""
     kind = list_species(8)[5]
     annotation = build_annotation(draw_creature(kind, np.random.default_rng(3), (160, 224)), "x.png", kind.name)
@@ -88,7 +85,7 @@ def test_control_is_the_mean_over_single_cells(grid: tuple[int, int]) -> None:
     assert 0 < hits.control_distinguishing < hits.control_any
 
 
-def test_some_cell_covers_each_distinguishing_part() -> None:
+def test_some_cell_covers_each_distinguishing_part():
     grid = [(c * 32.0, r * 32.0, c * 32.0 + 32, r * 32.0 + 32) for r in range(7) for c in range(7)]
     for seed in range(60):
         kind = list_species(8)[seed % 8]
@@ -98,12 +95,12 @@ def test_some_cell_covers_each_distinguishing_part() -> None:
             assert count_box_hits(only, grid, (7, 7)).distinguishing >= 1
 
 
-def test_cell_foreground_is_exact_where_cells_cut_pixels() -> None:
+def test_cell_foreground_is_exact_where_cells_cut_pixels():
     annotation = Annotation("x.png", "x", 3, 3, {}, _mask((3, 3), slice(1, 2), slice(1, 2)))
     np.testing.assert_allclose(cell_foreground(annotation, (2, 2)), np.full((2, 2), 0.25 / 2.25))
 
 
-def test_summary_weighs_images_by_their_boxes() -> None:
+def test_summary_weighs_images_by_their_boxes():
     first = count_box_hits(CREATURE, [ON_BEAK, ON_BEAK, OFF], GRID)
     second = replace(count_box_hits(CREATURE, [OFF], GRID), control_distinguishing=0.75)
     summary = summarize_hits([first, second, count_box_hits(CREATURE, [], GRID)])
@@ -124,7 +121,7 @@ def test_summary_weighs_images_by_their_boxes() -> None:
         ],
     ],
 )
-def test_wrong_boxes_and_grids_are_refused(call: partial[object], message: str) -> None:
+def test_wrong_boxes_and_grids_are_refused(call, message):
     with pytest.raises(UsageError, match=message):
         call()
 
@@ -133,20 +130,20 @@ def test_wrong_boxes_and_grids_are_refused(call: partial[object], message: str) 
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("creatures") / "data"
     generate_dataset(root, num_species=3, train_per_class=2, val_per_class=1, test_per_class=3, size=(64, 64))
     return read_dataset(root)
 
 
-def _result(cells: np.ndarray, labels: np.ndarray, predicted: np.ndarray) -> EvaluationResult:
+def _result(cells, labels, predicted):
     logits = -np.ones((len(labels), 3), np.float32)
     logits[np.arange(len(labels)), predicted] = -0.1
     outputs = Outputs(logits, cells.astype(np.int32), np.full(cells.shape, 0.5, np.float32))
     return EvaluationResult(compute_metrics(logits, labels), None, labels, outputs)
 
 
-def test_annotations_are_matched_row_for_row(data: DataSet) -> None:
+def test_annotations_are_matched_row_for_row(data):
     annotations = pointing.match_annotations(data, data.test[::-1])
     assert [data.root / annotation.image for annotation in annotations] == [sample.path for sample in data.test[::-1]]
     assert pointing.has_annotations(data)
@@ -156,7 +153,7 @@ def test_annotations_are_matched_row_for_row(data: DataSet) -> None:
         pointing.match_annotations(data, [other])
 
 
-def test_boxes_of_right_predictions_are_judged_as_the_demo_judges_them(data: DataSet) -> None:
+def test_boxes_of_right_predictions_are_judged_as_the_demo_judges_them(data):
     labels = np.array([sample.label for sample in data.test])
     cells = np.random.default_rng(0).integers(0, 16, (len(labels), 6))
     predicted = labels.copy()
@@ -181,7 +178,7 @@ def test_boxes_of_right_predictions_are_judged_as_the_demo_judges_them(data: Dat
     assert len(list(pointing.format_part_coverage(summary))) == 1 + 3
 
 
-def test_boxes_on_the_parts_beat_the_control(data: DataSet) -> None:
+def test_boxes_on_the_parts_beat_the_control(data):
     labels = np.array([sample.label for sample in data.test])
     annotations = pointing.match_annotations(data, data.test)
     # every slot looks at the cell that holds the centre of a distinguishing part

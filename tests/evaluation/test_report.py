@@ -1,7 +1,5 @@
 """The files of an evaluation: folders, the confusion matrix as a plot, risk over coverage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +18,19 @@ from opal_deploy.evaluation.report import (
 from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
 
 
-def _drawn(counts: np.ndarray, names: list[str], path: Path) -> np.ndarray:
+def _drawn(counts, names, path):
     draw_confusion_matrix(counts, names, path)
     with Image.open(path) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB")).astype(int)
 
 
-def _dark(pixels: np.ndarray) -> np.ndarray:
+def _dark(pixels):
     """Where the colour of a share of 1 is."""
     return np.abs(pixels - [8, 48, 107]).max(axis=2) < 8
 
 
-def test_a_single_wrong_cell_of_two_hundred_classes_can_be_seen(tmp_path: Path) -> None:
+def test_a_single_wrong_cell_of_two_hundred_classes_can_be_seen(tmp_path):
     names = [f"{number}" for number in range(200)]
     counts = np.zeros((200, 200), np.int64)
     counts[150, 20] = 7
@@ -45,7 +43,7 @@ def test_a_single_wrong_cell_of_two_hundred_classes_can_be_seen(tmp_path: Path) 
     assert cols.mean() < 0.3 * drawn.shape[1]
 
 
-def test_rows_are_normalised(tmp_path: Path) -> None:
+def test_rows_are_normalised(tmp_path):
     rare, frequent = np.diag([1, 1, 1]), np.diag([1000, 10, 1])
     # without the numbers in the cells
     names = [f"{number}" for number in range(16)]
@@ -56,13 +54,13 @@ def test_rows_are_normalised(tmp_path: Path) -> None:
     assert _dark(images[0])[200:height].sum() == _dark(images[1])[200:height].sum() > 0
 
 
-def test_any_name_can_be_drawn(tmp_path: Path) -> None:
+def test_any_name_can_be_drawn(tmp_path):
     # warnings are errors here: mathematics, a script that the font lacks, a very long name
     names = ["$x^{$", "鳥", "x" * 300, "<b>&amp;", "cl\udcff"]
     draw_confusion_matrix(np.eye(5, dtype=np.int64), names, tmp_path / "names.png")
 
 
-def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
+def test_several_models_have_a_folder_each(tmp_path):
     one, two, three = Path("a/best.pt"), Path("b/best.pt"), Path("b/best.onnx")
     assert model_folders(tmp_path, [one]) == [tmp_path]
     assert model_folders(tmp_path, [one, three]) == [tmp_path / "best.pt", tmp_path / "best.onnx"]
@@ -70,7 +68,7 @@ def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
     assert folders == [tmp_path / "1-best.pt", tmp_path / "2-best.pt", tmp_path / "best.onnx"]
 
 
-def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path: Path) -> None:
+def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path):
     out, data = tmp_path / "deep" / "out", tmp_path / "data"
     check_folder(out, data, overwrite=False)
     create_folder(out)
@@ -81,30 +79,30 @@ def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", [".", "out", "a/out", "../data/out"])
-def test_a_folder_in_the_data_set_is_refused(tmp_path: Path, below: str) -> None:
+def test_a_folder_in_the_data_set_is_refused(tmp_path, below):
     with pytest.raises(UsageError, match="would become part of the data set; give another --out"):
         check_folder(tmp_path / "data" / below, tmp_path / "data", overwrite=True)
 
 
-def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot be created .*; give another --out"):
         create_folder(tmp_path / "file" / "out")
 
 
-def test_too_few_images_for_an_error_rate_are_refused() -> None:
+def test_too_few_images_for_an_error_rate_are_refused():
     risk.check_support(59, 0.05)
     with pytest.raises(UsageError, match=r"--target-error 5%: 58 labelled images .* 59 are needed; give more images"):
         risk.check_support(58, 0.05)
 
 
-def test_the_table_has_a_row_for_each_threshold() -> None:
+def test_the_table_has_a_row_for_each_threshold():
     header, rows = risk.curve_table(compute_risk_curve([0.5, 0.3, 0.3, 0.1], [True, False, True, True]))
     assert header == ["min_margin", "answered", "coverage", "wrong", "error"]
     assert rows == [[0.5, 1, 0.25, 0, 0.0], [0.3, 3, 0.75, 1, 1 / 3], [0.1, 4, 1.0, 1, 0.25]]
 
 
-def test_a_printed_threshold_can_be_typed_back() -> None:
+def test_a_printed_threshold_can_be_typed_back():
     curve = compute_risk_curve(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
     threshold = choose_threshold(curve.summary(), 0.05)
     (line,) = risk.format_threshold(threshold)
@@ -116,7 +114,7 @@ def test_a_printed_threshold_can_be_typed_back() -> None:
 
 
 @pytest.mark.parametrize("target", [None, 0.2, 0.01], ids=["no target", "threshold", "no threshold"])
-def test_the_curve_is_drawn_with_and_without_a_threshold(tmp_path: Path, target: float | None) -> None:
+def test_the_curve_is_drawn_with_and_without_a_threshold(tmp_path, target):
     curve = compute_risk_curve(np.linspace(1.0, 0.0, 80), np.arange(80) < 70)
     threshold = None if target is None else choose_threshold(curve.summary(), target)
     risk.draw_curve(curve, threshold, tmp_path / "curve.png")

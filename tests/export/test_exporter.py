@@ -1,9 +1,6 @@
 """What an export writes from a checkpoint or one of our files, what it refuses, and that failures leave nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,25 +10,21 @@ from PIL import Image
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.options import ExportOptions, plan_targets
-from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
 @pytest.fixture(scope="module")
-def fp16(fp32: Path, write_onnx: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = write_onnx(fp32, tmp_path_factory.mktemp("fp16") / "c.fp16.onnx", "fp16").path
+def fp16(fp32, write_onnx, tmp_path_factory):
+    path = write_onnx(fp32, tmp_path_factory.mktemp("fp16") / "c.fp16.onnx", "fp16").path
     return path
 
 
 class TestFromOnnx:
-    def test_fp16_reproduces_the_test_vectors_and_says_against_what_it_was_verified(
-        self, fp16: Path, fp32: Path
-    ) -> None:
+    def test_fp16_reproduces_the_test_vectors_and_says_against_what_it_was_verified(self, fp16, fp32):
         metadata, source = onnx_file.read_metadata(fp16), onnx_file.read_metadata(fp32)
         assert (metadata.precision, source.precision) == ("fp16", "fp32")
         report = metadata.verification
@@ -43,7 +36,7 @@ class TestFromOnnx:
         assert metadata.source == source.source
         assert verify_test_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
 
-    def test_a_damaged_source_is_refused(self, fp32: Path, write_onnx: Any, tmp_path: Path) -> None:
+    def test_a_damaged_source_is_refused(self, fp32, write_onnx, tmp_path):
         content = bytearray(fp32.read_bytes())
         content[len(content) // 3] ^= 1
         path = tmp_path / "c.onnx"
@@ -64,15 +57,13 @@ class TestFromOnnx:
         ],
     )
     def test_what_a_file_cannot_become_is_refused(
-        self, request: Any, write_onnx: Any, tmp_path: Path, source: str, precision: str, options: Any, message: str
-    ) -> None:
+        self, request, write_onnx, tmp_path, source, precision, options, message
+    ):
         with pytest.raises(UsageError, match=message):
             write_onnx(request.getfixturevalue(source), tmp_path / "x.onnx", precision, **options)
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_body_that_half_precision_ruins_is_rejected(
-        self, overflowing: Checkpoint, write_onnx: Any, tmp_path: Path
-    ) -> None:
+    def test_a_body_that_half_precision_ruins_is_rejected(self, overflowing, write_onnx, tmp_path):
         out = write_onnx(overflowing, tmp_path / "c.onnx").path
         with pytest.raises(VerificationError, match="was not written"):
             write_onnx(out, tmp_path / "c.fp16.onnx", "fp16")
@@ -80,9 +71,7 @@ class TestFromOnnx:
 
 
 class TestFromACheckpoint:
-    def test_its_body_is_cast_and_verified_against_pytorch(
-        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path
-    ) -> None:
+    def test_its_body_is_cast_and_verified_against_pytorch(self, make_checkpoint, write_onnx, tmp_path):
         done = write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", "fp16", input_kind="float32")
         assert done.metadata.verification["reference"].startswith("PyTorch")
         weights = {t.data_type for t in onnx.load(done.path).graph.initializer if "body" in t.name}
@@ -90,28 +79,24 @@ class TestFromACheckpoint:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
-    def test_real_architectures_pass_in_half_precision(
-        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path, name: str
-    ) -> None:
+    def test_real_architectures_pass_in_half_precision(self, make_checkpoint, write_onnx, tmp_path, name):
         assert write_onnx(make_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
 
 
-def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_same(
-    fp32: Path, write_onnx: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_same(fp32, write_onnx, tmp_path):
     out = tmp_path / "c.fp16.onnx"
     assert write_onnx(fp32, out, "fp16", verify=False).comparison is None
     assert onnx_file.read_metadata(out).verification == {"skipped": "exported with --no-verify"}
     assert verify_test_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")
 
 
-def test_a_checkpoint_that_is_named_like_a_precision_is_refused(make_checkpoint: Any) -> None:
+def test_a_checkpoint_that_is_named_like_a_precision_is_refused(make_checkpoint):
     with pytest.raises(UsageError, match="its name ends like a precision"):
         plan_targets(CheckpointSource(make_checkpoint(), Path("c.fp16.pt")), "fp32")
 
 
 @pytest.fixture(scope="module")
-def candidate(make_checkpoint: Any) -> ExportCandidate:
+def candidate(make_checkpoint):
     return CheckpointSource(make_checkpoint(), Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
 
 
@@ -121,9 +106,7 @@ class TestPlaces:
         [("file/c.onnx", "cannot be written"), ("c.onnx", "cannot be written"), ("c.bin", r"ends in \.onnx")],
         ids=["under a file", "a folder of that name", "another suffix"],
     )
-    def test_a_place_that_cannot_be_written_to_is_left_alone(
-        self, candidate: ExportCandidate, tmp_path: Path, out: str, message: str
-    ) -> None:
+    def test_a_place_that_cannot_be_written_to_is_left_alone(self, candidate, tmp_path, out, message):
         (tmp_path / "file").write_text("")
         (tmp_path / "c.onnx").mkdir()
         (tmp_path / "c.onnx" / "precious").write_text("")
@@ -134,7 +117,7 @@ class TestPlaces:
             pass
         assert sorted(path.name for path in tmp_path.rglob("*")) == ["c.onnx", "file", "precious"]
 
-    def test_too_few_images_to_verify_on_are_refused(self, fp32: Path, write_onnx: Any, tmp_path: Path) -> None:
+    def test_too_few_images_to_verify_on_are_refused(self, fp32, write_onnx, tmp_path):
         folder = tmp_path / "images"
         folder.mkdir()
         for index in range(9):

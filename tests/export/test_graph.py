@@ -1,11 +1,8 @@
 """The contract of every exported graph (docs/contract.md), on real exports of a tiny network and of ResNet-18."""
 
-from __future__ import annotations
-
 import getpass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -17,37 +14,35 @@ from torch import nn
 
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.errors import UsageError
-from opal_deploy.export.exporter import ExportedOnnx
 from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.tensorrt.builder import Network
-from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, Bindings, installed_version, load
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
 
 
 @pytest.fixture(scope="module")
-def exported(resnet18: Checkpoint, write_onnx: Any, tmp_path_factory: pytest.TempPathFactory) -> ExportedOnnx:
-    done: ExportedOnnx = write_onnx(resnet18, tmp_path_factory.mktemp("resnet18") / "c.onnx")
+def exported(resnet18, write_onnx, tmp_path_factory):
+    done = write_onnx(resnet18, tmp_path_factory.mktemp("resnet18") / "c.onnx")
     return done
 
 
 @pytest.fixture(scope="module")
-def graph(exported: ExportedOnnx) -> onnx.ModelProto:
+def graph(exported):
     return onnx.load(exported.path)
 
 
-def _run(path: Path, count: int) -> dict[str, Any]:
+def _run(path, count):
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(None, {"images": example_images(count, 64, 96)}), strict=True))
 
 
 class TestResNet18:
-    def test_inputs_and_outputs_are_the_contracts_and_the_cast_comes_first(self, graph: onnx.ModelProto) -> None:
+    def test_inputs_and_outputs_are_the_contracts_and_the_cast_comes_first(self, graph):
         (images,) = graph.graph.input
         dims = images.type.tensor_type.shape.dim
         assert (images.name, images.type.tensor_type.elem_type) == ("images", TensorProto.UINT8)
@@ -62,13 +57,11 @@ class TestResNet18:
         ]  # fmt: skip
 
     @pytest.mark.parametrize("count", [1, 3, 16])
-    def test_any_batch_size_runs(self, exported: ExportedOnnx, count: int) -> None:
+    def test_any_batch_size_runs(self, exported, count):
         shapes = {name: value.shape for name, value in _run(exported.path, count).items()}
         assert shapes == {"logits": (count, 4), "argmax": (count, 20), "scores": (count, 20)}
 
-    def test_it_is_one_valid_file_of_versions_and_operators_that_runtimes_take(
-        self, exported: ExportedOnnx, graph: onnx.ModelProto
-    ) -> None:
+    def test_it_is_one_valid_file_of_versions_and_operators_that_runtimes_take(self, exported, graph):
         onnx.checker.check_model(graph, full_check=True)
         assert graph.ir_version == 10
         assert [(o.domain, o.version) for o in graph.opset_import] == [("", 20)]
@@ -77,7 +70,7 @@ class TestResNet18:
         names = [node.op_type for node in graph.graph.node]
         assert not {"MaxPool", "Gemm", "MatMul", "CDist", "Einsum"} & set(names[names.index("Softmax") :])
 
-    def test_nothing_of_the_exporting_machine_is_inside(self, exported: ExportedOnnx, graph: onnx.ModelProto) -> None:
+    def test_nothing_of_the_exporting_machine_is_inside(self, exported, graph):
         # weights may spell anything
         named = onnx.ModelProto()
         named.CopyFrom(graph)
@@ -89,9 +82,7 @@ class TestResNet18:
         assert not [text for text in traces if text in content]
         assert not [node.name for node in graph.graph.node if node.doc_string or node.metadata_props]
 
-    def test_metadata_is_the_only_property_and_describes_the_network(
-        self, exported: ExportedOnnx, graph: onnx.ModelProto
-    ) -> None:
+    def test_metadata_is_the_only_property_and_describes_the_network(self, exported, graph):
         assert [entry.key for entry in graph.metadata_props] == ["opal"]
         metadata = onnx_file.read_metadata(exported.path)
         assert metadata == exported.metadata
@@ -102,7 +93,7 @@ class TestResNet18:
         assert metadata.exporter["opset"] == 20
         onnx_file.check_digest(exported.path, metadata)
 
-    def test_the_verification_report_says_what_was_compared(self, exported: ExportedOnnx) -> None:
+    def test_the_verification_report_says_what_was_compared(self, exported):
         report = exported.metadata.verification
         assert report["passed"] is True
         assert report["batches"] == [1, 2, 7]
@@ -113,14 +104,14 @@ class TestResNet18:
         assert report["cells"] + report["cells_tied"] == 64 * 20
         assert report["cells_different"] == 0
 
-    def test_the_test_vectors_are_pytorchs_outputs(self, exported: ExportedOnnx, resnet18: Checkpoint) -> None:
+    def test_the_test_vectors_are_pytorchs_outputs(self, exported, resnet18):
         stored = test_vectors.unpack(exported.metadata.test_vectors, "c.onnx")
         outputs = TorchSession(resnet18, device="cpu").run(stored.images)
         assert len(stored.images) == 4
         np.testing.assert_array_equal(stored.outputs.argmax, outputs.argmax)
         np.testing.assert_allclose(stored.outputs.logits, outputs.logits, rtol=1e-6)
 
-    def test_normalisation_is_in_the_graph(self, exported: ExportedOnnx, resnet18: Checkpoint) -> None:
+    def test_normalisation_is_in_the_graph(self, exported, resnet18):
         pixels = example_images(3, 64, 96)
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         images = ((torch.from_numpy(pixels) / 255 - mean) / std).permute(0, 3, 1, 2)
@@ -130,7 +121,7 @@ class TestResNet18:
 
 
 @pytest.fixture(scope="module")
-def tensorrt() -> Bindings | None:
+def tensorrt():
     return None if installed_version(TENSORRT_RTX) is None else load(TENSORRT_RTX, "a test")
 
 
@@ -147,13 +138,13 @@ WITHOUT_ANCHORS = [
 ]
 
 
-def _id(head: HeadConfig) -> str:
+def _id(head):
     parts = [head.distance, head.pooling, f"m{head.prototypes_per_class}"]
     flags = {"no cws": not head.cws, "no projection": not head.projection, "no anchors": not head.anchors}
     return " ".join([*parts, *(name for name, on in flags.items() if on)])
 
 
-def _added_epsilons(model: onnx.ModelProto) -> int:
+def _added_epsilons(model):
     constants = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
     scalars = [
         constants[name]
@@ -167,10 +158,10 @@ def _added_epsilons(model: onnx.ModelProto) -> int:
 
 @pytest.mark.parametrize("head", [*ANCHORED, *WITHOUT_ANCHORS], ids=_id)
 def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(
-    make_checkpoint: Any, write_onnx: Any, tensorrt: Bindings | None, tmp_path: Path, head: HeadConfig
-) -> None:
+    make_checkpoint, write_onnx, tensorrt, tmp_path, head
+):
     single = head.prototypes_per_class == 1
-    checkpoint: Checkpoint = make_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
+    checkpoint = make_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
     done = write_onnx(checkpoint, tmp_path / "c.onnx")
     names = ("logits", "argmax", "scores") if head.anchors else ("logits",)
     assert (done.metadata.outputs, done.metadata.distance) == (names, head.distance)
@@ -186,7 +177,7 @@ def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(
         assert tuple(output.name for output in network.outputs) == names
 
 
-def _assert_reproduces_torch(done: ExportedOnnx, checkpoint: Checkpoint) -> None:
+def _assert_reproduces_torch(done, checkpoint):
     """By ONNX Runtime and PyTorch, outside the exporter's own comparison; logits relative to their size."""
     pixels = example_images(9, *checkpoint.network.config.input_size)
     outputs = OnnxSession(done.path, device="cpu", threads=2).run(pixels)
@@ -194,28 +185,24 @@ def _assert_reproduces_torch(done: ExportedOnnx, checkpoint: Checkpoint) -> None
     # where the two differ by rounding alone, the root of l2 and l3 may magnify it near an anchor
     np.testing.assert_allclose(outputs.logits, expected.logits, rtol=2e-5, atol=2e-5)
     if expected.scores is not None:
-        np.testing.assert_allclose(outputs.scores, expected.scores, rtol=1e-4, atol=1e-6)  # type: ignore[arg-type]
-        assert (outputs.argmax == expected.argmax).mean() > 0.99  # type: ignore[union-attr]
+        np.testing.assert_allclose(outputs.scores, expected.scores, rtol=1e-4, atol=1e-6)
+        assert (outputs.argmax == expected.argmax).mean() > 0.99
 
 
 @pytest.mark.parametrize("cws", [True, False])
-def test_attention_is_output_on_request(
-    make_checkpoint: Any, write_onnx: Any, tensorrt: Bindings | None, tmp_path: Path, cws: bool
-) -> None:
+def test_attention_is_output_on_request(make_checkpoint, write_onnx, tensorrt, tmp_path, cws):
     # without the softmax, attention and projection are one tensor under two names
     done = write_onnx(make_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", attention=True)
     outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(2, 64, 96))
     assert outputs.attention is not None
     assert outputs.attention.shape == (2, 20, 2, 3)
-    np.testing.assert_array_equal(outputs.attention.reshape(2, 20, 6).max(2), outputs.scores)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(outputs.attention.reshape(2, 20, 6).max(2), outputs.scores)
     if tensorrt is not None:
         network = Network(tensorrt, done.path.read_bytes(), "c.onnx")
         assert [output.name for output in network.outputs] == ["logits", "argmax", "scores", "attention"]
 
 
-def test_an_image_without_any_feature_gets_the_bias_and_not_nan(
-    make_checkpoint: Any, write_onnx: Any, tmp_path: Path
-) -> None:
+def test_an_image_without_any_feature_gets_the_bias_and_not_nan(make_checkpoint, write_onnx, tmp_path):
     # all features zero: the norm is zero, and only its epsilon keeps 0 / 0 out of the graph
     checkpoint = make_checkpoint(head=HeadConfig(projection=False, cws=False, pooling="avg", anchors=False))
     with torch.no_grad():
@@ -229,9 +216,7 @@ def test_an_image_without_any_feature_gets_the_bias_and_not_nan(
 @pytest.mark.parametrize(
     ("size", "kind"), [((160, 32), "uint8"), ((32, 32), "float32")], ids=["uint8", "one cell, float32"]
 )
-def test_a_size_and_kind_of_input_export(
-    make_checkpoint: Any, write_onnx: Any, tensorrt: Bindings | None, tmp_path: Path, size: Any, kind: Any
-) -> None:
+def test_a_size_and_kind_of_input_export(make_checkpoint, write_onnx, tensorrt, tmp_path, size, kind):
     checkpoint = make_checkpoint(size=size)
     done = write_onnx(checkpoint, tmp_path / "c.onnx", input_kind=kind)
     assert (done.metadata.input_size, done.metadata.input_kind) == (size, kind)
@@ -244,7 +229,7 @@ def test_a_size_and_kind_of_input_export(
 
 
 @pytest.mark.parametrize("part", ["parameters", "buffers"])
-def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(make_checkpoint: Any, part: str) -> None:
+def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(make_checkpoint, part):
     network = make_checkpoint(sharp=False).network
     if part == "parameters":
         with torch.device("meta"):
@@ -266,9 +251,7 @@ def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(make_checkp
         "convnext_tiny", "convnext_small", "convnext_base",
     ],
 )  # fmt: skip
-def test_a_random_checkpoint_of_a_backbone_passes_the_gate(
-    make_checkpoint: Any, write_onnx: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_random_checkpoint_of_a_backbone_passes_the_gate(make_checkpoint, write_onnx, tmp_path, name):
     done = write_onnx(make_checkpoint(name, size=(224, 224), sharp=False), tmp_path / "c.onnx")
     assert done.comparison
     # a gate that had to be widened says so

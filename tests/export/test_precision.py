@@ -1,10 +1,5 @@
 """float16 and bfloat16 bodies of graphs, and their simulation in float32."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import onnx
@@ -18,24 +13,24 @@ from opal_deploy.export.precision import simulate_low_precision, to_bf16, to_fp1
 from opal_deploy.runtime.onnx_session import OnnxSession
 
 
-def _types(model: onnx.ModelProto) -> dict[str, int]:
+def _types(model):
     """The type of every value in the graph, by ONNX's own inference."""
     graph = onnx.shape_inference.infer_shapes(model).graph
     return {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.output)}
 
 
 @pytest.fixture(scope="module")
-def original(fp32: Path) -> onnx.ModelProto:
+def original(fp32):
     return onnx.load(fp32)
 
 
 @pytest.fixture(scope="module")
-def half(original: onnx.ModelProto) -> onnx.ModelProto:
+def half(original):
     return to_fp16(original)
 
 
 class TestFp16:
-    def test_the_body_is_float16_between_float32_normalisation_and_head(self, half: onnx.ModelProto) -> None:
+    def test_the_body_is_float16_between_float32_normalisation_and_head(self, half):
         types, nodes = _types(half), list(half.graph.node)
         convolutions = [types[node.output[0]] for node in nodes if node.op_type == "Conv"]
         assert convolutions == [TensorProto.FLOAT16] * 3
@@ -44,14 +39,14 @@ class TestFp16:
         floats = {types[name] for node in head for name in node.output} - {TensorProto.INT64, TensorProto.INT32}
         assert floats == {TensorProto.FLOAT}
 
-    def test_inputs_and_outputs_stay_and_weights_halve(self, half: onnx.ModelProto, original: onnx.ModelProto) -> None:
+    def test_inputs_and_outputs_stay_and_weights_halve(self, half, original):
         assert list(original.graph.input) == list(half.graph.input)
         assert list(original.graph.output) == list(half.graph.output)
         sizes = [sum(len(tensor.raw_data) for tensor in model.graph.initializer) for model in (half, original)]
         assert sizes[0] < 0.55 * sizes[1]
 
 
-def _graph(**weights: Any) -> onnx.ModelProto:
+def _graph(**weights):
     """normalised -> Mul(w) -> projected, with w read outside the body too."""
     graph = helper.make_graph(
         [
@@ -68,7 +63,7 @@ def _graph(**weights: Any) -> onnx.ModelProto:
 
 
 class TestCast:
-    def test_a_weight_that_the_head_reads_too_gets_a_narrow_copy_and_the_original_stays(self) -> None:
+    def test_a_weight_that_the_head_reads_too_gets_a_narrow_copy_and_the_original_stays(self):
         model = _graph(w=[2.0])
         before = model.SerializeToString()
         half = to_fp16(model)
@@ -77,11 +72,11 @@ class TestCast:
         assert types == {"w": TensorProto.FLOAT, "w_fp16": TensorProto.FLOAT16}
         onnx.checker.check_model(half, full_check=True)
 
-    def test_a_weight_beyond_float16_is_refused_by_name(self) -> None:
+    def test_a_weight_beyond_float16_is_refused_by_name(self):
         with pytest.raises(ArtifactError, match="weight w reaches 1e\\+05"):
             to_fp16(_graph(w=[1e5]))
 
-    def test_a_graph_that_does_not_name_its_body_is_refused(self) -> None:
+    def test_a_graph_that_does_not_name_its_body_is_refused(self):
         model = _graph(w=[2.0])
         model.graph.node[1].output[0] = model.graph.node[2].input[0] = "other"
         with pytest.raises(ArtifactError, match="projected"):
@@ -92,14 +87,14 @@ class TestSimulation:
     """A simulated graph computes in float32 what a narrow body gives, rounded after every operation."""
 
     @staticmethod
-    def run(model: onnx.ModelProto, values: list[float]) -> list[float]:
+    def run(model, values):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return list(session.run(["projected"], {"images": np.array(values, np.float32)})[0])
 
     @staticmethod
-    def square_root_of_square() -> onnx.ModelProto:
+    def square_root_of_square():
         graph = helper.make_graph(
             [
                 helper.make_node("Identity", ["images"], ["normalised"]),
@@ -112,7 +107,7 @@ class TestSimulation:
         )
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
-    def test_an_overflow_that_onnx_runtime_hides_on_cpus_shows(self) -> None:
+    def test_an_overflow_that_onnx_runtime_hides_on_cpus_shows(self):
         half = to_fp16(self.square_root_of_square())
         # 300 * 300 is beyond float16; ONNX Runtime computes it in float32 all the same
         assert self.run(half, [300.0]) == [300.0]
@@ -121,7 +116,7 @@ class TestSimulation:
     @pytest.mark.parametrize(
         ("convert", "dtype"), [(to_fp16, np.float16), (to_bf16, ml_dtypes.bfloat16)], ids=["fp16", "bf16"]
     )
-    def test_every_step_is_rounded_as_numpy_rounds_it(self, convert: Any, dtype: Any) -> None:
+    def test_every_step_is_rounded_as_numpy_rounds_it(self, convert, dtype):
         values = np.linspace(0.1, 7, 101).astype(np.float32)
         narrow = values.astype(dtype)
         squared = (narrow.astype(np.float32) ** 2).astype(dtype)
@@ -130,39 +125,39 @@ class TestSimulation:
         np.testing.assert_array_equal(found, expected)
         assert (np.abs(expected - values) > 0).any()
 
-    def test_values_keep_their_names(self) -> None:
+    def test_values_keep_their_names(self):
         half = to_fp16(self.square_root_of_square())
         made = {name for node in simulate_low_precision(half).graph.node for name in node.output}
         assert {name for node in half.graph.node for name in node.output} <= made
 
 
 @pytest.fixture(scope="module")
-def bf16(make_checkpoint: Any, write_onnx: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = write_onnx(make_checkpoint(seed=8), tmp_path_factory.mktemp("bf16") / "c.bf16.onnx", "bf16").path
+def bf16(make_checkpoint, write_onnx, tmp_path_factory):
+    path = write_onnx(make_checkpoint(seed=8), tmp_path_factory.mktemp("bf16") / "c.bf16.onnx", "bf16").path
     return path
 
 
 class TestBf16:
-    def test_the_backbone_is_bfloat16_and_the_projection_float32(self, bf16: Path) -> None:
+    def test_the_backbone_is_bfloat16_and_the_projection_float32(self, bf16):
         types = _types(onnx.load(bf16))
         convolutions = [types[n.output[0]] for n in onnx.load(bf16).graph.node if n.op_type == "Conv"]
         assert convolutions == [TensorProto.BFLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT]
 
-    def test_its_operators_take_bfloat16(self, bf16: Path) -> None:
+    def test_its_operators_take_bfloat16(self, bf16):
         model = onnx.load(bf16)
         assert model.opset_import[0].version == 22
         assert model.ir_version == 10
         onnx.checker.check_model(model, full_check=True)
 
-    def test_onnx_runtime_refuses_it_in_one_line_that_says_what_it_is_for(self, bf16: Path) -> None:
+    def test_onnx_runtime_refuses_it_in_one_line_that_says_what_it_is_for(self, bf16):
         with pytest.raises(UsageError, match=r"no bfloat16 convolutions.*opal-deploy export c\.bf16\.onnx --trt"):
             OnnxSession(bf16, device="cpu", threads=1)
 
-    def test_it_is_rounded_more_coarsely_than_half_precision(self, bf16: Path, fp32: Path, write_onnx: Any) -> None:
+    def test_it_is_rounded_more_coarsely_than_half_precision(self, bf16, fp32, write_onnx):
         half = write_onnx(fp32, bf16.with_name("c.fp16.onnx"), "fp16").path
         reports = [onnx_file.read_metadata(path).verification for path in (half, bf16)]
         assert reports[0]["max_cosine"] < reports[1]["max_cosine"] < 5e-2
 
-    def test_a_weight_beyond_float16_is_no_hindrance(self) -> None:
+    def test_a_weight_beyond_float16_is_no_hindrance(self):
         cast = to_bf16(_graph(w=[1e5]))
         assert TensorProto.BFLOAT16 in {tensor.data_type for tensor in cast.graph.initializer}

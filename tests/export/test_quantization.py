@@ -1,9 +1,6 @@
 """int8: quantise and dequantise nodes, and the images that int8 is calibrated with and judged on."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -25,14 +22,14 @@ from opal_deploy.synthetic import example_images
 
 
 @pytest.fixture(scope="module")
-def quantised(make_checkpoint: Any) -> tuple[onnx.ModelProto, onnx.ModelProto]:
+def quantised(make_checkpoint):
     checkpoint = make_checkpoint("resnet18", size=(64, 64))
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
     return model, to_int8(model, example_images(16, 64, 64), build_metadata(checkpoint))
 
 
 class TestGraph:
-    def test_weights_and_activations_have_quantise_and_dequantise_nodes(self, quantised: Any) -> None:
+    def test_weights_and_activations_have_quantise_and_dequantise_nodes(self, quantised):
         _, model = quantised
         made_by = {name: node for node in model.graph.node for name in node.output}
         inputs = [
@@ -44,7 +41,7 @@ class TestGraph:
         assert inputs.count(["DequantizeLinear", "DequantizeLinear"]) == len(inputs) - 2
         assert inputs[0][1] == inputs[-1][1] == "weight"
 
-    def test_weights_are_scaled_by_channel_and_zero_stays_zero(self, quantised: Any) -> None:
+    def test_weights_are_scaled_by_channel_and_zero_stays_zero(self, quantised):
         _, model = quantised
         weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
         zero_points = [weights[n.input[2]] for n in model.graph.node if n.op_type == "DequantizeLinear"]
@@ -54,7 +51,7 @@ class TestGraph:
         scales = [weights[n.input[1]].size for n in model.graph.node if n.op_type == "DequantizeLinear"]
         assert {64, 128, 256, 512} <= set(scales)
 
-    def test_inputs_outputs_and_formats_stay_the_contracts(self, quantised: Any) -> None:
+    def test_inputs_outputs_and_formats_stay_the_contracts(self, quantised):
         before, after = quantised
         assert list(before.graph.input) == list(after.graph.input)
         assert list(before.graph.output) == list(after.graph.output)
@@ -62,7 +59,7 @@ class TestGraph:
         onnx.checker.check_model(after, full_check=True)
 
     @pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
-    def test_tensorrt_builds_it_smaller(self, quantised: Any) -> None:
+    def test_tensorrt_builds_it_smaller(self, quantised):
         library, target = load(TENSORRT_RTX, "a test"), EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
         sizes = [
             len(Network(library, model.SerializeToString(), "m").build(target, BuildOptions()).content)
@@ -72,15 +69,15 @@ class TestGraph:
 
 
 class TestImages:
-    def test_too_few_to_calibrate_with_are_refused(self, fp32: Path, write_onnx: Any, tmp_path: Path) -> None:
+    def test_too_few_to_calibrate_with_are_refused(self, fp32, write_onnx, tmp_path):
         with pytest.raises(UsageError, match=r"0 readable images to calibrate with .*at least 16 are needed"):
             write_onnx(fp32, tmp_path / "c.onnx", "int8", calibrate=tmp_path)
 
     @pytest.mark.data
     @pytest.mark.parametrize("way", ["none", "a link", "relative"])
     def test_those_that_judge_are_not_those_that_it_was_calibrated_with_by_any_name(
-        self, fp32: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-    ) -> None:
+        self, fp32, photographs, tmp_path, monkeypatch, way
+    ):
         (tmp_path / "link").symlink_to(photographs)
         monkeypatch.chdir(photographs)
         judging = {"none": None, "a link": tmp_path / "link", "relative": Path()}[way]
@@ -95,8 +92,8 @@ class TestImages:
 
     @pytest.mark.data
     def test_a_network_that_int8_ruins_is_refused_with_image_and_layer(
-        self, make_checkpoint: Any, write_onnx: Any, photographs: Path, tmp_path: Path
-    ) -> None:
+        self, make_checkpoint, write_onnx, photographs, tmp_path
+    ):
         checkpoint = make_checkpoint("resnet18", size=(64, 64))
         with pytest.raises(VerificationError, match=r"at least 97 % must.*worst on .*\.jpg, where .* is furthest off"):
             write_onnx(checkpoint, tmp_path / "c.int8.onnx", "int8", calibrate=photographs)

@@ -1,11 +1,7 @@
 """The gate of an export: graphs with one fault each are rejected, and what a rejection says."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -13,22 +9,18 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import VerificationError
-from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import ExportedOnnx, stage_onnx
+from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.graph_edit import BODY_OUTPUT
 from opal_deploy.export.options import ExportOptions
-from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import WIDEST, Rounding
 
-Fault = Callable[[onnx.GraphProto], None]
 
-
-def _edit(ending: str, change: Callable[[Any], Any]) -> Fault:
+def _edit(ending, change):
     """A fault in one initializer's values."""
 
-    def fault(graph: onnx.GraphProto) -> None:
+    def fault(graph):
         tensor = _initializer(graph, ending)
         before = numpy_helper.to_array(tensor)
         after = np.ascontiguousarray(change(before.copy()))
@@ -38,32 +30,32 @@ def _edit(ending: str, change: Callable[[Any], Any]) -> Fault:
     return fault
 
 
-def _set(index: Any, value: float) -> Callable[[Any], Any]:
-    def change(array: Any) -> Any:
+def _set(index, value):
+    def change(array):
         array[np.abs(array).argmax() if index is None else index] = value
         return array
 
     return change
 
 
-def _swap(one: int, other: int) -> Fault:
-    def change(array: Any) -> Any:
+def _swap(one, other):
+    def change(array):
         array[[one, other]] = array[[other, one]]
         return array
 
-    def fault(graph: onnx.GraphProto) -> None:
+    def fault(graph):
         for ending in ("projection.weight", "projection.bias"):
             _edit(ending, change)(graph)
 
     return fault
 
 
-def _initializer(graph: onnx.GraphProto, ending: str) -> onnx.TensorProto:
+def _initializer(graph, ending):
     (found,) = [tensor for tensor in graph.initializer if tensor.name.endswith(ending)]
     return found
 
 
-def _insert(graph: onnx.GraphProto, name: str, operator: str, constants: Any = (), **attributes: Any) -> None:
+def _insert(graph, name, operator, constants=(), **attributes):
     """A node between `name` and everything that reads it; `constants` are its further inputs."""
     names = [f"fault{index}" for index in range(len(constants))]
     graph.initializer.extend(numpy_helper.from_array(np.asarray(v), n) for v, n in zip(constants, names, strict=True))
@@ -76,17 +68,17 @@ def _insert(graph: onnx.GraphProto, name: str, operator: str, constants: Any = (
     graph.node.extend(nodes)
 
 
-def _reroute(graph: onnx.GraphProto, old: str, new: str) -> None:
+def _reroute(graph, old, new):
     for node in graph.node:
         node.input[:] = [new if name == old else name for name in node.input]
 
 
-def _cells_transposed(graph: onnx.GraphProto) -> None:
+def _cells_transposed(graph):
     # column-major cells: every score and logit stays as it is
     _insert(graph, BODY_OUTPUT, "Transpose", perm=[0, 1, 3, 2])
 
 
-def _epsilon_dropped(graph: onnx.GraphProto) -> None:
+def _epsilon_dropped(graph):
     # s / |s| instead of s / (|s| + epsilon)
     norm = next(node for node in graph.node if node.op_type == "ReduceL2").output[0]
     (addition,) = [node for node in graph.node if node.op_type == "Add" and norm in node.input]
@@ -94,7 +86,7 @@ def _epsilon_dropped(graph: onnx.GraphProto) -> None:
     _reroute(graph, addition.output[0], norm)
 
 
-def _blocks_interleaved(graph: onnx.GraphProto) -> None:
+def _blocks_interleaved(graph):
     # class c takes channels c, c + C, c + 2C, ... instead of c*m ... c*m + m - 1
     divided = {name for node in graph.node if node.op_type == "Div" for name in node.output}
     (reshape,) = [node for node in graph.node if node.op_type == "Reshape" and node.input[0] in divided]
@@ -104,11 +96,11 @@ def _blocks_interleaved(graph: onnx.GraphProto) -> None:
     _insert(graph, reshape.output[0], "Transpose", perm=[0, 2, 1])
 
 
-def _scores_averaged(graph: onnx.GraphProto) -> None:
+def _scores_averaged(graph):
     next(node for node in graph.node if node.op_type == "ReduceMax").op_type = "ReduceMean"
 
 
-def _argmax_as_int64(graph: onnx.GraphProto) -> None:
+def _argmax_as_int64(graph):
     (output,) = [value for value in graph.output if value.name == "argmax"]
     output.type.tensor_type.elem_type = TensorProto.INT64
     (cast,) = [node for node in graph.node if "argmax" in node.output]
@@ -116,7 +108,7 @@ def _argmax_as_int64(graph: onnx.GraphProto) -> None:
 
 
 _REVERSED = [np.array([n], np.int64) for n in (-1, -(2**62), 0, -1)]
-FAULTS: dict[str, Fault] = {
+FAULTS = {
     "BGR for RGB": lambda g: _insert(g, g.node[0].output[0], "Gather", [np.array([2, 1, 0], np.int64)], axis=3),
     "projection rows of two classes swapped": _swap(3, 11),
     # every logit stays as it is, only the evidence is another's
@@ -142,7 +134,7 @@ NOISIEST = Rounding(cosine=1.0, score=1.0, relative_score=1.0)
 
 
 @pytest.fixture(scope="module")
-def candidate(resnet18: Checkpoint) -> ExportCandidate:
+def candidate(resnet18):
     built = CheckpointSource(resnet18, Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
     assert built.measure_rounding is not None
     # measured once for all faults: it is the network's, not the fault's
@@ -150,21 +142,19 @@ def candidate(resnet18: Checkpoint) -> ExportCandidate:
     return replace(built, measure_rounding=lambda: measured)
 
 
-def _with(candidate: ExportCandidate, fault: str) -> ExportCandidate:
+def _with(candidate, fault):
     model = onnx.ModelProto()
     model.CopyFrom(candidate.model)
     FAULTS[fault](model.graph)
     return replace(candidate, model=model)
 
 
-def _write(candidate: ExportCandidate, out: Path, *, verify: bool = True) -> ExportedOnnx:
+def _write(candidate, out, *, verify=True):
     with stage_onnx(candidate, out, ExportOptions(threads=2, verify=verify)) as staged:
         return staged.exported
 
 
-def test_the_graph_without_a_fault_passes_and_its_attention_is_not_uniform(
-    candidate: ExportCandidate, tmp_path: Path
-) -> None:
+def test_the_graph_without_a_fault_passes_and_its_attention_is_not_uniform(candidate, tmp_path):
     # or else the tests below would show nothing
     assert _write(candidate, tmp_path / "m.onnx").comparison
     scores, margin = candidate.reference.outputs.scores, candidate.reference.top2_margin
@@ -176,9 +166,7 @@ def test_the_graph_without_a_fault_passes_and_its_attention_is_not_uniform(
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there(
-    candidate: ExportCandidate, tmp_path: Path, fault: str
-) -> None:
+def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there(candidate, tmp_path, fault):
     faulty, out = _with(candidate, fault), tmp_path / "m.onnx"
     with pytest.raises(VerificationError, match=r"m\.onnx was not written") as error:
         _write(faulty, out)
@@ -192,8 +180,8 @@ def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("m.onnx", b"good")]
 
 
-def test_rounding_is_measured_only_when_the_plain_gate_fails(candidate: ExportCandidate, tmp_path: Path) -> None:
-    def measure() -> Rounding:
+def test_rounding_is_measured_only_when_the_plain_gate_fails(candidate, tmp_path):
+    def measure():
         raise AssertionError("the plain gate passes")
 
     # held against its own outputs a graph passes the plain gate, however PyTorch sums on this machine
@@ -205,9 +193,7 @@ def test_rounding_is_measured_only_when_the_plain_gate_fails(candidate: ExportCa
     assert "rounding" not in _write(own, tmp_path / "m.onnx").metadata.verification
 
 
-def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(
-    candidate: ExportCandidate, tmp_path: Path
-) -> None:
+def test_a_network_noisier_than_the_gate_passes_with_its_noise_on_record(candidate, tmp_path):
     # a movement of 3e-6 in the scores, as reordered sums make
     scores = candidate.reference.outputs.scores
     assert scores is not None

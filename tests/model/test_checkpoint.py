@@ -1,7 +1,5 @@
 """Checkpoints: ours, and the authors' own as they are; what does not fit is refused with every reason at once."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

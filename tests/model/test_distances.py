@@ -1,7 +1,5 @@
 """The closed forms of the six distances against their definitions, written out in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

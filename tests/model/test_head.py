@@ -1,7 +1,5 @@
 """The head: which variants there are, what they answer, and the numbers they are made of."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Damaged files: whatever was cut off or flipped, a picture or an ImageError comes out, the same from every path."""
 
-from __future__ import annotations
-
 import io
 from functools import partial
 
@@ -43,7 +41,7 @@ FILES = {
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> bytes:
+def damaged(draw):
     """One of the files with up to eight bits flipped, and perhaps its end cut off."""
     data = bytearray(FILES[draw(st.sampled_from(sorted(FILES)))])
     for position in draw(st.lists(st.integers(0, 8 * len(data) - 1), max_size=8)):

@@ -10,7 +10,6 @@ import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -178,7 +177,7 @@ class Member:
     offset: int
     size: int
 
-    def open(self) -> BinaryIO:
+    def open(self):
         return io.BytesIO(self.path.read_bytes()[self.offset : self.offset + self.size])
 
 
@@ -429,7 +428,7 @@ KNOWN_CODES = {
 
 @pytest.mark.data
 def test_every_odd_file_decodes_or_has_a_known_code_whatever_decodes_it(odd_images):
-    def outcome(path: Path, decoding: Decoding) -> tuple[str, object]:
+    def outcome(path, decoding):
         try:
             image = decode(path, decoding=decoding)
         except ImageError as error:

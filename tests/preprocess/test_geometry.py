@@ -1,7 +1,5 @@
 """Where a cell lies on the picture: the exact inverse of orienting, cropping and squashing."""
 
-from __future__ import annotations
-
 import io
 import math
 from itertools import product

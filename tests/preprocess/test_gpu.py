@@ -1,7 +1,5 @@
 """The GPU's decode path, on a machine without one: the real codec on the CPU, the real resize, what is refused."""
 
-from __future__ import annotations
-
 import io
 import re
 import subprocess
@@ -25,7 +23,7 @@ INPUT = (224, 224)
 
 
 @pytest.fixture(scope="module")
-def codec() -> GpuDecoder:
+def codec():
     return GpuDecoder("cpu")
 
 
@@ -260,7 +258,7 @@ def test_a_device_that_decodes_wrongly_is_found_out_at_once(wrong, monkeypatch):
 
 @pytest.mark.parametrize("where", ["decode", "resize_to_inputs"])
 def test_a_driver_that_fails_is_one_line(where, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise RuntimeError("CUDA error: no kernel image is available\nlong story")
 
     monkeypatch.setattr(GpuDecoder, where, fail)

@@ -1,14 +1,9 @@
 """Records as tables, COCO and Label Studio, against examples worked out by hand."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -18,13 +13,12 @@ from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
 from opal_deploy.inference.sources.annotations import read_boxes
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.records import label_config, tables, to_coco, to_label_studio
-from opal_deploy.records.record import Record, error_record
+from opal_deploy.records.record import error_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, to_table, write_table
 
-Opal = Callable[..., "subprocess.CompletedProcess[str]"]
-ANSWER: Any = {"class_id": 1, "label": 'birch, "<b>"\n', "logit": -0.1 - 0.2, "cosine": 0.875}
+ANSWER = {"class_id": 1, "label": 'birch, "<b>"\n', "logit": -0.1 - 0.2, "cosine": 0.875}
 LABEL = ANSWER["label"]
-OK: Record = {
+OK = {
     "schema": 1,
     "image": "a\\\\b.jpg",
     "status": "ok",
@@ -43,16 +37,16 @@ OK: Record = {
     "truth": "ash",
 }  # fmt: skip
 FAILED = error_record("c\\xff.jpg", "truncated_image", "it ends early")
-WITHOUT_EVIDENCE: Record = {**OK, "image": None, "margin": None, "truth": LABEL}
+WITHOUT_EVIDENCE = {**OK, "image": None, "margin": None, "truth": LABEL}
 del WITHOUT_EVIDENCE["evidence"]
 RECORDS = [OK, FAILED, WITHOUT_EVIDENCE]
 
 
-def read_parquet(out: Path) -> Any:
+def read_parquet(out):
     return pytest.importorskip("pyarrow.parquet").read_table(out / "results.parquet")
 
 
-def test_parquet_has_the_documented_columns_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     # many records are written group by group
     monkeypatch.setattr(tables, "_GROUP_ROWS", 2)
@@ -77,7 +71,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path: Path, monkeypat
     assert (second["top"], second["evidence"]) == (None, None)
 
 
-def test_csv_has_the_same_columns_with_lists_as_json(tmp_path: Path) -> None:
+def test_csv_has_the_same_columns_with_lists_as_json(tmp_path):
     write_table(RECORDS, tmp_path, "csv")
     with (tmp_path / "results.csv").open(encoding="utf-8", newline="") as stream:
         reader = csv.DictReader(stream)
@@ -90,8 +84,8 @@ def test_csv_has_the_same_columns_with_lists_as_json(tmp_path: Path) -> None:
     assert (second["status"], second["error_code"], second["evidence"]) == ("error", "truncated_image", "")
 
 
-def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(tables._WRITERS, "csv", fail)
@@ -100,11 +94,11 @@ def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path: Path) -> None:
+def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path):
     pytest.importorskip("pyarrow")
     for records in ([], [{**OK, "truth": "\udcff"}]):
         for kind in tables.FORMATS:
-            write_table(records, tmp_path, kind)  # type: ignore[arg-type]
+            write_table(records, tmp_path, kind)
         text = (tmp_path / "results.csv").read_text("utf-8")
         assert read_parquet(tmp_path).column_names == [*COLUMNS, *LISTS]
         assert text.startswith(",".join([*COLUMNS, *LISTS]) + "\n")
@@ -112,7 +106,7 @@ def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path: Path) -> Non
         assert text.count("\\udcff") == len(records)
 
 
-def test_formats_are_checked_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_are_checked_before_the_run(monkeypatch):
     assert check_formats(["csv", "csv"]) == ("csv",)
     with pytest.raises(UsageError, match="--format 'xml': expected parquet or csv"):
         check_formats(["xml"])
@@ -125,7 +119,7 @@ def test_formats_are_checked_before_the_run(monkeypatch: pytest.MonkeyPatch) -> 
         opal_deploy.to_pandas([OK])
 
 
-def test_pandas_has_a_row_an_image_or_a_row_a_slot() -> None:
+def test_pandas_has_a_row_an_image_or_a_row_a_slot():
     columns, rows = to_table([OK, FAILED])
     assert columns == [*COLUMNS, *LISTS]
     assert [row["label"] for row in rows] == [LABEL, None]
@@ -145,7 +139,7 @@ def test_pandas_has_a_row_an_image_or_a_row_a_slot() -> None:
     assert len(opal_deploy.to_pandas([])) == 0
 
 
-def test_coco() -> None:
+def test_coco():
     document = to_coco([FAILED, OK])
     assert document["images"] == [{"id": 1, "file_name": "a\\b.jpg", "width": 200, "height": 50}]
     assert document["categories"] == [{"id": 2, "name": LABEL, "supercategory": ""}]
@@ -163,13 +157,13 @@ def test_coco() -> None:
     assert [annotation["category_id"] for annotation in by_slot["annotations"]] == [3, 4]
 
 
-def test_coco_boxes_are_read_back_as_they_were(tmp_path: Path) -> None:
-    one: Record = {**OK, "image": "a.jpg", "evidence": OK["evidence"][:1]}
+def test_coco_boxes_are_read_back_as_they_were(tmp_path):
+    one = {**OK, "image": "a.jpg", "evidence": OK["evidence"][:1]}
     (tmp_path / "coco.json").write_text(json.dumps(to_coco([one])))
     assert read_boxes(tmp_path / "coco.json").find(Item(Path("a.jpg"), "a.jpg")) == (50.0, 0.0, 100.0, 12.5)
 
 
-def test_label_studio() -> None:
+def test_label_studio():
     task, failed, plain = to_label_studio(RECORDS, "/data/local-files/?d=")
     assert task["data"] == {"image": "/data/local-files/?d=a\\b.jpg"}
     (prediction,) = task["predictions"]
@@ -189,16 +183,16 @@ def test_label_studio() -> None:
     assert "score" not in plain["predictions"][0]
 
 
-def test_the_labelling_interface_names_what_the_tasks_use() -> None:
+def test_the_labelling_interface_names_what_the_tasks_use():
     # a line break in an XML attribute reads as a space
     tree = ElementTree.fromstring(label_config([OK, FAILED]))
     assert [choice.get("value") for choice in tree.iter("Choice")] == [LABEL.replace("\n", " ")]
     assert [label.get("value") for label in tree.iter("Label")] == ["slot 0", "slot 1"]
     used = {part["from_name"] for part in to_label_studio([OK])[0]["predictions"][0]["result"]}
-    assert used == {tree.find("Choices").get("name"), tree.find("RectangleLabels").get("name")}  # type: ignore[union-attr]
+    assert used == {tree.find("Choices").get("name"), tree.find("RectangleLabels").get("name")}
 
 
-def test_the_command_converts(opal: Opal, tmp_path: Path) -> None:
+def test_the_command_converts(opal, tmp_path):
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (OK, FAILED)))
     done = opal("convert", tmp_path, "--to", "coco", "--categories", "slot")
     assert json.loads(done.stdout) == to_coco([OK, FAILED], "slot")
@@ -218,9 +212,7 @@ def test_the_command_converts(opal: Opal, tmp_path: Path) -> None:
         (["--to", "coco"], "line 2 is not a whole record"),
     ],
 )
-def test_wrong_calls_and_damaged_files_are_refused(
-    opal: Opal, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_wrong_calls_and_damaged_files_are_refused(opal, tmp_path, arguments, message):
     (tmp_path / "results.jsonl").write_text(json.dumps(OK) + "\n{}\n")
     done = opal("convert", tmp_path, *arguments)
     assert done.returncode == 2

@@ -1,7 +1,5 @@
 """File names as text that any JSON reader accepts, and back."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -26,11 +24,11 @@ from opal_deploy.records.names import escape_name, unescape_name
         (b"\xc3.jpg", "\\xc3.jpg"),
     ],
 )
-def test_only_bytes_that_are_not_utf8_are_escaped(name: bytes, escaped: str) -> None:
+def test_only_bytes_that_are_not_utf8_are_escaped(name, escaped):
     assert escape_name(os.fsdecode(name)) == escaped
 
 
-def test_escaping_is_reversible_for_every_name_a_file_can_have() -> None:
+def test_escaping_is_reversible_for_every_name_a_file_can_have():
     source = random.Random(7)
     # weighted towards what escaping could trip over
     alphabet = b"\\\\\\\\xxffdc80\xff\x80\xc3\xa9\n\"'<>" + bytes(range(1, 256))

@@ -1,12 +1,7 @@
 """The published schema has the keys of the types, and every record that is written fits it."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NotRequired, get_origin, get_type_hints, is_typeddict
+from typing import NotRequired, get_origin, get_type_hints, is_typeddict
 
 import pytest
 
@@ -14,20 +9,19 @@ import opal_deploy
 from opal_deploy.records import record as records
 from opal_deploy.records.schema import KINDS, json_schema, schema_text
 
-Opal = Callable[..., "subprocess.CompletedProcess[str]"]
-ANSWER: dict[str, Any] = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875}
+ANSWER = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875}
 SLOT = {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}
-OK: dict[str, Any] = {
+OK = {
     "schema": 1, "image": "a.jpg", "status": "ok", "file_sha256": "0" * 64, "model_sha256": "f" * 64, "width": 4,
     "height": 3, "prediction": ANSWER, "margin": 0.5, "top": [ANSWER], "evidence": [SLOT],
 }  # fmt: skip
-FAILED: dict[str, Any] = {
+FAILED = {
     "schema": 1, "image": None, "status": "error", "file_sha256": None, "model_sha256": None,
     "error": {"code": "not_found", "message": "no such file"},
 }  # fmt: skip
 
 
-def validator(strict: bool = False) -> Any:
+def validator(strict=False):
     """`strict`: a key that the schema does not name is an error too."""
     jsonschema = pytest.importorskip("jsonschema")
     document = json_schema()
@@ -42,7 +36,7 @@ def validator(strict: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("name", "typed"), [("answer", "Answer"), ("slot", "Slot"), ("problem", "Problem"), (None, "Record")]
 )
-def test_types_and_schema_have_the_same_keys(name: str | None, typed: str) -> None:
+def test_types_and_schema_have_the_same_keys(name, typed):
     document = json_schema()
     part = document if name is None else document["$defs"][name]
     kind = getattr(records, typed)
@@ -53,7 +47,7 @@ def test_types_and_schema_have_the_same_keys(name: str | None, typed: str) -> No
     assert set(part["required"]) == {key for key, hint in hints.items() if get_origin(hint) is not NotRequired}
 
 
-def test_the_cli_writes_the_document_that_the_package_holds(opal: Opal) -> None:
+def test_the_cli_writes_the_document_that_the_package_holds(opal):
     assert json.loads(opal("schema", blocked=("numpy", "PIL")).stdout) == json_schema()
     assert opal("schema", "--kind", "record").stdout == schema_text()
     done = opal("schema", "--kind", "nonsense")
@@ -63,11 +57,11 @@ def test_the_cli_writes_the_document_that_the_package_holds(opal: Opal) -> None:
 
 
 @pytest.mark.parametrize("record", [OK, {**OK, "status": "abstained", "margin": None, "truth": "x"}, FAILED])
-def test_good_records_fit(record: dict[str, Any]) -> None:
+def test_good_records_fit(record):
     validator(strict=True).validate(record)
 
 
-BAD: dict[str, dict[str, Any]] = {
+BAD = {
     **{f"no {key}": {k: v for k, v in OK.items() if k != key} for key in
        ("schema", "image", "status", "width", "height", "prediction", "margin", "top")},
     "no error": {k: v for k, v in FAILED.items() if k != "error"},
@@ -82,13 +76,11 @@ BAD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BAD.values(), ids=BAD)
-def test_bad_records_do_not_fit(case: dict[str, Any]) -> None:
+def test_bad_records_do_not_fit(case):
     assert not validator().is_valid(case)
 
 
-def test_records_of_every_model_and_status_fit(
-    exact_model: Path, map_model: Path, linear_model: Path, make_pictures: Callable, tmp_path: Path
-) -> None:
+def test_records_of_every_model_and_status_fit(exact_model, map_model, linear_model, make_pictures, tmp_path):
     check = validator(strict=True)
     (path,) = make_pictures(tmp_path / "in", 1)
     odd_names = ("<script>alert('1')<_script>.png", "a\\b\u202e.png", "line\nend.png", "byte\udcff.png")
@@ -109,7 +101,7 @@ def test_records_of_every_model_and_status_fit(
 
 
 @pytest.mark.data
-def test_records_of_odd_images_fit(exact_model: Path, odd_images: Path) -> None:
+def test_records_of_odd_images_fit(exact_model, odd_images):
     check = validator(strict=True)
     paths = [path for path in sorted(odd_images.rglob("*")) if path.is_file()]
     found = opal_deploy.load(exact_model, device="cpu", threads=1).explain(paths, max_pixels=4_000_000)

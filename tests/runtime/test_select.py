@@ -1,7 +1,5 @@
 """The model that `infer` chooses when none is named, and the refusal where it cannot choose."""
 
-from __future__ import annotations
-
 import shutil
 
 import onnx
@@ -9,12 +7,10 @@ import pytest
 from onnx import TensorProto, helper
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
-from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.engine_file import write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import find_model, open_sessions
-from opal_deploy.runtime.torch_session import TorchSession
+from tests.builders import build_sidecar
 
 
 def foreign_file(path):
@@ -50,13 +46,10 @@ class TestOneCheckpoint:
         (folder / "ckpt.onnx").unlink()
         assert find(folder).path.name == "ckpt.fp16.onnx"
 
-    @pytest.mark.parametrize("content", [None, b"\x13\x37" * 50, b""], ids=["foreign", "random", "empty"])
-    def test_other_onnx_files_do_not_get_in_the_way(self, folder, content):
-        other = folder / "aaa.onnx"
-        foreign_file(other) if content is None else other.write_bytes(content)
-        assert find(folder).path.name == "ckpt.onnx"
-
-    def test_subfolders_are_not_searched(self, folder, another):
+    def test_other_onnx_files_and_subfolders_are_passed_over(self, folder, another):
+        foreign_file(folder / "aaa.onnx")
+        (folder / "aab.onnx").write_bytes(b"\x13\x37" * 50)
+        (folder / "aac.onnx").touch()
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
         assert find(folder).path.name == "ckpt.onnx"
@@ -70,7 +63,8 @@ class TestEngines:
         for name in ("ckpt.fp16.sm80.rtx.engine", "ckpt.fp16.sm89.trt.engine", "ckpt.fp32.sm89.trt.engine"):
             (folder / name).write_bytes(b"a plan")
             metadata = onnx_file.read_metadata(folder / ("ckpt.onnx" if "fp32" in name else "ckpt.fp16.onnx"))
-            write_sidecar(folder / name, build_sidecar(folder / name, metadata))
+            target = {"sm": name.split(".")[2]}
+            write_sidecar(folder / name, build_sidecar(folder / name, metadata, target=target))
         return folder
 
     def test_the_one_that_fits_is_taken_and_the_others_reasons_are_given(self, with_engines):
@@ -91,20 +85,6 @@ class TestEngines:
     def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder):
         (folder / "a.engine").write_bytes(b"a plan")
         assert find(folder, gpu=True).path.name == "ckpt.fp16.onnx"
-
-
-def build_sidecar(path, metadata):
-    return Sidecar(
-        engine={"file": path.name, "sha256": compute_sha256(path), "bytes": path.stat().st_size},
-        builder={"name": "tensorrt", "version": "11.4", "cuda": 13},
-        target={"sm": "sm89" if "sm89" in path.name else "sm80"},
-        options={"batch": [1, 2, 4]},
-        onnx={"file": "ckpt.fp16.onnx", "sha256": metadata.file_sha256},
-        key="",
-        built={"when": "2026-11-21", "seconds": 1.0, "opal_deploy": "0.1.0"},
-        state={"state": "unverified"},
-        metadata=metadata,
-    )
 
 
 class TestNoChoice:
@@ -131,32 +111,16 @@ class TestNoChoice:
             find(tmp_path)
 
 
-class TestOpening:
-    def test_an_exported_file_runs_in_onnx_runtime(self, tiny):
-        (session,) = open_sessions(tiny.path, device="cpu", threads=1)
-        assert isinstance(session, OnnxSession)
-
-    def test_a_checkpoint_runs_in_pytorch(self, tmp_path):
-        from opal_deploy.model import checkpoint
-        from opal_deploy.model.config import NetworkConfig
-        from opal_deploy.model.network import OpalNetwork
-
-        path = tmp_path / "c.pt"
-        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (32, 32)))
-        checkpoint.save(path, checkpoint.Checkpoint(network, ["a", "b"]))
-        (session,) = open_sessions(path, device="cpu")
-        assert isinstance(session, TorchSession)
-
-    @pytest.mark.parametrize(
-        ("name", "says"),
-        [
-            ("nowhere.onnx", r"nowhere\.onnx: no such model"),
-            ("nowhere.pt", r"nowhere\.pt: no such model"),
-            (".", "a folder"),
-            ("m.tflite", r"expected \.onnx"),
-        ],
-    )
-    def test_what_is_no_model_is_refused(self, tmp_path, name, says):
-        (tmp_path / "m.tflite").touch()
-        with pytest.raises(ArtifactError, match=says):
-            open_sessions(tmp_path / name)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere.onnx", r"nowhere\.onnx: no such model"),
+        ("nowhere.pt", r"nowhere\.pt: no such model"),
+        (".", "a folder"),
+        ("m.tflite", r"expected \.onnx"),
+    ],
+)
+def test_what_is_no_model_is_refused(tmp_path, name, says):
+    (tmp_path / "m.tflite").touch()
+    with pytest.raises(ArtifactError, match=says):
+        open_sessions(tmp_path / name)

@@ -1,10 +1,8 @@
 """Sessions of ONNX Runtime and PyTorch: the same outputs, the same refusals, full memory told from a lost device."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import onnx
@@ -22,7 +20,6 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
-from opal_deploy.runtime import onnx_session
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
@@ -54,31 +51,20 @@ class TestOnnxRuntimeOnTheCpu:
         flipped = IMAGES[:, :, ::-1]
         np.testing.assert_array_equal(session.run(flipped).logits, session.run(flipped.copy()).logits)
 
-    @pytest.mark.parametrize(
-        "images",
-        [
-            pytest.param(IMAGES.astype(np.float32), id="float"),
-            pytest.param(IMAGES[0], id="no batch"),
-            pytest.param(IMAGES[:0], id="empty"),
-            pytest.param(IMAGES[:, :32], id="small"),
-            pytest.param(IMAGES.transpose(0, 3, 1, 2), id="channels first"),
-            pytest.param(IMAGES[..., :1], id="grey"),
-        ],
-    )
-    def test_a_batch_of_another_shape_is_the_callers_bug(self, session, torch_session, images):
-        for each in (session, torch_session):
+    def test_a_batch_of_another_shape_is_the_callers_bug(self, session, torch_session):
+        others = (
+            IMAGES.astype(np.float32), IMAGES[0], IMAGES[:0], IMAGES[:, :32], IMAGES.transpose(0, 3, 1, 2),
+            IMAGES[..., :1],
+        )  # fmt: skip
+        for each, images in product((session, torch_session), others):
             with pytest.raises(ValueError, match=r"expected uint8 \[N, 64, 96, 3\]"):
                 each.run(images)
 
-    def test_threads_are_as_many_as_the_process_may_use(self, tiny, monkeypatch):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7}, raising=False)
-        assert OnnxSession(tiny.path, device="cpu").threads == available_cpus() == 3
-        assert OnnxSession(tiny.path, device="cpu", threads=1).threads == 1
-
-    def test_the_description_names_engine_provider_threads_and_precision(self, session, tiny_fp16):
+    def test_threads_are_as_many_as_the_process_may_use(self, tiny, session, monkeypatch):
         assert session.description.startswith("ONNX Runtime ")
         assert session.description.endswith(" on CPU, 2 threads, fp32")
-        assert OnnxSession(tiny_fp16, device="cpu", threads=1).description.endswith("fp16")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 5, 7}, raising=False)
+        assert OnnxSession(tiny.path, device="cpu").threads == available_cpus() == 3
 
     def test_a_graph_that_onnx_runtime_refuses_is_one_line(self, tiny, tmp_path):
         model = onnx.load(tiny.path)
@@ -116,8 +102,9 @@ class TestDevices:
         with pytest.raises(UsageError):
             TorchSession(tiny.checkpoint, device=device)
 
-    def test_cuda_without_its_provider_names_the_extra(self, tiny, monkeypatch):
+    def test_without_a_provider_for_cuda_auto_takes_the_cpu_and_cuda_names_the_extra(self, tiny, monkeypatch):
         monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+        assert "on CPU" in OnnxSession(tiny.path, device="auto", threads=1).description
         with pytest.raises(UsageError, match=r"opal-deploy\[gpu\]"):
             OnnxSession(tiny.path, device="cuda")
 
@@ -129,10 +116,6 @@ class TestDevices:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         with pytest.raises(UsageError, match=message):
             TorchSession(tiny.checkpoint, device=device)
-
-    def test_auto_takes_the_cpu_where_there_is_no_gpu(self, tiny, monkeypatch):
-        monkeypatch.setattr(onnx_session, "cuda_is_usable", lambda: False)
-        assert "on CPU" in OnnxSession(tiny.path, device="auto", threads=1).description
 
     @pytest.mark.parametrize("text", ["0,0", "0,x", "1;2", "-1", ",", "0,"])
     def test_a_list_of_devices_that_makes_no_sense_is_refused(self, tiny, text):
@@ -202,23 +185,18 @@ class TestTorchReference:
         assert not torch.backends.cudnn.allow_tf32
 
 
-class TestTestVectors:
-    @pytest.fixture(params=["fp32", "fp16"])
-    def either(self, request, tiny, tiny_fp16):
-        return OnnxSession(tiny.path if request.param == "fp32" else tiny_fp16, device="cpu", threads=2)
-
-    def test_a_file_reproduces_its_own_and_no_other_networks(self, either, another):
-        report = verify_test_vectors(either, "c.onnx")
-        assert report
-        assert report.images == 4
-        either.metadata = replace(either.metadata, test_vectors=onnx_file.read_metadata(another).test_vectors)
-        with pytest.raises(VerificationError, match="does not reproduce its own test vectors"):
-            verify_test_vectors(either, "c.onnx")
-
-    def test_a_file_without_any_is_refused(self, either):
-        either.metadata = replace(either.metadata, test_vectors={})
-        with pytest.raises(ArtifactError, match="no test vectors"):
-            verify_test_vectors(either, "c.onnx")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_file_reproduces_its_own_test_vectors_and_no_other_networks(precision, tiny, tiny_fp16, another):
+    either = OnnxSession(tiny.path if precision == "fp32" else tiny_fp16, device="cpu", threads=2)
+    report = verify_test_vectors(either, "c.onnx")
+    assert report
+    assert report.images == 4
+    either.metadata = replace(either.metadata, test_vectors=onnx_file.read_metadata(another).test_vectors)
+    with pytest.raises(VerificationError, match="does not reproduce its own test vectors"):
+        verify_test_vectors(either, "c.onnx")
+    either.metadata = replace(either.metadata, test_vectors={})
+    with pytest.raises(ArtifactError, match="no test vectors"):
+        verify_test_vectors(either, "c.onnx")
 
 
 @pytest.mark.gpu

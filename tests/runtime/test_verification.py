@@ -1,7 +1,5 @@
 """The gates on outputs made by hand: what passes, what fails, and what is left out as undecidable."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Summaries of samples and bounds of rates, against known values and scipy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import beta

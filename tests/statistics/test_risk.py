@@ -1,7 +1,5 @@
 """Risk and coverage on cases worked out by hand, and thresholds that are not luck."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,29 +1,26 @@
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from opal_deploy.errors import UsageError
-from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, Creature, draw_background, draw_creature, list_species
+from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, draw_background, draw_creature, list_species
 
 SIDE = 224
 KINDS = list_species(MAX_SPECIES)
 
 
-def drawn(kind: int, seed: int, size: tuple[int, int] = (SIDE, SIDE)) -> Creature:
+def drawn(kind, seed, size=(SIDE, SIDE)):
     return draw_creature(KINDS[kind], np.random.default_rng(seed), size)
 
 
 @pytest.fixture(scope="module")
-def many() -> list[Creature]:
+def many():
     return [drawn(i % MAX_SPECIES, i) for i in range(160)]
 
 
-def within(boxes: list[tuple[float, float, float, float]], size: tuple[int, int]) -> NDArray[np.bool_]:
+def within(boxes, size):
     """bool [H, W]: pixels that lie in one of the boxes, at least in part."""
     y, x = np.mgrid[: size[0], : size[1]]
     inside = np.zeros(size, dtype=bool)
@@ -33,14 +30,14 @@ def within(boxes: list[tuple[float, float, float, float]], size: tuple[int, int]
 
 
 @pytest.mark.parametrize("size", [(128, 128), (160, 224), (224, 160), (32, 32)])
-def test_image_and_foreground_have_the_requested_size(size: tuple[int, int]) -> None:
+def test_image_and_foreground_have_the_requested_size(size):
     creature = drawn(3, 0, size)
     assert (creature.image.shape, creature.image.dtype) == ((*size, 3), np.uint8)
     assert (creature.foreground.shape, creature.foreground.dtype) == (size, np.bool_)
     assert creature.image.flags.writeable
 
 
-def test_every_part_lies_within_the_image_and_spans_a_visible_share_of_at_most_two_cells(many: list[Creature]) -> None:
+def test_every_part_lies_within_the_image_and_spans_a_visible_share_of_at_most_two_cells(many):
     cell = SIDE / 7
     for part in (part for creature in many for part in creature.parts.values()):
         (x0, y0, x1, y1), (x, y) = part.box, part.centre
@@ -50,7 +47,7 @@ def test_every_part_lies_within_the_image_and_spans_a_visible_share_of_at_most_t
         assert 0.4 * cell <= min(x1 - x0, y1 - y0), part
 
 
-def test_parts_are_apart_from_each_other(many: list[Creature]) -> None:
+def test_parts_are_apart_from_each_other(many):
     for creature in many:
         for a, b in combinations(creature.parts.values(), 2):
             assert np.hypot(a.centre[0] - b.centre[0], a.centre[1] - b.centre[1]) > SIDE / 7
@@ -59,7 +56,7 @@ def test_parts_are_apart_from_each_other(many: list[Creature]) -> None:
             assert overlap.clip(min=0).prod() < 0.1 * smaller
 
 
-def test_scene_depends_on_the_generator_only() -> None:
+def test_scene_depends_on_the_generator_only():
     for seed in range(8):
         scene = draw_background(np.random.default_rng(seed), (96, 128))
         for kind in range(MAX_SPECIES):
@@ -71,7 +68,7 @@ def test_scene_depends_on_the_generator_only() -> None:
 
 
 @pytest.mark.parametrize("size", [(96, 96), (128, 96)])
-def test_two_species_differ_exactly_inside_the_parts_that_differ(size: tuple[int, int]) -> None:
+def test_two_species_differ_exactly_inside_the_parts_that_differ(size):
     for seed, (a, b) in enumerate(combinations(range(MAX_SPECIES), 2)):
         one, two = drawn(a, seed, size), drawn(b, seed, size)
         changed = (one.image != two.image).any(axis=2)
@@ -84,7 +81,7 @@ def test_two_species_differ_exactly_inside_the_parts_that_differ(size: tuple[int
 
 
 @pytest.mark.parametrize("part", VARIANTS)
-def test_box_is_tight_around_what_the_part_paints(part: str) -> None:
+def test_box_is_tight_around_what_the_part_paints(part):
     for seed, kind in enumerate(KINDS):
         whole = drawn(seed, seed)
         without = draw_creature(kind, np.random.default_rng(seed), (SIDE, SIDE), hide=[part])
@@ -98,7 +95,7 @@ def test_box_is_tight_around_what_the_part_paints(part: str) -> None:
         assert slack.max() < hidden + 2.5, (kind.name, slack)
 
 
-def test_hidden_part_is_not_visible_and_changes_nothing_else() -> None:
+def test_hidden_part_is_not_visible_and_changes_nothing_else():
     whole = drawn(0, 5)
     without = draw_creature(KINDS[0], np.random.default_rng(5), (SIDE, SIDE), hide={"tail", "crest"})
     assert {name for name, part in without.parts.items() if not part.visible} == {"tail", "crest"}
@@ -108,12 +105,12 @@ def test_hidden_part_is_not_visible_and_changes_nothing_else() -> None:
     assert not (changed & ~within([whole.parts["tail"].box, whole.parts["crest"].box], (SIDE, SIDE))).any()
 
 
-def test_same_generator_same_creature_other_generator_other_creature() -> None:
+def test_same_generator_same_creature_other_generator_other_creature():
     np.testing.assert_array_equal(drawn(2, 7).image, drawn(2, 7).image)
     assert (drawn(2, 7).image != drawn(2, 8).image).mean() > 0.5
 
 
-def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_them(many: list[Creature]) -> None:
+def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_them(many):
     for i, creature in enumerate(many):
         assert 0.08 < creature.foreground.mean() < 0.3
         distinguishing = {name for name, part in creature.parts.items() if part.distinguishing}
@@ -123,20 +120,20 @@ def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_th
 @pytest.mark.parametrize(
     ("size", "hide", "reason"), [((224, 31), [], "at least 32"), ((64, 64), ["horn"], "no such part to hide: horn")]
 )
-def test_what_cannot_be_drawn_is_refused(size: tuple[int, int], hide: list[str], reason: str) -> None:
+def test_what_cannot_be_drawn_is_refused(size, hide, reason):
     with pytest.raises(UsageError, match=reason):
         draw_creature(KINDS[0], np.random.default_rng(0), size, hide=hide)
 
 
-def test_scenes_are_varied() -> None:
+def test_scenes_are_varied():
     means = np.array([draw_background(np.random.default_rng(i), (64, 64)).mean(axis=(0, 1)) for i in range(40)])
     assert means.std(axis=0).min() > 15
 
 
-def test_colours_hardly_tell_the_species() -> None:
+def test_colours_hardly_tell_the_species():
     linear = pytest.importorskip("sklearn.linear_model")
 
-    def histogram(kind: int, i: int) -> NDArray[np.float64]:
+    def histogram(kind, i):
         bins = (drawn(kind, 100 * kind + i, (48, 48)).image // 64) @ np.array([16, 4, 1])
         return np.sqrt(np.bincount(bins.ravel(), minlength=64) / bins.size)
 

@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import UsageError
@@ -25,13 +21,13 @@ from opal_deploy.synthetic.dataset import encode_runs
 SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
 
 
-def pixels(path: Path) -> NDArray[np.uint8]:
+def pixels(path):
     with Image.open(path) as image:
         return np.asarray(image)
 
 
-def test_layout_is_an_image_folder_with_annotations(tmp_path: Path) -> None:
-    steps: list[tuple[int, int]] = []
+def test_layout_is_an_image_folder_with_annotations(tmp_path):
+    steps = []
     root = tmp_path / "a" / "b"
     summary = generate_dataset(root, **SMALL, progress=lambda done, total: steps.append((done, total)))
     assert (summary.root, summary.images) == (root, {"train": 6, "val": 3, "test": 3})
@@ -45,7 +41,7 @@ def test_layout_is_an_image_folder_with_annotations(tmp_path: Path) -> None:
     assert {annotation.image for annotation in read_annotations(summary.annotations)} == on_disk
 
 
-def test_annotations_read_back_are_those_of_the_drawings(tmp_path: Path) -> None:
+def test_annotations_read_back_are_those_of_the_drawings(tmp_path):
     generate_dataset(tmp_path, **SMALL, seed=5)
     found = {annotation.image: annotation for annotation in read_annotations(tmp_path)}
     kind = list_species(3)[2]
@@ -58,7 +54,7 @@ def test_annotations_read_back_are_those_of_the_drawings(tmp_path: Path) -> None
     np.testing.assert_array_equal(pixels(tmp_path / annotation.image), creature.image)
 
 
-def test_an_image_depends_on_its_own_place_and_seed_only(tmp_path: Path) -> None:
+def test_an_image_depends_on_its_own_place_and_seed_only(tmp_path):
     generate_dataset(tmp_path / "few", **SMALL)
     generate_dataset(tmp_path / "more", **{**SMALL, "num_species": 4, "train_per_class": 3, "val_per_class": 0})
     generate_dataset(tmp_path / "seed", **SMALL, seed=1)
@@ -69,7 +65,7 @@ def test_an_image_depends_on_its_own_place_and_seed_only(tmp_path: Path) -> None
     assert len({pixels(path).tobytes() for path in files}) == len(files) == 24
 
 
-def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path: Path) -> None:
+def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
     for place, reason in ((tmp_path, "is not empty"), (tmp_path / "mine.txt", "cannot write a data set")):
         with pytest.raises(UsageError, match=reason):
@@ -87,9 +83,7 @@ def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path: Path
         ({"size": (16, 64)}, "at least 32"),
     ],
 )
-def test_impossible_request_is_refused_before_anything_is_written(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
+def test_impossible_request_is_refused_before_anything_is_written(tmp_path, change, message):
     with pytest.raises(UsageError, match=message):
         generate_dataset(tmp_path / "new", **{**SMALL, **change})
     assert not (tmp_path / "new").exists()
@@ -98,17 +92,17 @@ def test_impossible_request_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("mask", "runs"), [("00 00", (4,)), ("11 11", (0, 4)), ("01 10", (1, 2, 1)), ("10 01", (0, 1, 2, 1))]
 )
-def test_runs_start_with_background_and_go_row_by_row(mask: str, runs: tuple[int, ...]) -> None:
+def test_runs_start_with_background_and_go_row_by_row(mask, runs):
     assert encode_runs(np.array([[pixel == "1" for pixel in row] for row in mask.split()])) == runs
 
 
-def test_missing_annotations_are_reported(tmp_path: Path) -> None:
+def test_missing_annotations_are_reported(tmp_path):
     with pytest.raises(UsageError, match="cannot read part annotations"):
         read_annotations(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', "short"])
-def test_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
+def test_damaged_line_is_named(tmp_path, damage):
     summary = generate_dataset(tmp_path, **SMALL)
     first, second, *_ = summary.annotations.read_text().splitlines()
     record = json.loads(second)
@@ -118,7 +112,7 @@ def test_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
         read_annotations(summary.annotations)
 
 
-def test_examples_are_different_and_do_not_depend_on_their_number() -> None:
+def test_examples_are_different_and_do_not_depend_on_their_number():
     images = example_images(20, 64, 96)
     assert (images.shape, images.dtype) == ((20, 64, 96, 3), np.uint8)
     np.testing.assert_array_equal(images[:2], example_images(2, 64, 96))
@@ -128,19 +122,19 @@ def test_examples_are_different_and_do_not_depend_on_their_number() -> None:
 
 
 @pytest.mark.parametrize(("count", "height"), [(-1, 64), (1, 8)])
-def test_impossible_examples_are_refused(count: int, height: int) -> None:
+def test_impossible_examples_are_refused(count, height):
     with pytest.raises(UsageError):
         example_images(count, height, 64)
 
 
-def test_noise_covers_all_values_and_stays_the_same() -> None:
+def test_noise_covers_all_values_and_stays_the_same():
     noise = noise_image(64, 96)
     assert (noise.shape, noise.dtype) == ((64, 96, 3), np.uint8)
     assert (noise.min(), noise.max()) == (0, 255)
     np.testing.assert_array_equal(noise, noise_image(64, 96))
 
 
-def test_the_package_needs_numpy_and_pillow_only() -> None:
+def test_the_package_needs_numpy_and_pillow_only():
     heavy = "{'torch', 'sklearn', 'scipy', 'onnx'}"
     code = f"import sys, opal_deploy.synthetic; print(*{heavy} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

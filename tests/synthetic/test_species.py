@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np
@@ -11,33 +9,33 @@ from opal_deploy.synthetic import MAX_SPECIES, VARIANTS, list_species
 from opal_deploy.synthetic.shapes import part_polygons
 
 
-def test_any_two_species_differ_in_two_to_four_parts() -> None:
+def test_any_two_species_differ_in_two_to_four_parts():
     for a, b in combinations(list_species(MAX_SPECIES), 2):
         assert 2 <= sum(a.variants[part] != b.variants[part] for part in VARIANTS) <= 4, (a.name, b.name)
 
 
 @pytest.mark.parametrize("count", range(4, MAX_SPECIES + 1))
-def test_exactly_the_special_parts_distinguish(count: int) -> None:
+def test_exactly_the_special_parts_distinguish(count):
     for one in list_species(count):
         special = {part for part in VARIANTS if one.variants[part] != VARIANTS[part][0]}
         assert len(special) == 2
         assert one.distinguishing == special
 
 
-def test_names_are_distinct_and_in_the_order_of_class_ids() -> None:
+def test_names_are_distinct_and_in_the_order_of_class_ids():
     names = [one.name for one in list_species(MAX_SPECIES)]
     assert names == sorted(set(names))
     assert all(name.isalpha() and name.islower() for name in names)
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1, MAX_SPECIES + 1])
-def test_impossible_number_of_species_is_refused(count: int) -> None:
+def test_impossible_number_of_species_is_refused(count):
     with pytest.raises(UsageError, match=f"2 to {MAX_SPECIES}"):
         list_species(count)
 
 
 @pytest.mark.parametrize("part", VARIANTS)
-def test_variants_of_a_part_paint_about_the_same_area(part: str) -> None:
+def test_variants_of_a_part_paint_about_the_same_area(part):
     areas = []
     for variant in VARIANTS[part]:
         canvas = Image.new("L", (600, 600))

@@ -1,26 +1,19 @@
 """Small data sets for the trainer's tests."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from pathlib import Path
-
 import numpy as np
 import pytest
 from PIL import Image
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet
 
 COLORS = {"blue": (40, 60, 220), "green": (40, 190, 60), "red": (220, 50, 40)}
-WriteSquares = Callable[[Path, dict[str, Sequence[int]]], Path]
 
 
 @pytest.fixture(scope="session")
-def write_squares() -> WriteSquares:
+def write_squares():
     """`write_squares(root, {split: counts})` draws that many colored squares on noise for each of three classes."""
 
-    def write(root: Path, splits: dict[str, Sequence[int]]) -> Path:
+    def write(root, splits):
         rng = np.random.default_rng(0)
         for split, counts in splits.items():
             for (name, color), count in zip(COLORS.items(), counts, strict=True):
@@ -36,7 +29,7 @@ def write_squares() -> WriteSquares:
 
 
 @pytest.fixture(scope="session")
-def squares(write_squares: WriteSquares, tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+def squares(write_squares, tmp_path_factory):
     """24 images to train on, 6 to validate, 9 to test."""
     root = tmp_path_factory.mktemp("squares")
     return read_dataset(write_squares(root, {"train": (10, 10, 10), "test": (3, 3, 3)}))

@@ -1,7 +1,5 @@
 """Several processes do what one does with the same global batch."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,17 +25,15 @@ from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.validation import evaluate
 
-Opal = Callable[..., "subprocess.CompletedProcess[str]"]
-
 
 @pytest.fixture(scope="module")
-def folder(write_squares: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(write_squares, tmp_path_factory):
     """27 training images, so that shares of a batch differ in size; 7 to validate, 5 to test."""
     splits = {"train": (9, 9, 9), "val": (3, 2, 2), "test": (2, 2, 1)}
     return write_squares(tmp_path_factory.mktemp("squares"), splits)
 
 
-def _arguments(folder: Path, out: Path, *options: str) -> list[str]:
+def _arguments(folder, out, *options):
     # a network without batch statistics and chance: those of a process's own share differ from the whole batch's
     return [
         "train", str(folder), "--out", str(out), "--backbone", "vgg11", "--weights", "none",
@@ -47,7 +42,7 @@ def _arguments(folder: Path, out: Path, *options: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _train(folder: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _train(folder, out, *options):
     """Train with two processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "opal_deploy"]
     return subprocess.run(
@@ -60,12 +55,12 @@ def _train(folder: Path, out: Path, *options: str) -> subprocess.CompletedProces
     )
 
 
-def _epochs(out: Path) -> list[dict[str, float]]:
+def _epochs(out):
     with (out / "metrics.csv").open() as stream:
         return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(stream)]
 
 
-def test_two_processes_train_as_one_does(opal: Opal, folder: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     one, two = opal(*_arguments(folder, tmp_path / "one")), _train(folder, tmp_path / "two")
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
@@ -90,7 +85,7 @@ def test_two_processes_train_as_one_does(opal: Opal, folder: Path, tmp_path: Pat
     assert (weights[0] - weights[1]).abs().max() < 0.05 * moved
 
 
-def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_path: Path) -> None:
+def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
     """Batch statistics differ between processes without a common batch norm; one process's are saved."""
     batch_norm = ("--backbone", "shufflenet_v2_x0_5", "--lr", "0.01", "--epochs", "1")
     done = _train(folder, tmp_path / "run", *batch_norm)
@@ -101,7 +96,7 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder: Path, tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_processes_goes_on(opal_process: Opal, folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_of_two_processes_goes_on(opal_process, folder, tmp_path):
     """Bit by bit: two numbers add up to the same in either order."""
     assert _train(folder, tmp_path / "whole").returncode == 0
     run = tmp_path / "run"
@@ -131,7 +126,7 @@ _train(*sys.argv[1:], "--save-every", "1")
 """
 
 
-def test_more_processes_than_images_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_processes_than_images_are_refused(folder, tmp_path, monkeypatch):
     group = ProcessGroup(torch.device("cpu"), rank=0, size=2)
     monkeypatch.setattr(loop, "join_process_group", lambda device: nullcontext(group))
     with pytest.raises(UsageError, match="at least 2 images for each are needed; start fewer"):
@@ -141,7 +136,7 @@ def test_more_processes_than_images_are_refused(folder: Path, tmp_path: Path, mo
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [16, 17, 21, 40])
-def test_every_image_is_in_one_share_an_epoch(size: int, count: int, tmp_path: Path) -> None:
+def test_every_image_is_in_one_share_an_epoch(size, count, tmp_path):
     images = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
     for shuffle in (None, 7):
         shares = [Batches(images, 8, shuffle_seed=shuffle, rank=rank, size=size) for rank in range(size)]
@@ -154,7 +149,7 @@ def test_every_image_is_in_one_share_an_epoch(size: int, count: int, tmp_path: P
             assert len({len(batches.local_plan()) for batches in shares}) == 1
 
 
-def test_an_epoch_can_be_entered_at_any_batch(tmp_path: Path) -> None:
+def test_an_epoch_can_be_entered_at_any_batch(tmp_path):
     images = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(20)], (32, 32))
     batches = Batches(images, 6, shuffle_seed=0)
     whole = batches.local_plan()
@@ -163,7 +158,7 @@ def test_an_epoch_can_be_entered_at_any_batch(tmp_path: Path) -> None:
     assert batches.image_files(1) == [tmp_path / f"{index}.png" for _, index in whole[1]]
 
 
-def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch):
     from opal_deploy.train import distributed
 
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,13 +1,10 @@
 """The loop, end to end on colored squares: what it writes, which epoch wins, what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +21,7 @@ from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.statistics.risk import choose_threshold
 from opal_deploy.train import loop
 from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.loop import DivergenceError, TrainResult, fit
+from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import FILES
 from opal_deploy.train.validation import Evaluation, evaluate
@@ -40,19 +37,16 @@ OPTIONS = TrainOptions(
 )
 
 
-Run = tuple[TrainResult, list[str], list[int]]
-
-
 @pytest.fixture(scope="module")
-def run(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    lines: list[str] = []
-    steps: list[int] = []
+def run(squares, tmp_path_factory):
+    lines = []
+    steps = []
     out = tmp_path_factory.mktemp("runs") / "deeper" / "x"
     result = fit(squares, OPTIONS, out, report=lambda done, total, note: steps.append(done), log=lines.append)
     return result, lines, steps
 
 
-def test_files_of_a_run_are_plain_values(run: Run) -> None:
+def test_files_of_a_run_are_plain_values(run):
     result, lines, steps = run
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES)
@@ -78,7 +72,7 @@ def test_files_of_a_run_are_plain_values(run: Run) -> None:
         assert raw["training"]["options"]["seed"] == 0
 
 
-def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run: Run, squares: DataSet) -> None:
+def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squares):
     result = run[0]
     losses = [record.val_loss for record in result.epochs]
     assert result.best_epoch == 1 + losses.index(min(losses))
@@ -92,9 +86,7 @@ def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run: Run, 
     assert json.loads((result.best.parent / "summary.json").read_text())["test_accuracy"] == test.accuracy
 
 
-def test_the_risk_curve_is_kept_from_training_to_inspect(
-    run: Run, squares: DataSet, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_risk_curve_is_kept_from_training_to_inspect(run, squares, capsys):
     best = run[0].best
     stored = checkpoint.load(best)
     metadata = checkpoint.build_metadata(stored)
@@ -116,13 +108,13 @@ def test_the_risk_curve_is_kept_from_training_to_inspect(
     assert "levels" not in shown
 
 
-def test_squares_are_learnt(squares: DataSet, tmp_path: Path) -> None:
+def test_squares_are_learnt(squares, tmp_path):
     result = fit(squares, replace(OPTIONS, backbone="resnet18", epochs=4, augment="none"), tmp_path)
     assert result.epochs[-1].train_loss < 0.6 * result.epochs[0].train_loss
     assert result.epochs[-1].train_accuracy > 0.9
 
 
-def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(squares: DataSet, tmp_path: Path) -> None:
+def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(squares, tmp_path):
     (tmp_path / "best.pt").write_text("precious")
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match=r"already holds a run \(best.pt\); give --resume to continue it"):
@@ -135,7 +127,7 @@ def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(sq
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_linear_baseline_has_no_collapse_and_no_risk_curve(squares: DataSet, tmp_path: Path) -> None:
+def test_linear_baseline_has_no_collapse_and_no_risk_curve(squares, tmp_path):
     squares = replace(squares, test=squares.test[:3])
     result = fit(squares, replace(OPTIONS, epochs=1, head=LINEAR_BASELINE), tmp_path)
     assert result.test is not None
@@ -145,9 +137,7 @@ def test_linear_baseline_has_no_collapse_and_no_risk_curve(squares: DataSet, tmp
     assert checkpoint.build_metadata(stored).risk == {}
 
 
-def test_lowest_validation_loss_wins_without_test_images_too(
-    squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, monkeypatch):
     losses = iter([0.9, 0.3, 0.3, 0.7])
     monkeypatch.setattr(loop, "evaluate", lambda network, batches, gather: Evaluation(6, next(losses), 0.5))
     result = fit(replace(squares, test=[]), replace(OPTIONS, epochs=4), tmp_path)
@@ -172,21 +162,19 @@ def test_lowest_validation_loss_wins_without_test_images_too(
         (replace(OPTIONS, input_size=(32, 32), batch_size=1), "batch normalisation needs two values"),
     ],
 )
-def test_impossible_options_are_refused_before_anything_is_written(
-    squares: DataSet, tmp_path: Path, options: TrainOptions, message: str
-) -> None:
+def test_impossible_options_are_refused_before_anything_is_written(squares, tmp_path, options, message):
     with pytest.raises(UsageError, match=message):
         fit(squares, options, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_data_set_put_together_in_code_needs_validation(tmp_path: Path) -> None:
+def test_a_data_set_put_together_in_code_needs_validation(tmp_path):
     bare = DataSet(tmp_path, "code", ["a", "b"], [Sample(tmp_path / "x.png", 0)], [], [])
     with pytest.raises(UsageError, match="needs training and validation images"):
         fit(bare, OPTIONS, tmp_path / "out")
 
 
-def test_nonfinite_loss_lists_its_batch_whatever_the_files_are_called(squares: DataSet, tmp_path: Path) -> None:
+def test_nonfinite_loss_lists_its_batch_whatever_the_files_are_called(squares, tmp_path):
     root = tmp_path / "a\udcff\nb"
     shutil.copytree(squares.root, root)
     with pytest.raises(DivergenceError, match=r"training loss is \w+ in epoch 1, step \d, .*smaller --lr"):
@@ -196,15 +184,15 @@ def test_nonfinite_loss_lists_its_batch_whatever_the_files_are_called(squares: D
     assert all(name.startswith(str(tmp_path)) and "a\\xff\\x0ab" in name for name in names)
 
 
-def test_bfloat16_on_a_cpu_keeps_float32_weights(squares: DataSet, tmp_path: Path) -> None:
+def test_bfloat16_on_a_cpu_keeps_float32_weights(squares, tmp_path):
     fit(squares, replace(OPTIONS, epochs=1, precision="bf16", device="cpu"), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["precision"] == "bf16"
     weights = torch.load(tmp_path / "best.pt", weights_only=True)["state_dict"]
     assert {value.dtype for key, value in weights.items() if key.endswith("weight")} == {torch.float32}
 
 
-def test_exhausted_memory_is_one_line(squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(*arguments: object) -> None:
+def test_exhausted_memory_is_one_line(squares, tmp_path, monkeypatch):
+    def step(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr("opal_deploy.train.epoch.TrainStep.step", step)
@@ -214,7 +202,7 @@ def test_exhausted_memory_is_one_line(squares: DataSet, tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_step_trains_as_a_plain_one(squares: DataSet, tmp_path: Path) -> None:
+def test_a_compiled_step_trains_as_a_plain_one(squares, tmp_path):
     # small steps: Adam's first ones have the size of the learning rate whatever the gradient, so that rounding decides
     # where gradients are nearly zero
     options = replace(OPTIONS, epochs=1, lr=1e-6, device="cpu")
@@ -226,7 +214,7 @@ def test_a_compiled_step_trains_as_a_plain_one(squares: DataSet, tmp_path: Path)
 
 @pytest.mark.data
 @pytest.mark.slow
-def test_three_epochs_on_ten_species_are_far_above_chance(cub_mini: Path, shared_weights: Path, tmp_path: Path) -> None:
+def test_three_epochs_on_ten_species_are_far_above_chance(cub_mini, shared_weights, tmp_path):
     weights = str(shared_weights / "resnet18_ktb_small.safetensors")
     test = fit(read_dataset(cub_mini), TrainOptions(backbone="resnet18", weights=weights, epochs=3), tmp_path).test
     assert test is not None

@@ -1,23 +1,19 @@
 """Training on an NVIDIA GPU: every precision, compiled, continued, and on several GPUs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import generate_dataset
 from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import TrainingPrecision, TrainOptions
+from opal_deploy.train.recipe import TrainOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,19 +34,19 @@ OPTIONS = TrainOptions(
 
 
 @pytest.fixture(scope="module")
-def creatures(tmp_path_factory: pytest.TempPathFactory) -> DataSet:
+def creatures(tmp_path_factory):
     root = tmp_path_factory.mktemp("creatures") / "data"
     generate_dataset(root, num_species=3, train_per_class=64, val_per_class=12, test_per_class=12, size=(96, 96))
     return read_dataset(root)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_every_precision_learns(creatures: DataSet, tmp_path: Path, precision: TrainingPrecision) -> None:
+def test_every_precision_learns(creatures, tmp_path, precision):
     result = fit(creatures, replace(OPTIONS, precision=precision), tmp_path)
     assert result.epochs[-1].train_loss < 0.9 * result.epochs[0].train_loss
 
 
-def test_a_compiled_step_learns_as_a_plain_one(creatures: DataSet, tmp_path: Path) -> None:
+def test_a_compiled_step_learns_as_a_plain_one(creatures, tmp_path):
     plain, compiled = (
         fit(creatures, replace(OPTIONS, epochs=1, precision="fp32", compile=wanted), tmp_path / str(wanted))
         for wanted in (False, True)
@@ -58,11 +54,11 @@ def test_a_compiled_step_learns_as_a_plain_one(creatures: DataSet, tmp_path: Pat
     assert compiled.epochs[0].train_loss == pytest.approx(plain.epochs[0].train_loss, rel=0.02)
 
 
-def test_a_run_goes_on_with_its_optimizer_and_scaler(creatures: DataSet, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_optimizer_and_scaler(creatures, tmp_path):
     class Stop(BaseException):
         pass
 
-    def interrupt(line: str) -> None:
+    def interrupt(line):
         if line.startswith("epoch 2"):
             raise Stop
 
@@ -77,7 +73,7 @@ def test_a_run_goes_on_with_its_optimizer_and_scaler(creatures: DataSet, tmp_pat
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-def test_two_gpus_train_as_one_does(creatures: DataSet, tmp_path: Path) -> None:
+def test_two_gpus_train_as_one_does(creatures, tmp_path):
     """With batch statistics over both shares; measured in float32."""
     for name, launcher in (("one", []), ("two", ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
         command = [

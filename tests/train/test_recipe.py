@@ -1,10 +1,6 @@
 """Recipes: what a TOML file says, what the command line says instead, and what is saved."""
 
-from __future__ import annotations
-
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,11 +10,11 @@ from opal_deploy.train import recipe
 from opal_deploy.train.recipe import Recipe, TrainOptions, load_recipe, resolve_recipe
 
 
-def _head(**said: Any) -> HeadConfig:
+def _head(**said):
     return resolve_recipe(load_recipe("paper"), {"head": said}).options.head
 
 
-def test_the_papers_recipe_is_the_papers_protocol() -> None:
+def test_the_papers_recipe_is_the_papers_protocol():
     options = resolve_recipe(load_recipe("paper"), {}).options
     assert (options.epochs, options.batch_size, options.lr) == (30, 64, 1e-4)
     assert options.input_size == (224, 224)
@@ -28,14 +24,14 @@ def test_the_papers_recipe_is_the_papers_protocol() -> None:
     assert options.augment == "paper"
 
 
-def test_weights_follow_the_backbone_unless_they_are_given() -> None:
+def test_weights_follow_the_backbone_unless_they_are_given():
     paper = load_recipe("paper")
     assert resolve_recipe(paper, {"model": {"backbone": "resnet50"}}).options.weights == "IMAGENET1K_V2"
     assert resolve_recipe(paper, {"model": {"weights": "none"}}).options.weights is None
     assert resolve_recipe(paper, {"model": {"weights": "mine.pth"}}).options.weights == "mine.pth"
 
 
-def test_the_command_line_overrides_and_its_silence_does_not() -> None:
+def test_the_command_line_overrides_and_its_silence_does_not():
     found = resolve_recipe(
         {"training": {"epochs": 7, "seed": 4}, "data": {"dataset": "cub"}},
         {"training": {"epochs": 2, "seed": None}, "data": {"dataset": None, "partition": 3}},
@@ -44,7 +40,7 @@ def test_the_command_line_overrides_and_its_silence_does_not() -> None:
     assert (found.dataset, found.partition) == ("cub", 3)
 
 
-def test_head_options_make_the_papers_variants() -> None:
+def test_head_options_make_the_papers_variants():
     assert _head(kind="opal") == HeadConfig()
     assert _head(kind="linear") == LINEAR_BASELINE
     assert _head(cws=False).evidence == "exact"
@@ -58,7 +54,7 @@ def test_head_options_make_the_papers_variants() -> None:
         _head(kind="linear", prototypes_per_class=3, cws=False)
 
 
-def test_a_kind_on_the_command_line_replaces_the_recipes_variant() -> None:
+def test_a_kind_on_the_command_line_replaces_the_recipes_variant():
     ablated = {"head": {"cws": False, "pooling": "avg", "prototypes_per_class": 3}}
     assert resolve_recipe(ablated, {}).options.head == HeadConfig(cws=False, pooling="avg", prototypes_per_class=3)
     assert resolve_recipe(ablated, {"head": {"kind": "opal"}}).options.head == HeadConfig(prototypes_per_class=3)
@@ -76,7 +72,7 @@ def test_a_kind_on_the_command_line_replaces_the_recipes_variant() -> None:
         ),
     ],
 )
-def test_what_is_saved_resolves_to_the_same_run(options: TrainOptions, tmp_path: Path) -> None:
+def test_what_is_saved_resolves_to_the_same_run(options, tmp_path):
     original = Recipe(options, "dtd", partition=4, skip_missing=True)
     path = tmp_path / "recipe.toml"
     path.write_text(original.to_toml())
@@ -98,21 +94,21 @@ def test_what_is_saved_resolves_to_the_same_run(options: TrainOptions, tmp_path:
         ("[head]\nkind = 'linear'\npooling = 'max'", r"kind = 'linear' has none of pooling"),
     ],
 )
-def test_a_recipe_that_says_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_a_recipe_that_says_something_else_is_refused(text, message, tmp_path):
     path = tmp_path / "r.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
         load_recipe(str(path))
 
 
-def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+def test_every_problem_is_named_at_once(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("[training]\nepoch = 3\nlr = 'x'\n[modle]\n")
     with pytest.raises(UsageError, match=r"'epoch'.*lr = 'x'.*'modle'"):
         load_recipe(str(path))
 
 
-def test_an_unknown_recipe_names_those_there_are() -> None:
+def test_an_unknown_recipe_names_those_there_are():
     with pytest.raises(UsageError, match=r"recipe 'papers': no such file, and not one of paper"):
         load_recipe("papers")
     assert recipe.recipe_names() == ["paper"]
@@ -130,6 +126,6 @@ def test_an_unknown_recipe_names_those_there_are() -> None:
     ],
     ids=str,
 )
-def test_values_are_checked(sections: dict[str, Any], message: str) -> None:
+def test_values_are_checked(sections, message):
     with pytest.raises(UsageError, match=message):
         resolve_recipe(sections, {})

@@ -1,7 +1,5 @@
 """A run that is killed at any moment goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json
@@ -15,12 +13,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import HeadConfig
@@ -41,19 +37,19 @@ OPTIONS = TrainOptions(
 
 
 @pytest.fixture(scope="module")
-def whole(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(squares, tmp_path_factory):
     """The uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     fit(squares, OPTIONS, out)
     return out
 
 
-def _outcome(out: Path) -> dict[str, Any]:
+def _outcome(out):
     """Everything that must not depend on interruptions: weights bit by bit, figures, the epochs' losses.
 
     The weights stand as digests: bytes that differ would be laid side by side by the failing assertion, for hours.
     """
-    found: dict[str, Any] = {}
+    found = {}
     for name in ("best.pt", "last.pt"):
         stored = checkpoint.load(out / name)
         state = stored.network.state_dict()
@@ -70,10 +66,10 @@ class _Killed(BaseException):
     """Stands for a kill: nothing in the program catches it."""
 
 
-def _interrupted(squares: DataSet, out: Path, options: TrainOptions = OPTIONS) -> Path:
+def _interrupted(squares, out, options=OPTIONS):
     """A run that ended after its first epoch."""
 
-    def interrupt(line: str) -> None:
+    def interrupt(line):
         if line.startswith("epoch 1"):
             raise _Killed
 
@@ -83,25 +79,23 @@ def _interrupted(squares: DataSet, out: Path, options: TrainOptions = OPTIONS) -
 
 
 @pytest.fixture(scope="module")
-def _ended(squares: DataSet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _ended(squares, tmp_path_factory):
     return _interrupted(squares, tmp_path_factory.mktemp("ended") / "run")
 
 
 @pytest.fixture
-def ended(_ended: Path, tmp_path: Path) -> Path:
+def ended(_ended, tmp_path):
     """A run that ended after its first epoch, in a copy."""
     return Path(shutil.copytree(_ended, tmp_path / "run"))
 
 
 # within the first epoch, its best.pt, its last.pt, the last.pt of the second, best.pt with the test figures
 @pytest.mark.parametrize("write", [1, 2, 3, 5, 6])
-def test_ending_before_any_write_and_resuming_ends_bit_identical(
-    squares: DataSet, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: int
-) -> None:
+def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole, tmp_path, monkeypatch, write):
     done = 0
     save = checkpoint_manager.save
 
-    def save_or_die(*arguments: Any, **options: Any) -> None:
+    def save_or_die(*arguments, **options):
         nonlocal done
         done += 1
         if done == write:
@@ -121,7 +115,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares: DataSet, tmp_path: Path) -> None:
+def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares, tmp_path):
     options = replace(OPTIONS, backbone="efficientnet_b0", save_every=1, batch_size=4)
     small = replace(squares, train=squares.train[:8], val=squares.val[:4], test=[])
     fit(small, options, tmp_path / "whole")
@@ -131,7 +125,7 @@ def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares: DataSe
     assert _outcome(tmp_path / "run") == _outcome(tmp_path / "whole")
 
 
-def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares: DataSet, whole: Path) -> None:
+def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares, whole):
     before = {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
     result = fit(squares, OPTIONS, whole, resume=True)
     assert {path.name: path.stat().st_mtime_ns for path in whole.iterdir()} == before
@@ -141,7 +135,7 @@ def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares: D
     assert "resume" not in torch.load(whole / "last.pt", weights_only=True)
 
 
-def test_a_finished_run_is_read_on_a_machine_that_would_compute_otherwise(squares: DataSet, tmp_path: Path) -> None:
+def test_a_finished_run_is_read_on_a_machine_that_would_compute_otherwise(squares, tmp_path):
     options = replace(OPTIONS, epochs=1)
     fit(squares, options, tmp_path)
     for name in ("best.pt", "last.pt"):
@@ -151,13 +145,13 @@ def test_a_finished_run_is_read_on_a_machine_that_would_compute_otherwise(square
     assert fit(squares, options, tmp_path, resume=True).best_epoch == 1
 
 
-def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares: DataSet, whole: Path, tmp_path: Path) -> None:
+def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares, whole, tmp_path):
     _interrupted(squares, tmp_path / "run", replace(OPTIONS, epochs=1))
     fit(squares, OPTIONS, tmp_path / "run", resume=True)
     assert _outcome(tmp_path / "run") == _outcome(whole)
 
 
-def test_another_run_is_refused_with_what_differs(squares: DataSet, whole: Path) -> None:
+def test_another_run_is_refused_with_what_differs(squares, whole):
     with pytest.raises(UsageError, match=r"lr was 0\.001 and is 0\.002; give --resume with the options"):
         fit(squares, replace(OPTIONS, lr=2e-3), whole, resume=True)
     fewer = replace(squares, train=squares.train[1:])
@@ -169,21 +163,19 @@ def test_another_run_is_refused_with_what_differs(squares: DataSet, whole: Path)
         fit(squares, OPTIONS, whole, resume=True, overwrite=True)
 
 
-def test_a_folder_of_checkpoints_without_state_is_refused(squares: DataSet, whole: Path, tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_without_state_is_refused(squares, whole, tmp_path):
     (tmp_path / "last.pt").write_bytes((whole / "last.pt").read_bytes())
     with pytest.raises(UsageError, match="holds no training state"):
         fit(squares, OPTIONS, tmp_path, resume=True)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(
-    squares: DataSet, whole: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, whole, tmp_path):
     out = tmp_path / "run"
-    sizes: list[bytes] = []
+    sizes = []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def fill_the_disk(line: str) -> None:
+    def fill_the_disk(line):
         if line.startswith("epoch 1"):
             sizes.append((out / "last.pt").read_bytes())
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(sizes[0]) // 2, before[1]))
@@ -200,10 +192,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(
     assert _outcome(out) == _outcome(whole)
 
 
-def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(
-    squares: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any, **options: Any) -> None:
+def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(squares, tmp_path, monkeypatch):
+    def full(*arguments, **options):
         raise UsageError("best.pt: cannot be written (No space left on device); choose another place")
 
     monkeypatch.setattr(checkpoint_manager, "save", full)
@@ -211,7 +201,7 @@ def test_a_disk_that_is_full_at_once_keeps_nothing_and_says_so(
         fit(squares, OPTIONS, tmp_path / "run")
 
 
-def test_the_checkpoint_counts_and_not_the_record_beside_it(squares: DataSet, ended: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_counts_and_not_the_record_beside_it(squares, ended, tmp_path):
     other = _interrupted(squares, tmp_path / "other", replace(OPTIONS, seed=5))
     (ended / "last.pt").write_bytes((other / "last.pt").read_bytes())
     with pytest.raises(UsageError, match="seed was 5 and is 0"):
@@ -226,7 +216,7 @@ def test_the_checkpoint_counts_and_not_the_record_beside_it(squares: DataSet, en
     [{"resume": 3}, {"resume": {}}, {"random": []}, {"optimizer": {}}, {"progress": {"epoch": 1}}, {"state_dict": {}}],
     ids=str,
 )
-def test_a_damaged_state_is_one_line(squares: DataSet, whole: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_a_damaged_state_is_one_line(squares, whole, tmp_path, damage):
     run = tmp_path / "run"
     run.mkdir()
     raw = torch.load(whole / "last.pt", weights_only=True)
@@ -238,24 +228,24 @@ def test_a_damaged_state_is_one_line(squares: DataSet, whole: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"options": null}'])
-def test_a_damaged_record_without_a_checkpoint_is_one_line(squares: DataSet, tmp_path: Path, text: str) -> None:
+def test_a_damaged_record_without_a_checkpoint_is_one_line(squares, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match="another --out, or --overwrite"):
         fit(squares, OPTIONS, tmp_path, resume=True)
 
 
-def test_a_best_checkpoint_that_is_gone_is_found_before_training_goes_on(squares: DataSet, ended: Path) -> None:
+def test_a_best_checkpoint_that_is_gone_is_found_before_training_goes_on(squares, ended):
     (ended / "best.pt").unlink()
-    lines: list[str] = []
+    lines = []
     with pytest.raises(UsageError, match=r"best\.pt: it is not the checkpoint of epoch 1, the best of this run"):
         fit(squares, OPTIONS, ended, resume=True, log=lines.append)
     assert lines == []
 
 
-def test_a_second_process_in_the_same_folder_is_refused(squares: DataSet, tmp_path: Path) -> None:
+def test_a_second_process_in_the_same_folder_is_refused(squares, tmp_path):
     refused = []
 
-    def meanwhile(line: str) -> None:
+    def meanwhile(line):
         for options in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(UsageError, match="another process is at work there"):
                 fit(squares, OPTIONS, tmp_path, **options)
@@ -266,7 +256,7 @@ def test_a_second_process_in_the_same_folder_is_refused(squares: DataSet, tmp_pa
     assert not (tmp_path / ".lock").exists()
 
 
-def test_what_killed_writers_left_is_taken_away(squares: DataSet, ended: Path) -> None:
+def test_what_killed_writers_left_is_taken_away(squares, ended):
     (ended / ".last.pt.abc123.part.pt").write_bytes(b"half")
     (ended / ".mine.part").write_bytes(b"not ours")
     fit(squares, OPTIONS, ended, resume=True)
@@ -274,12 +264,12 @@ def test_what_killed_writers_left_is_taken_away(squares: DataSet, ended: Path) -
 
 
 @pytest.fixture(scope="module")
-def folder(squares: DataSet) -> Path:
+def folder(squares):
     return squares.root
 
 
 @pytest.fixture(scope="module")
-def commanded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+def commanded(folder, tmp_path_factory):
     """An uninterrupted run from the command line, and its seconds from its first file to its end."""
     out = tmp_path_factory.mktemp("commanded") / "run"
     process = _start(folder, out)
@@ -288,7 +278,7 @@ def commanded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return out, time.monotonic() - began
 
 
-def _start(folder: Path, out: Path) -> subprocess.Popen[bytes]:
+def _start(folder, out):
     command = [
         sys.executable, "-m", "opal_deploy", "train", folder, "--out", out, "--resume", "--weights", "none",
         "--backbone", OPTIONS.backbone, "--epochs", OPTIONS.epochs, "--batch-size", OPTIONS.batch_size, "--lr", 1e-3,
@@ -298,7 +288,7 @@ def _start(folder: Path, out: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.DEVNULL)
 
 
-def _wait_for_its_first_file(process: subprocess.Popen[bytes], out: Path) -> float:
+def _wait_for_its_first_file(process, out):
     """Importing torch takes seconds: what is to be hit is what comes after."""
     started = time.monotonic()
     while not (out / "config.json").exists() and process.poll() is None and time.monotonic() - started < 60:
@@ -306,7 +296,7 @@ def _wait_for_its_first_file(process: subprocess.Popen[bytes], out: Path) -> flo
     return time.monotonic()
 
 
-def _kill_and_resume(folder: Path, out: Path, kills: int, seed: int, longest_s: float) -> int:
+def _kill_and_resume(folder, out, kills, seed, longest_s):
     """Starts the command again and again and kills it, then lets it finish; how many were killed while they ran."""
     moments = random.Random(seed)
     killed = 0
@@ -320,7 +310,7 @@ def _kill_and_resume(folder: Path, out: Path, kills: int, seed: int, longest_s: 
     return killed
 
 
-def test_kill_9_and_resume_from_the_command_line(folder: Path, commanded: tuple[Path, float], tmp_path: Path) -> None:
+def test_kill_9_and_resume_from_the_command_line(folder, commanded, tmp_path):
     whole, seconds = commanded
     assert _kill_and_resume(folder, tmp_path / "run", kills=1, seed=1, longest_s=seconds) == 1
     assert _outcome(tmp_path / "run") == _outcome(whole)
@@ -328,7 +318,7 @@ def test_kill_9_and_resume_from_the_command_line(folder: Path, commanded: tuple[
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_kill_9_twenty_times_at_random_moments(folder: Path, commanded: tuple[Path, float], tmp_path: Path) -> None:
+def test_kill_9_twenty_times_at_random_moments(folder, commanded, tmp_path):
     (whole, seconds), killed = commanded, 0
     for series in range(12):
         killed += _kill_and_resume(folder, tmp_path / f"{series}", kills=2, seed=series, longest_s=seconds)

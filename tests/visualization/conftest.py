@@ -1,36 +1,29 @@
 """Records made by hand: what each slot scored and where, for an image of a given size; reports of them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Record, build_record
+from opal_deploy.records.record import build_record
 from opal_deploy.visualization.report import ReportWriter
 
 GRID = (5, 5)
-RecordMaker = Callable[..., Record]
 
 
 @pytest.fixture(scope="session")
-def make_record() -> RecordMaker:
+def make_record():
     def make(
-        size: tuple[int, int],
-        cells: Sequence[tuple[int, int]] = ((0, 0), (2, 3), (4, 4)),
-        scores: Sequence[float] | None = None,
+        size,
+        cells=((0, 0), (2, 3), (4, 4)),
+        scores=None,
         *,
-        image: str | None = "a/b.jpg",
-        labels: tuple[str, str] = ("Sooty Albatross", "Crested Auklet"),
-        distance: str = "l2",
-        min_margin: float | None = None,
-    ) -> Record:
+        image="a/b.jpg",
+        labels=("Sooty Albatross", "Crested Auklet"),
+        distance="l2",
+        min_margin=None,
+    ):
         """Class 0 wins with its slots at `cells` of a 5 x 5 grid; class 1 scores low."""
         m = len(cells)
         metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet50", GRID, (224, 224))
@@ -46,7 +39,7 @@ def make_record() -> RecordMaker:
 
 
 @pytest.fixture
-def answer_without_evidence(make_record: RecordMaker) -> Record:
+def answer_without_evidence(make_record):
     record = make_record((200, 200))
     del record["evidence"]
     record["margin"] = None
@@ -56,10 +49,10 @@ def answer_without_evidence(make_record: RecordMaker) -> Record:
 
 
 @pytest.fixture
-def write_report(tmp_path: Path) -> Callable[..., Path]:
+def write_report(tmp_path):
     """Writes `report.html` of (record, image) pairs, or of records alone."""
 
-    def write(entries: Iterable[Any], summary: Sequence[tuple[str, str]] = (), **options: Any) -> Path:
+    def write(entries, summary=(), **options):
         path = tmp_path / "report.html"
         with ReportWriter(path, **{"title": "Run", "facts": [], **options}) as report:
             for entry in entries:

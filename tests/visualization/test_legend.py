@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -7,14 +5,14 @@ import pytest
 from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, format_number
 
 
-def test_contributions_that_add_up_to_the_cosine_are_called_so(make_record) -> None:
+def test_contributions_that_add_up_to_the_cosine_are_called_so(make_record):
     record = make_record((100, 100), scores=[0.9, 0.3, 0.6])
     bars = build_bars(record)
     assert bars.meaning == COSINE
     assert sum(b.value for b in bars.bars) == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
 
 
-def test_equal_and_complete_contributions_fill_the_width(make_record) -> None:
+def test_equal_and_complete_contributions_fill_the_width(make_record):
     record = make_record((100, 100), scores=[1.0, 1.0, 1.0])
     assert all(b.stop - b.start == pytest.approx(1.0, abs=0.02) for b in build_bars(record).bars)
 
@@ -22,20 +20,18 @@ def test_equal_and_complete_contributions_fill_the_width(make_record) -> None:
 @pytest.mark.parametrize(
     ("distance", "meaning"), [("l1", DISTANCE), ("l3", DISTANCE), ("kl", DISTANCE), ("linf", SCORE)]
 )
-def test_other_distances_are_never_called_a_part_of_the_cosine(make_record, distance: str, meaning: str) -> None:
+def test_other_distances_are_never_called_a_part_of_the_cosine(make_record, distance, meaning):
     assert build_bars(make_record((100, 100), scores=[0.9, 0.2, 0.4], distance=distance)).meaning == meaning
 
 
-def test_negative_parts_point_left_from_a_common_zero(make_record) -> None:
+def test_negative_parts_point_left_from_a_common_zero(make_record):
     bars = build_bars(make_record((100, 100), scores=[1.0, 0.05, 0.05], distance="kl")).bars
     assert bars[0].value > 0 > bars[1].value
     assert bars[0].start == bars[1].stop == bars[2].stop
     assert all(0 <= b.start <= b.stop <= 1 for b in bars)
 
 
-def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(
-    make_record, answer_without_evidence
-) -> None:
+def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(make_record, answer_without_evidence):
     assert build_bars(answer_without_evidence).bars == ()
     record = make_record((100, 100))
     record["evidence"][1]["contribution"] = math.nan
@@ -45,5 +41,5 @@ def test_values_that_are_no_numbers_and_records_without_evidence_have_no_bar(
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (-0.0001, "0.000"), (None, "–"), (-0.5, "-0.500")])
-def test_numbers_have_three_decimals(value: float | None, text: str) -> None:
+def test_numbers_have_three_decimals(value, text):
     assert format_number(value) == text

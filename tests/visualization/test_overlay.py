@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,13 +12,13 @@ from opal_deploy.visualization.palette import slot_color
 SIZE = (500, 400)
 
 
-def photograph(size: tuple[int, int]) -> Image.Image:
+def photograph(size):
     """Return an image of neighbours that differ, in none of the colours that are drawn with."""
     y, x = np.mgrid[: size[1], : size[0]]
     return Image.fromarray(np.stack([x % 97, y % 89, (x + y) % 83], axis=-1).astype(np.uint8))
 
 
-def test_the_photograph_is_changed_on_the_edges_of_boxes_and_under_tags_only(make_record) -> None:
+def test_the_photograph_is_changed_on_the_edges_of_boxes_and_under_tags_only(make_record):
     image, record = photograph(SIZE), make_record(SIZE)
     overlay = draw_overlay(image, record)
     assert image.tobytes() == photograph(SIZE).tobytes(), "the input stays as it is"
@@ -34,7 +32,7 @@ def test_the_photograph_is_changed_on_the_edges_of_boxes_and_under_tags_only(mak
     assert 0 < changed.sum() < 3 * 30 * 30
 
 
-def test_boxes_have_their_slots_colours_at_their_coordinates(make_record) -> None:
+def test_boxes_have_their_slots_colours_at_their_coordinates(make_record):
     record = make_record(SIZE)
     overlay = draw_overlay(photograph(SIZE), record)
     # cells of 100 x 80 pixels; a line of 3 pixels lies 1 pixel inside the box's dark edge
@@ -45,7 +43,7 @@ def test_boxes_have_their_slots_colours_at_their_coordinates(make_record) -> Non
 
 
 @pytest.mark.parametrize("background", ["white", "black", *("#0072b2", "#e69f00", "#f0e442")])
-def test_a_box_shows_on_any_background(make_record, background: str) -> None:
+def test_a_box_shows_on_any_background(make_record, background):
     image = Image.new("RGB", SIZE, background)
     overlay = draw_overlay(image, make_record(SIZE, [(2, 2)]))
     row = np.asarray(overlay.convert("L"), dtype=int)[200, 195:215]
@@ -54,7 +52,7 @@ def test_a_box_shows_on_any_background(make_record, background: str) -> None:
 
 @pytest.mark.parametrize("slots", [2, 5, 12])
 @pytest.mark.parametrize("size", [SIZE, (64, 64), (160, 1200)])
-def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slots: int, size) -> None:
+def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slots, size):
     record = make_record(size, [(2, 2)] * slots)
     overlay = draw_overlay(Image.new("RGB", size, "#777"), record)
     x0, y0, x1, y1 = pixel_box(record["evidence"][0]["box"], display_scale(*size), photograph_size(*size))
@@ -62,7 +60,7 @@ def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slot
     assert {slot_color(i) for i in range(slots)} <= colors
 
 
-def test_slots_that_share_a_cell_have_tags_side_by_side(make_record) -> None:
+def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):
     overlay = draw_overlay(Image.new("RGB", SIZE, "#777"), make_record(SIZE, [(2, 2)] * 3))
     above = [overlay.getpixel((x, 146)) for x in range(200, 300)]
     order = [c for c in above if c in {slot_color(i) for i in range(3)}]
@@ -70,7 +68,7 @@ def test_slots_that_share_a_cell_have_tags_side_by_side(make_record) -> None:
 
 
 @pytest.mark.parametrize("cell", [(0, 0), (0, 4), (4, 0), (4, 4)])
-def test_tags_stay_inside_the_photograph(make_record, cell: tuple[int, int]) -> None:
+def test_tags_stay_inside_the_photograph(make_record, cell):
     size = (400, 400)
     blank, record = Image.new("RGB", size, "#777"), make_record(size, [cell] * 12)
     # nothing of the boxes reaches the legend: it is that of the same record with its boxes elsewhere
@@ -82,7 +80,7 @@ def test_tags_stay_inside_the_photograph(make_record, cell: tuple[int, int]) -> 
 @pytest.mark.parametrize(
     ("size", "scale"), [((1, 1), 256), ((64, 64), 4), ((13, 169), 9), ((159, 400), 2), ((160, 160), 1), ((1, 1000), 1)]
 )
-def test_only_tiny_images_are_enlarged(size: tuple[int, int], scale: int) -> None:
+def test_only_tiny_images_are_enlarged(size, scale):
     assert display_scale(*size) == scale
 
 
@@ -90,7 +88,7 @@ ODD_SIZES = [(1, 1), (2, 3), (1, 1000), (1000, 1), (13, 169), (169, 13), (64, 64
 
 
 @pytest.mark.parametrize("size", ODD_SIZES, ids=str)
-def test_odd_sizes_do_not_raise(make_record, size: tuple[int, int]) -> None:
+def test_odd_sizes_do_not_raise(make_record, size):
     for slots in (1, 2, 10, 40):
         cells = [(i * 7 % 5, i * 3 % 5) for i in range(slots)]
         overlay = draw_overlay(photograph(size), make_record(size, cells))
@@ -99,14 +97,14 @@ def test_odd_sizes_do_not_raise(make_record, size: tuple[int, int]) -> None:
         assert overlay.size[1] >= height
 
 
-def test_an_enlarged_image_keeps_every_pixel(make_record) -> None:
+def test_an_enlarged_image_keeps_every_pixel(make_record):
     image = photograph((10, 10))
     overlay = draw_overlay(image, make_record((10, 10), [(4, 4)]))
     enlarged = image.crop((0, 0, 10, 6)).resize((260, 156), Image.Resampling.NEAREST)
     assert overlay.crop((0, 0, 260, 156)).tobytes() == enlarged.tobytes()
 
 
-def test_the_legend_stands_beside_a_tall_image_and_under_a_wide_one(make_record) -> None:
+def test_the_legend_stands_beside_a_tall_image_and_under_a_wide_one(make_record):
     wide, tall = (draw_overlay(photograph(s), make_record(s)).size for s in ((600, 300), (300, 600)))
     assert wide[0] == tall[1] == 600
     assert min(wide[1], tall[0]) > 300
@@ -116,39 +114,39 @@ def test_the_legend_stands_beside_a_tall_image_and_under_a_wide_one(make_record)
     ("label", "distance"),
     [("", "l1"), ("x" * 5000, "kl"), ("Möwe\nカモメ\x00\udcff", "linf"), ("word " * 200, "tropical"), ("\u202e", "l2")],
 )
-def test_any_label_and_every_distance_can_be_drawn(make_record, label: str, distance: str) -> None:
+def test_any_label_and_every_distance_can_be_drawn(make_record, label, distance):
     record = make_record(SIZE, labels=(label, "b"), distance=distance)
     overlay = draw_overlay(Image.new("L", SIZE), record)
     assert (overlay.size[0], overlay.mode) == (SIZE[0], "RGB")
 
 
-def test_an_abstention_is_written_on_the_legend(make_record) -> None:
+def test_an_abstention_is_written_on_the_legend(make_record):
     sure, unsure = (draw_overlay(photograph(SIZE), make_record(SIZE, min_margin=m)) for m in (None, 1.5))
     assert unsure.size[1] > sure.size[1]
 
 
-def test_without_evidence_the_photograph_has_no_boxes(answer_without_evidence) -> None:
+def test_without_evidence_the_photograph_has_no_boxes(answer_without_evidence):
     image = photograph((200, 200))
     overlay = draw_overlay(image, answer_without_evidence)
     assert overlay.crop((0, 0, 200, 200)).tobytes() == image.tobytes()
     assert overlay.size[1] > 200
 
 
-def test_a_record_of_another_image_or_of_an_error_is_refused(make_record) -> None:
+def test_a_record_of_another_image_or_of_an_error_is_refused(make_record):
     with pytest.raises(ValueError, match="its record says"):
         draw_overlay(photograph((30, 20)), make_record((20, 30)))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_overlay(photograph((30, 20)), error_record("a.jpg", "truncated_image", "cut"))
 
 
-def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record) -> None:
+def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record):
     record = make_record(SIZE)
     decoded = Image.open(io.BytesIO(encode_jpeg(draw_overlay(Image.new("RGB", SIZE, "#777"), record))))
     assert decoded.format == "JPEG"
     assert np.abs(np.subtract(decoded.getpixel((302, 200)), slot_color(1))).max() < 40
 
 
-def test_threads_draw_the_same_image(make_record) -> None:
+def test_threads_draw_the_same_image(make_record):
     jobs = [(photograph((200 + 10 * i, 300)), make_record((200 + 10 * i, 300))) for i in range(8)]
     alone = [encode_jpeg(draw_overlay(*job)) for job in jobs]
     with ThreadPoolExecutor(4) as pool:

@@ -1,11 +1,9 @@
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 
-from opal_deploy.visualization.palette import BASE_COLORS, RGB, contrast_ratio, slot_color, text_color, to_hex
+from opal_deploy.visualization.palette import BASE_COLORS, contrast_ratio, slot_color, text_color, to_hex
 
 # Machado, Oliveira & Fernandes (2009), severity 1.0, on linear RGB
 DEFICIENCIES = {
@@ -17,7 +15,7 @@ DEFICIENCIES = {
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 
 
-def lab(color: RGB, deficiency: str) -> np.ndarray:
+def lab(color, deficiency):
     values = np.asarray(color) / 255
     linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
     xyz = TO_XYZ @ np.clip(np.asarray(DEFICIENCIES[deficiency]) @ linear, 0, 1) / [0.9505, 1.0, 1.089]
@@ -27,21 +25,21 @@ def lab(color: RGB, deficiency: str) -> np.ndarray:
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 @pytest.mark.parametrize(("slots", "apart"), [(6, 20.0), (8, 15.0)])
-def test_slots_stay_apart_for_colour_blind_readers(deficiency: str, slots: int, apart: float) -> None:
+def test_slots_stay_apart_for_colour_blind_readers(deficiency, slots, apart):
     colors = [lab(slot_color(i), deficiency) for i in range(slots)]
     # CIE76; about 2.3 is just noticeable
     assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(colors, 2)) > apart
 
 
-def test_the_first_24_slots_have_colours_of_their_own_and_every_slot_has_one() -> None:
+def test_the_first_24_slots_have_colours_of_their_own_and_every_slot_has_one():
     assert len({slot_color(i) for i in range(3 * len(BASE_COLORS))}) == 24
     assert slot_color(24) == slot_color(0)
     assert all(0 <= channel <= 255 for i in range(1000) for channel in slot_color(i))
 
 
-def test_numbers_on_the_colours_can_be_read() -> None:
+def test_numbers_on_the_colours_can_be_read():
     assert all(contrast_ratio(text_color(slot_color(i)), slot_color(i)) >= 4.5 for i in range(24))
 
 
-def test_css_writes_six_hexadecimal_digits() -> None:
+def test_css_writes_six_hexadecimal_digits():
     assert to_hex((0, 114, 178)) == "#0072b2"

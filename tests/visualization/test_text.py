@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from PIL import Image, ImageDraw
 
@@ -27,7 +25,7 @@ from opal_deploy.visualization.text import (
         ("می\u200cخواهم", "می\u200cخواهم"),  # its joiner is spelling
     ],
 )
-def test_what_does_not_print_is_made_visible(text: str, shown: str) -> None:
+def test_what_does_not_print_is_made_visible(text, shown):
     assert escape_unprintable(text) == shown
 
 
@@ -42,11 +40,11 @@ def test_what_does_not_print_is_made_visible(text: str, shown: str) -> None:
         ("", ""),
     ],
 )
-def test_labels_are_reduced_to_what_the_font_has(text: str, drawn: str) -> None:
+def test_labels_are_reduced_to_what_the_font_has(text, drawn):
     assert to_drawable(text) == drawn
 
 
-def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
+def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis():
     face = font(14)
     assert wrap_text("short", face, 200) == ["short"]
     lines = wrap_text("Northern long-tailed nightjar, female, winter plumage", face, 120, lines=2)
@@ -56,7 +54,7 @@ def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis() -> None:
     assert all(face.getlength(line) <= 120 for line in lines)
 
 
-def test_a_width_of_nothing_and_a_million_letters_still_end() -> None:
+def test_a_width_of_nothing_and_a_million_letters_still_end():
     assert len(wrap_text("word", font(14), 0, lines=3)) <= 3
     assert len(to_drawable("x" * 1_000_000)) == 300
 
@@ -66,7 +64,7 @@ def test_a_width_of_nothing_and_a_million_letters_still_end() -> None:
     ["class 3   cosine 0.853   margin -0.120", "Black-footed Albatross", "AVATAR To Wa.", "0.174", "  a  ", "", "é?"],
 )
 @pytest.mark.parametrize("size", [11, 12, 15, 19, 33])
-def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text: str, size: int) -> None:
+def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text, size):
     face = font(size)
     assert text_length(text, face) == face.getlength(text)
     for anchor in ("la", "lm", "rm", "mm"):
@@ -80,7 +78,7 @@ def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text:
             assert found.tobytes() == expected.tobytes(), (anchor, x, y)
 
 
-def test_long_text_is_cut_where_it_tells_least() -> None:
+def test_long_text_is_cut_where_it_tells_least():
     assert truncate_middle("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
     assert measure_text(truncate_middle("ab" * 500, 16, 300), 16) <= 300
     lines = wrap_lines("word " * 100, 16, 300, 3)

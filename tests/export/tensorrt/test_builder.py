@@ -1,15 +1,10 @@
 """TensorRT for RTX itself: it parses and builds what we export, on a machine without a GPU."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
-import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper
@@ -23,11 +18,11 @@ from opal_deploy.export.tensorrt.builder import Network, TensorInfo, _interrupt_
 from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, Bindings, installed_version, load
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
 
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 
-PRECISIONS: dict[str, Any] = {"fp32": lambda model: model, "fp16": to_fp16, "bf16": to_bf16}
+PRECISIONS = {"fp32": lambda model: model, "fp16": to_fp16, "bf16": to_bf16}
 EVERY_RUN = {"resnet50": ("fp32", "fp16"), "convnext_tiny": ("fp16", "bf16"), "efficientnet_v2_s": ("fp16",)}
 OTHERS = ("resnet101", "resnet152", "convnext_small", "convnext_base", "efficientnet_v2_m", "efficientnet_v2_l")
 BUILDS = [
@@ -40,19 +35,17 @@ BUILDS = [
 
 
 @pytest.fixture(scope="module")
-def library() -> Bindings:
+def library():
     return load(TENSORRT_RTX, "a test")
 
 
-def target(sm: str) -> EngineTarget:
+def target(sm):
     return EngineTarget(TENSORRT_RTX, sm, None, "a test")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("backbone", "sms", "built"), BUILDS)
-def test_the_papers_backbones_parse_in_every_precision_and_build(
-    library: Bindings, backbone: str, sms: tuple[str, ...], built: tuple[str, ...]
-) -> None:
+def test_the_papers_backbones_parse_in_every_precision_and_build(library, backbone, sms, built):
     torch.manual_seed(0)
     network = OpalNetwork(NetworkConfig(backbone, 10, (224, 224))).eval()
     traced = trace(ExportGraph(network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
@@ -75,23 +68,23 @@ def test_the_papers_backbones_parse_in_every_precision_and_build(
             assert plan.seconds > 0
 
 
-def model_of(elem_type: int, in_shape: list[Any], out_shape: list[Any], *nodes: onnx.NodeProto) -> bytes:
+def model_of(elem_type, in_shape, out_shape, *nodes):
     value = helper.make_tensor_value_info("images", elem_type, in_shape)
     out = helper.make_tensor_value_info("logits", TensorProto.FLOAT, out_shape)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("elsewhere", 1)]
     model = helper.make_model(helper.make_graph(nodes, "g", [value], [out]), opset_imports=opsets, ir_version=10)
-    content: bytes = model.SerializeToString()
+    content = model.SerializeToString()
     return content
 
 
-def test_a_graph_that_the_parser_refuses_is_one_line_with_the_node(library: Bindings) -> None:
+def test_a_graph_that_the_parser_refuses_is_one_line_with_the_node(library):
     node = helper.make_node("NoSuchOperation", ["images"], ["logits"], name="the_culprit", domain="elsewhere")
     with pytest.raises(ArtifactError, match=r"m\.onnx: TensorRT for RTX .*the_culprit \(NoSuchOperation\)") as refusal:
         Network(library, model_of(TensorProto.FLOAT, ["N", 3], ["N", 3], node), "m.onnx")
     assert "\n" not in str(refusal.value)
 
 
-def test_uint8_that_is_transposed_before_it_is_cast_is_refused(library: Bindings) -> None:
+def test_uint8_that_is_transposed_before_it_is_cast_is_refused(library):
     # why the contract says that the cast comes first; when this fails, the contract may be loosened
     transpose = helper.make_node("Transpose", ["images"], ["moved"], perm=[0, 3, 1, 2])
     cast = helper.make_node("Cast", ["moved"], ["logits"], to=TensorProto.FLOAT)
@@ -101,13 +94,13 @@ def test_uint8_that_is_transposed_before_it_is_cast_is_refused(library: Bindings
 
 
 @pytest.fixture(scope="module")
-def small(library: Bindings, fp32: Path) -> Network:
+def small(library, fp32):
     return Network(library, fp32.read_bytes(), "small.onnx")
 
 
-def test_progress_and_messages_are_passed_on(library: Bindings, fp32: Path) -> None:
-    messages: list[tuple[str, str]] = []
-    progress: list[tuple[str, int, int]] = []
+def test_progress_and_messages_are_passed_on(library, fp32):
+    messages = []
+    progress = []
     network = Network(library, fp32.read_bytes(), "m.onnx", lambda *message: messages.append(message))
     network.build(target("sm80"), BuildOptions(), lambda *step: progress.append(step))
     assert any("Engine generation completed" in message for _, message in messages)
@@ -117,8 +110,8 @@ def test_progress_and_messages_are_passed_on(library: Bindings, fp32: Path) -> N
     assert any(done == total > 1 for _, done, total in progress)
 
 
-def test_ctrl_c_ends_the_build(small: Network) -> None:
-    def interrupt(*_: Any) -> None:
+def test_ctrl_c_ends_the_build(small):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -127,12 +120,12 @@ def test_ctrl_c_ends_the_build(small: Network) -> None:
     assert small.build(target("sm80"), BuildOptions()).content
 
 
-def test_too_little_workspace_says_so_and_what_to_give(small: Network) -> None:
+def test_too_little_workspace_says_so_and_what_to_give(small):
     with pytest.raises(UsageError, match=r"could not build the engine for sm80: .*give more --workspace"):
         small.build(target("sm80"), BuildOptions(workspace=1024))
 
 
-def test_tf32_is_off(small: Network) -> None:
+def test_tf32_is_off(small):
     config = small._builder.create_builder_config()
     flag = small.library.module.BuilderFlag.TF32
     assert config.get_flag(flag), "when it is off by itself, turning it off is no longer needed"
@@ -140,7 +133,7 @@ def test_tf32_is_off(small: Network) -> None:
     assert not config.get_flag(flag)
 
 
-def test_the_interrupt_handler_is_put_back() -> None:
+def test_the_interrupt_handler_is_put_back():
     before = signal.getsignal(signal.SIGINT)
 
     class Monitor:
@@ -158,11 +151,11 @@ class TestOptionsOfTensorRT:
     """With TensorRT for RTX's own configuration, which has all of TensorRT's names; TensorRT needs a GPU."""
 
     @pytest.fixture
-    def configure(self, library: Bindings, fp32: Path) -> Any:
+    def configure(self, library, fp32):
         network = Network(library, fp32.read_bytes(), "m.onnx")
         network.library = replace(library, name="tensorrt")
 
-        def configure(config: Any = None, **options: Any) -> Any:
+        def configure(config=None, **options):
             config = config or network._builder.create_builder_config()
             network._configure(config, EngineTarget("tensorrt", "sm89", None, "a test"), BuildOptions(**options))
             return config
@@ -179,11 +172,11 @@ class TestOptionsOfTensorRT:
             ({"strip_weights": True, "refit": True}, {"STRIP_PLAN", "REFIT"}),
         ],
     )
-    def test_flags(self, configure: Any, small: Network, options: dict[str, bool], flags: set[str]) -> None:
+    def test_flags(self, configure, small, options, flags):
         names, config = ("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT", "TF32"), configure(**options)
         assert {name for name in names if config.get_flag(getattr(small.library.module.BuilderFlag, name))} == flags
 
-    def test_levels_and_limits(self, configure: Any, small: Network) -> None:
+    def test_levels_and_limits(self, configure, small):
         trt = small.library.module
         config = configure(optimization_level=5, workspace=1 << 30)
         assert config.builder_optimization_level == 5
@@ -194,7 +187,7 @@ class TestOptionsOfTensorRT:
             "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY",
         ]  # fmt: skip
 
-    def test_a_timing_cache_is_written_and_read_again(self, small: Network, tmp_path: Path) -> None:
+    def test_a_timing_cache_is_written_and_read_again(self, small, tmp_path):
         cache = tmp_path / "sub" / "timing.cache"
         for _ in range(2):
             small.build(target("sm80"), BuildOptions(timing_cache=cache))

@@ -1,12 +1,9 @@
 """Engines of an export: names, sidecars, an engine that is there already, and what failures leave."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -15,15 +12,13 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import BatchRange, check_engine, sidecar_path
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
-from opal_deploy.export.candidate import ExportSource
 from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import ExportResult, export
+from opal_deploy.export.exporter import export
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.export.tensorrt import engine
 from opal_deploy.export.tensorrt.builder import Network
 from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
-from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 
@@ -35,12 +30,12 @@ ENGINE = "ckpt.fp16.sm80.rtx.engine"
 
 
 @pytest.fixture
-def source(fp32: Path, tmp_path: Path) -> Path:
+def source(fp32, tmp_path):
     return Path(shutil.copy(fp32, tmp_path / "ckpt.onnx"))
 
 
 @pytest.fixture(scope="module")
-def built(fp32: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(fp32, tmp_path_factory):
     """A folder with `ckpt.onnx`, its fp16 file and an engine; never written to."""
     folder = tmp_path_factory.mktemp("built")
     build(Path(shutil.copy(fp32, folder / "ckpt.onnx")))
@@ -48,21 +43,14 @@ def built(fp32: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def again(built: Path, tmp_path: Path) -> Path:
+def again(built, tmp_path):
     """The source in a copy of `built`."""
     for path in built.iterdir():
         shutil.copy2(path, tmp_path / path.name)
     return tmp_path / "ckpt.onnx"
 
 
-def build(
-    source: Path | ExportSource,
-    precision: Any = None,
-    *sms: str,
-    report: Any = print,
-    options: Any = None,
-    **request: Any,
-) -> ExportResult:
+def build(source, precision=None, *sms, report=print, options=None, **request):
     export_source = OnnxSource(source) if isinstance(source, Path) else source
     targets = choose_engine_targets("tensorrt-rtx", sms, NO_GPU)
     engines = EngineRequest(targets, export_source.path.parent, NO_GPU, **{"build": SMALL, **request})
@@ -70,16 +58,16 @@ def build(
     return export(export_source, planned, ExportOptions(threads=2, **(options or {})), report)
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 class TestFiles:
-    def test_they_are_named_by_model_precision_gpu_and_builder(self, source: Path) -> None:
+    def test_they_are_named_by_model_precision_gpu_and_builder(self, source):
         result = build(source, None, "a100", "l4")
         assert names(source.parent) == [
             "ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json",
@@ -89,11 +77,11 @@ class TestFiles:
         assert {exported.path.read_bytes()[1:4] for exported in result.engines} == {b"trt"}
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_another_precision(self, source: Path, precision: Any) -> None:
+    def test_another_precision(self, source, precision):
         build(source, precision)
         assert f"ckpt.{precision}.sm80.rtx.engine" in names(source.parent)
 
-    def test_a_half_precision_file_is_built_as_it_is(self, again: Path) -> None:
+    def test_a_half_precision_file_is_built_as_it_is(self, again):
         half = again.with_name("ckpt.fp16.onnx")
         before = half.read_bytes()
         result = build(half, rebuild=True)
@@ -101,7 +89,7 @@ class TestFiles:
         assert result.engines[0].path.name == ENGINE
         assert half.read_bytes() == before
 
-    def test_the_sidecar_says_what_it_is(self, built: Path) -> None:
+    def test_the_sidecar_says_what_it_is(self, built):
         path, half = built / ENGINE, onnx_file.read_metadata(built / "ckpt.fp16.onnx")
         sidecar = check_engine(path)
         assert sidecar.engine == {"file": ENGINE, "sha256": compute_sha256(path), "bytes": path.stat().st_size}
@@ -115,14 +103,12 @@ class TestFiles:
         assert sidecar.metadata == half
         assert len(sidecar.metadata.test_vectors["pictures"]) == 4
 
-    def test_no_verify_is_on_record_in_the_file_and_the_engine(self, source: Path) -> None:
+    def test_no_verify_is_on_record_in_the_file_and_the_engine(self, source):
         result = build(source, options={"verify": False})
         assert result.onnx[0].metadata.unverified == "exported with --no-verify"
         assert check_engine(result.engines[0].path).metadata.unverified == "exported with --no-verify"
 
-    def test_what_is_made_from_an_unverified_file_says_so(
-        self, make_checkpoint: Any, write_onnx: Any, tmp_path: Path
-    ) -> None:
+    def test_what_is_made_from_an_unverified_file_says_so(self, make_checkpoint, write_onnx, tmp_path):
         write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", verify=False)
         result = build(tmp_path / "c.onnx")
         doubt = "made from c.onnx, which was exported with --no-verify"
@@ -132,8 +118,8 @@ class TestFiles:
 
 class TestFromACheckpoint:
     def test_fp32_and_fp16_files_and_the_engine_in_one_export_and_the_engine_is_found_again(
-        self, make_checkpoint: Any, tmp_path: Path
-    ) -> None:
+        self, make_checkpoint, tmp_path
+    ):
         source = CheckpointSource(make_checkpoint(seed=8), tmp_path / "ckpt.pt")
         first, second = build(source), build(source)
         assert names(tmp_path) == ["ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json", "ckpt.onnx"]
@@ -142,7 +128,7 @@ class TestFromACheckpoint:
         assert "emulated" in reports[1]["candidate"]
         assert [first.engines[0].reused, second.engines[0].reused] == [False, True]
 
-    def test_a_gate_that_fails_leaves_nothing_at_all(self, overflowing: Checkpoint, tmp_path: Path) -> None:
+    def test_a_gate_that_fails_leaves_nothing_at_all(self, overflowing, tmp_path):
         with pytest.raises(VerificationError) as error:
             build(CheckpointSource(overflowing, tmp_path / "ckpt.pt"))
         assert error.value.exit_code == 4
@@ -153,8 +139,8 @@ class TestFromACheckpoint:
 
 
 class TestAnEngineThatIsThere:
-    def test_the_same_is_reused_and_its_sidecar_follows_the_onnx_file(self, again: Path, make_pictures: Any) -> None:
-        messages: list[str] = []
+    def test_the_same_is_reused_and_its_sidecar_follows_the_onnx_file(self, again, make_pictures):
+        messages = []
         before, sidecar = (again.parent / ENGINE).stat().st_mtime_ns, sidecar_path(again.parent / ENGINE).read_bytes()
         (reused,) = build(again, report=messages.append).engines
         assert any(line.startswith("Reusing") and ENGINE in line for line in messages)
@@ -171,12 +157,10 @@ class TestAnEngineThatIsThere:
     @pytest.mark.parametrize(
         "change", ["options", "rebuild", "damaged", "no sidecar", "class names", "builder", "network"]
     )
-    def test_anything_else_is_built_anew(
-        self, again: Path, make_checkpoint: Any, write_onnx: Any, change: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_anything_else_is_built_anew(self, again, make_checkpoint, write_onnx, change, monkeypatch):
         path, load = again.parent / ENGINE, engine.load
         before, plan = check_engine(path).engine["sha256"], path.read_bytes()
-        changes: dict[str, Any] = {
+        changes = {
             "damaged": lambda: path.write_bytes(plan[:-1] + bytes([plan[-1] ^ 1])),
             "no sidecar": lambda: sidecar_path(path).unlink(),
             "class names": lambda: _rename_classes(again),
@@ -194,21 +178,21 @@ class TestAnEngineThatIsThere:
             assert exported.sidecar.engine["sha256"] != before
 
 
-def _rename_classes(path: Path) -> None:
+def _rename_classes(path):
     metadata = onnx_file.read_metadata(path)
     changed = replace(metadata, class_names=("w", "x", "y", "z"), file_sha256="0" * 64)
     onnx_file.write_model(onnx.load(path), changed, path)
     onnx_file.embed_digest(path)
 
 
-def _interrupt(*_: Any) -> None:
+def _interrupt(*_):
     raise KeyboardInterrupt
 
 
-def _fail_the_second_build(patch: pytest.MonkeyPatch) -> None:
+def _fail_the_second_build(patch):
     build_network = Network.build
 
-    def fail(self: Network, target: Any, *rest: Any) -> Any:
+    def fail(self, target, *rest):
         if target.sm == "sm89":
             raise UsageError("could not build sm89")
         return build_network(self, target, *rest)
@@ -216,10 +200,10 @@ def _fail_the_second_build(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Network, "build", fail)
 
 
-def _fill_the_disk(patch: pytest.MonkeyPatch) -> None:
+def _fill_the_disk(patch):
     write = Path.write_bytes
 
-    def full(self: Path, content: bytes) -> int:
+    def full(self, content):
         if ".engine" in self.name:
             write(self, content[:100])
             raise OSError(28, os.strerror(28))
@@ -247,7 +231,7 @@ class TestFailures:
             ),
         ],
     )
-    def test_what_was_there_stays(self, again: Path, seed_fault: Any, request_: Any, error: Any, message: Any) -> None:
+    def test_what_was_there_stays(self, again, seed_fault, request_, error, message):
         before = content(again.parent)
         with pytest.MonkeyPatch.context() as patch:
             if seed_fault:
@@ -256,13 +240,13 @@ class TestFailures:
                 build(again, None, "sm80", "sm89", rebuild=True, **request_)
         assert content(again.parent) == before
 
-    def test_a_folder_in_the_engines_place(self, source: Path) -> None:
+    def test_a_folder_in_the_engines_place(self, source):
         (source.parent / ENGINE).mkdir()
         with pytest.raises(UsageError, match="a folder of that name is there"):
             build(source)
         assert names(source.parent) == [ENGINE, "ckpt.onnx"]
 
-    def test_a_new_folder_for_a_file_that_fails_is_removed(self, source: Path) -> None:
+    def test_a_new_folder_for_a_file_that_fails_is_removed(self, source):
         new, targets = OnnxSource(source), choose_engine_targets("tensorrt-rtx", [], NO_GPU)
         request = EngineRequest(targets, source.parent / "new" / "deep", NO_GPU, GIVING_UP)
         with pytest.raises(UsageError, match="could not build"):
@@ -270,10 +254,8 @@ class TestFailures:
         assert names(source.parent) == ["ckpt.onnx"]
 
     @pytest.mark.parametrize("damage", ["flipped", "truncated", "foreign"])
-    def test_a_source_that_is_not_ours_is_refused_before_the_parser_sees_it(
-        self, source: Path, damage: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def parse(*_: Any, **__: Any) -> None:
+    def test_a_source_that_is_not_ours_is_refused_before_the_parser_sees_it(self, source, damage, monkeypatch):
+        def parse(*_, **__):
             raise AssertionError("the parser saw it")
 
         monkeypatch.setattr(engine, "Network", parse)

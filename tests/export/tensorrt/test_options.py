@@ -1,10 +1,6 @@
 """The choice of builder and GPU for an engine, and the options of a build."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,14 +23,14 @@ H200 = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 141 << 30, (9, 0)),))
 BOTH = {"tensorrt": "11.4", "tensorrt-rtx": "1.7"}
 RTX = {"tensorrt-rtx": "1.7"}
 PROPER = {"tensorrt": "11.4"}
-NONE: dict[str, str] = {}
+NONE = {}
 
 
-def choose(installed: dict[str, str], driver: Driver, builder: str | None, *names: str) -> list[tuple[str, str]]:
+def choose(installed, driver, builder, *names):
     return [(t.builder, t.sm) for t in choose_engine_targets(builder, names, driver, installed.get)]
 
 
-THE_RULE: dict[str, tuple[dict[str, str], Driver, str | None, list[str], list[tuple[str, str]]]] = {
+THE_RULE = {
     "TensorRT and a GPU": (BOTH, L4, None, [], [("tensorrt", "sm89")]),
     "an H200 with TensorRT": (PROPER, H200, None, [], [("tensorrt", "sm90")]),
     "the target is the GPU that is here": (PROPER, H200, None, ["h100"], [("tensorrt", "sm90")]),
@@ -51,7 +47,7 @@ THE_RULE: dict[str, tuple[dict[str, str], Driver, str | None, list[str], list[tu
     "whatever is here": (RTX, H200, None, ["current"], [("tensorrt-rtx", "sm90")]),
 }  # fmt: skip
 # what to say to whom, in one line
-UNBUILDABLE: dict[str, tuple[dict[str, str], Driver, str | None, list[str], str]] = {
+UNBUILDABLE = {
     "none": (NONE, NO_GPU, None, [], r"needs TensorRT for RTX.*pip install 'opal-deploy\[trt-rtx\]'"),
     "none, with a GPU": (NONE, L4, None, [], r"opal-deploy\[trt-rtx\].*opal-deploy\[trt\]"),
     "TensorRT without a GPU": (PROPER, NO_GPU, None, [], r"opal-deploy\[trt-rtx\]"),
@@ -67,13 +63,13 @@ UNBUILDABLE: dict[str, tuple[dict[str, str], Driver, str | None, list[str], str]
 
 
 @pytest.mark.parametrize("case", THE_RULE)
-def test_the_rule(case: str) -> None:
+def test_the_rule(case):
     installed, driver, builder, names, engines = THE_RULE[case]
     assert choose(installed, driver, builder, *names) == engines
 
 
 @pytest.mark.parametrize("case", UNBUILDABLE)
-def test_what_cannot_be_built_is_one_line(case: str) -> None:
+def test_what_cannot_be_built_is_one_line(case):
     installed, driver, builder, names, line = UNBUILDABLE[case]
     with pytest.raises(UsageError, match=line) as error:
         choose(installed, driver, builder, *names)
@@ -88,11 +84,11 @@ def test_what_cannot_be_built_is_one_line(case: str) -> None:
         ("l40s", "sm89"),
     ],
 )  # fmt: skip
-def test_gpus_are_known_by_name(text: str, sm: str) -> None:
+def test_gpus_are_known_by_name(text, sm):
     assert parse_target(text) == sm
 
 
-def test_batches_and_sizes() -> None:
+def test_batches_and_sizes():
     batches = {"1:64:256": BatchRange(1, 64, 256), "8": BatchRange(8, 8, 8)}
     assert {text: parse_batch(text) for text in batches} == batches
     sizes = {"4G": 4 << 30, "512M": 512 << 20, "1.5 GiB": 3 << 29, "1048576": 1 << 20}
@@ -110,7 +106,7 @@ def test_batches_and_sizes() -> None:
         )),
     ],
 )  # fmt: skip
-def test_batches_and_sizes_that_make_no_sense(parse: Callable[[str], object], option: str, text: str) -> None:
+def test_batches_and_sizes_that_make_no_sense(parse, option, text):
     with pytest.raises(UsageError, match=option):
         parse(text)
 
@@ -125,7 +121,7 @@ def test_batches_and_sizes_that_make_no_sense(parse: Callable[[str], object], op
         ({"refit": True}, "--refit"),
     ],
 )
-def test_what_a_builder_does_not_have_is_refused_by_name(options: dict[str, Any], option: str) -> None:
+def test_what_a_builder_does_not_have_is_refused_by_name(options, option):
     build = BuildOptions(**options)
     with pytest.raises(UsageError, match=option):
         EngineRequest([EngineTarget("tensorrt-rtx", "sm80", None, "")], Path(), NO_GPU, build)

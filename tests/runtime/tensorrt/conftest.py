@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import Sidecar, write_sidecar
-from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.runtime.nvml import Driver, Gpu
+from opal_deploy.artifact.engine_file import BatchRange, write_sidecar
+from opal_deploy.export.exporter import export
+from opal_deploy.export.onnx_source import OnnxSource
+from opal_deploy.export.options import ExportTargets
+from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
+from opal_deploy.runtime.nvml import Driver, Gpu, read_driver
 from opal_deploy.runtime.tensorrt import bindings, session
 from opal_deploy.runtime.tensorrt.bindings import Bindings
 from opal_deploy.runtime.tensorrt.compatibility import platform_name
 from opal_deploy.runtime.tensorrt.session import EngineSession
+from tests.builders import build_sidecar
 from tests.runtime.tensorrt.fakes import FakeCuda, FakeTensorRT
 
 VERSION = "11.4.0.106"
@@ -36,7 +38,7 @@ class Stand:
     driver: Driver = DRIVER
     version: str | None = VERSION
 
-    def open(self, **options: Any) -> EngineSession:
+    def open(self, **options):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session, "read_driver", lambda: self.driver)
             patch.setattr(session, "Cuda", lambda index: self.cuda)
@@ -44,30 +46,22 @@ class Stand:
             patch.setattr(bindings, "load", lambda name, _: Bindings(name, self.trt, str(self.version), 13))
             return EngineSession(self.path, **options)
 
-    def describe(self, batch: tuple[int, int, int] = (1, 2, 4), **changes: Any) -> Sidecar:
+    def describe(self, batch=(1, 2, 4), **changes):
         """Write the sidecar that a build of the ONNX file for an L4 would have, and return it."""
         metadata = onnx_file.read_metadata(self.onnx)
-        sidecar = Sidecar(
-            engine={"file": self.path.name, "sha256": compute_sha256(self.path), "bytes": self.path.stat().st_size},
-            builder={"name": self.name, "version": VERSION, "cuda": 13, "platform": platform_name()},
-            target={"sm": "sm89", "gpu": "NVIDIA L4", "current": False},
-            options={"batch": list(batch), "strip_weights": False, "version_compatible": False},
-            onnx={"file": self.onnx.name, "sha256": metadata.file_sha256, "graph": "0" * 64},
-            key="1" * 64,
-            built={"when": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "opal_deploy": "0.1.0", "driver": None},
-            state={"state": "unverified", "why": "never run"},
-            metadata=metadata,
-        )
-        write_sidecar(self.path, sidecar := replace(sidecar, **changes))
+        parts = {
+            "builder": {"name": self.name, "version": VERSION, "cuda": 13, "platform": platform_name()},
+            "options": {"batch": list(batch), "strip_weights": False, "version_compatible": False},
+            "onnx": {"file": self.onnx.name, "sha256": metadata.file_sha256, "graph": "0" * 64},
+        }
+        sidecar = build_sidecar(self.path, metadata, **{**parts, **changes})
+        write_sidecar(self.path, sidecar)
         return sidecar
 
 
-MakeStand = Callable[..., Stand]
-
-
 @pytest.fixture
-def make_stand(tmp_path: Path, tiny_fp16: Path) -> MakeStand:
-    def make(onnx: Path = tiny_fp16, batch: tuple[int, int, int] = (1, 2, 4), *, rtx: bool = False) -> Stand:
+def make_stand(tmp_path, tiny_fp16):
+    def make(onnx=tiny_fp16, batch=(1, 2, 4), *, rtx=False):
         path = tmp_path / "c.fp16.sm89.trt.engine"
         path.write_bytes(onnx.read_bytes())
         cuda = FakeCuda(L4)
@@ -79,29 +73,21 @@ def make_stand(tmp_path: Path, tiny_fp16: Path) -> MakeStand:
 
 
 @pytest.fixture
-def stand(make_stand: MakeStand) -> Stand:
+def stand(make_stand):
     return make_stand()
 
 
 @pytest.fixture(params=["stand-in", pytest.param("real", marks=pytest.mark.gpu)])
-def open_engine_for(request: pytest.FixtureRequest, make_stand: MakeStand, tmp_path: Path) -> Callable[..., Any]:
+def open_engine_for(request, make_stand, tmp_path):
     """`open(onnx, batch, **options)`: a session on an engine of that file, a stand-in or built and run on the GPU."""
+    if request.param == "stand-in":
+        return lambda onnx, batch, **options: make_stand(onnx, batch).open(**options)
 
-    def fake(onnx: Path, batch: tuple[int, int, int], **options: Any) -> EngineSession:
-        return make_stand(onnx, batch).open(**options)
-
-    def real(onnx: Path, batch: tuple[int, int, int], **options: Any) -> EngineSession:
-        from opal_deploy.artifact.engine_file import BatchRange
-        from opal_deploy.export.exporter import export
-        from opal_deploy.export.onnx_source import OnnxSource
-        from opal_deploy.export.options import ExportTargets
-        from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
-        from opal_deploy.runtime.nvml import read_driver
-
+    def open_real(onnx, batch, **options):
         driver = read_driver()
         targets = choose_engine_targets(None, ["current"], driver)
-        request = EngineRequest(targets, tmp_path, driver, BuildOptions(batch=BatchRange(*batch)))
-        built = export(OnnxSource(onnx), ExportTargets({}, request)).engines
+        engines = EngineRequest(targets, tmp_path, driver, BuildOptions(batch=BatchRange(*batch)))
+        built = export(OnnxSource(onnx), ExportTargets({}, engines)).engines
         return EngineSession(built[0].path, **options)
 
-    return real if request.param == "real" else fake
+    return open_real

@@ -5,35 +5,28 @@ What is queued on a stream runs only when somebody waits for it, as late as a re
 a buffer too early, or reads one too soon, gets wrong outputs here too. TestFakes compares them with the real classes.
 """
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnxruntime
 
-from opal_deploy.runtime.nvml import Gpu
-
-Work = Callable[[], Any]
 _DTYPES = {"tensor(uint8)": np.uint8, "tensor(float)": np.float32, "tensor(int32)": np.int32}
 
 
 class FakeStream:
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
-        self.queue: list[Work] = []
-        self.captured: list[Work] | None = None
+        self.queue = []
+        self.captured = None
 
-    def __int__(self) -> int:
+    def __int__(self):
         return self.number
 
-    def push(self, work: Work) -> None:
+    def push(self, work):
         (self.queue if self.captured is None else self.captured).append(work)
 
-    def drain(self, until: Work | None = None) -> None:
+    def drain(self, until=None):
         while self.queue and (until is None or until in self.queue):
             self.queue.pop(0)()
 
@@ -41,81 +34,81 @@ class FakeStream:
 class FakeCuda:
     """`Cuda` with deferred work; `fail` makes a method raise."""
 
-    def __init__(self, gpu: Gpu) -> None:
+    def __init__(self, gpu):
         self.index, self.gpu, self.uuid, self.device_count = 0, gpu, bytes(range(16)).hex(), 1
-        self.memory: dict[int, Any] = {}
-        self.streams: dict[int, FakeStream] = {}
+        self.memory = {}
+        self.streams = {}
         self.live_events = self.launched = 0
 
-    def fail(self, method: str, error: Exception) -> None:
-        def broken(*_: Any) -> None:
+    def fail(self, method, error):
+        def broken(*_):
             raise error
 
         setattr(self, method, broken)
 
-    def make_current(self) -> None: ...
+    def make_current(self): ...
 
-    def allocate(self, size: int) -> int:
+    def allocate(self, size):
         block = np.full(size, 0xAB, np.uint8)  # rubbish: what is read before it was written shows
         self.memory[block.ctypes.data] = block
         return int(block.ctypes.data)
 
-    def free(self, address: int) -> None:
+    def free(self, address):
         del self.memory[address]
 
-    def allocate_pinned(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def allocate_pinned(self, shape, dtype):
         return self.memory[self.allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize)].view(dtype).reshape(shape)
 
-    def free_pinned(self, array: Any) -> None:
+    def free_pinned(self, array):
         self.free(array.ctypes.data)
 
-    def create_stream(self) -> FakeStream:
+    def create_stream(self):
         stream = FakeStream(len(self.streams) + 1)
         self.streams[stream.number] = stream
         return stream
 
-    def create_event(self) -> Any:
+    def create_event(self):
         self.live_events += 1
         return SimpleNamespace(stream=FakeStream(0), marker=None)
 
     create_timed_event = create_event
 
-    def elapsed_seconds(self, first: Any, second: Any) -> float:
+    def elapsed_seconds(self, first, second):
         assert first.marker not in first.stream.queue
         assert second.marker not in second.stream.queue
         return 1e-3
 
-    def record(self, event: Any, stream: FakeStream) -> None:
+    def record(self, event, stream):
         event.stream, event.marker = stream, lambda: None
         stream.push(event.marker)
 
-    def wait_for_event(self, stream: FakeStream, event: Any) -> None:
+    def wait_for_event(self, stream, event):
         stream.push(lambda waited=event.stream, marker=event.marker: waited.drain(marker))
 
-    def synchronize_event(self, event: Any) -> None:
+    def synchronize_event(self, event):
         event.stream.drain(event.marker)
 
-    def synchronize_stream(self, stream: FakeStream) -> None:
+    def synchronize_stream(self, stream):
         stream.drain()
 
-    def copy_to_device(self, device: int, host: Any, stream: FakeStream) -> None:
+    def copy_to_device(self, device, host, stream):
         stream.push(lambda: ctypes.memmove(device, host.ctypes.data, host.nbytes))
 
-    def copy_to_host(self, host: Any, device: int, stream: FakeStream) -> None:
+    def copy_to_host(self, host, device, stream):
         stream.push(lambda: ctypes.memmove(host.ctypes.data, device, host.nbytes))
 
-    def begin_capture(self, stream: FakeStream) -> None:
+    def begin_capture(self, stream):
         stream.captured = []
 
-    def end_capture(self, stream: FakeStream) -> list[Work]:
+    def end_capture(self, stream):
         captured, stream.captured = stream.captured, None
         return captured or []
 
-    def launch_graph(self, graph: list[Work], stream: FakeStream) -> None:
+    def launch_graph(self, graph, stream):
         self.launched += 1
         stream.queue.extend(graph)
 
-    def destroy(self, *, streams: Any = (), events: Any = (), graphs: Any = ()) -> None:
+    def destroy(self, *, streams=(), events=(), graphs=()):
         self.live_events -= len(events)
         for stream in streams:
             del self.streams[stream.number]
@@ -126,35 +119,35 @@ class FakeTensorRT:
 
     ILogger = type("ILogger", (), {"__init__": lambda self: None})
 
-    def __init__(self, cuda: FakeCuda, *, rtx: bool = False) -> None:
+    def __init__(self, cuda, *, rtx=False):
         self.cuda = cuda
         self.refuse = ""  # the library's reason for refusing a plan
         self.memory_is_full = False
         self.failures = 0  # executions that fail
         self.deserialized = 0
-        self.executed: list[int] = []
-        self.refitted: list[str] = []
-        self.strategies: list[Any] = []
+        self.executed = []
+        self.refitted = []
+        self.strategies = []
         if rtx:
             self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
 
     nptype = staticmethod(_DTYPES.__getitem__)
 
-    def Runtime(self, logger: Any) -> Any:
+    def Runtime(self, logger):
         self.logger = logger
         self.runtime = SimpleNamespace(deserialize_cuda_engine=self.deserialize_cuda_engine)
         return self.runtime
 
-    def Refitter(self, engine: Any, logger: Any) -> Any:
+    def Refitter(self, engine, logger):
         return SimpleNamespace(refit_cuda_engine=lambda: True)
 
-    def OnnxParserRefitter(self, refitter: Any, logger: Any) -> Any:
+    def OnnxParserRefitter(self, refitter, logger):
         return SimpleNamespace(refit_from_file=lambda path: self.refitted.append(path) is None)
 
-    def log_error(self, message: str) -> None:
+    def log_error(self, message):
         self.logger.log(SimpleNamespace(name="ERROR"), message)
 
-    def deserialize_cuda_engine(self, plan: bytes) -> Any:
+    def deserialize_cuda_engine(self, plan):
         self.deserialized += 1
         if self.refuse:
             return self.log_error(self.refuse)
@@ -164,7 +157,7 @@ class FakeTensorRT:
 class FakeEngine:
     """ICudaEngine over an ONNX file's bytes."""
 
-    def __init__(self, trt: FakeTensorRT, plan: bytes) -> None:
+    def __init__(self, trt, plan):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
@@ -173,19 +166,19 @@ class FakeEngine:
         self.tensors = {t.name: t for t in (*self.session.get_inputs(), *self.session.get_outputs())}
         self.num_io_tensors = len(self.tensors)
 
-    def get_tensor_name(self, index: int) -> str:
+    def get_tensor_name(self, index):
         return list(self.tensors)[index]
 
-    def get_tensor_dtype(self, name: str) -> str:
+    def get_tensor_dtype(self, name):
         return str(self.tensors[name].type)
 
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+    def get_tensor_shape(self, name):
         return tuple(-1 if isinstance(size, str) else size for size in self.tensors[name].shape)
 
-    def create_runtime_config(self) -> Any:
+    def create_runtime_config(self):
         return SimpleNamespace(cuda_graph_strategy=None)
 
-    def create_execution_context(self, configuration: Any = None) -> FakeContext | None:
+    def create_execution_context(self, configuration=None):
         if self.trt.memory_is_full:
             self.trt.log_error("Requested amount of GPU memory could not be allocated")
             return None
@@ -197,19 +190,19 @@ class FakeEngine:
 class FakeContext:
     """IExecutionContext: computes when its stream is drained, with the shape and addresses of when it was queued."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine):
         self.engine, self.addresses = engine, dict[str, int]()
-        self.shape: tuple[int, ...] = ()
+        self.shape = ()
 
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+    def set_input_shape(self, name, shape):
         self.shape = shape
         return True
 
-    def set_tensor_address(self, name: str, address: int) -> None:
+    def set_tensor_address(self, name, address):
         assert address in self.engine.trt.cuda.memory, "an address that nobody allocated"
         self.addresses[name] = address
 
-    def execute_async_v3(self, stream: int) -> bool:
+    def execute_async_v3(self, stream):
         trt = self.engine.trt
         if trt.failures:
             trt.failures -= 1
@@ -218,7 +211,7 @@ class FakeContext:
         trt.cuda.streams[stream].push(lambda shape=self.shape, at=dict(self.addresses): self._compute(shape, at))
         return True
 
-    def _compute(self, shape: tuple[int, ...], addresses: dict[str, int]) -> None:
+    def _compute(self, shape, addresses):
         trt, session = self.engine.trt, self.engine.session
         trt.executed.append(shape[0])
         dtype = np.dtype(trt.nptype(self.engine.get_tensor_dtype("images")))

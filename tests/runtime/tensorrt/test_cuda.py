@@ -1,11 +1,8 @@
 """`Cuda` over cuda-bindings: it calls functions that exist, and a failed call is one line with CUDA's text."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ TEXTS = {2: b"out of memory", 35: b"CUDA driver version is insufficient", 719: b
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
+def runtime(monkeypatch):
     """The functions that `Cuda` calls when it is opened, on a machine with one L4."""
     properties = SimpleNamespace(
         name=b"NVIDIA L4", totalGlobalMem=24 << 30, major=8, minor=9, uuid=SimpleNamespace(bytes=bytes(range(16)))
@@ -43,18 +40,12 @@ def test_every_function_exists_in_the_bindings():
     assert names - known == set()
 
 
-def test_a_device_is_described(runtime):
+def test_a_device_is_described_and_another_or_an_old_driver_is_refused_in_one_line(runtime):
     device = Cuda(0)
     assert (device.gpu.name, device.gpu.memory, device.gpu.compute_capability) == ("NVIDIA L4", 24 << 30, (8, 9))
     assert device.uuid == "000102030405060708090a0b0c0d0e0f"
-
-
-def test_a_device_that_is_not_there_is_refused(runtime):
     with pytest.raises(UsageError, match="device cuda:3: CUDA sees 1 GPUs"):
         Cuda(3)
-
-
-def test_a_driver_that_cuda_cannot_use_is_one_line(runtime):
     runtime.cudaGetDeviceCount = lambda: (35, 0)
     with pytest.raises(UsageError, match="CUDA driver version is insufficient"):
         Cuda(0)

@@ -1,12 +1,8 @@
 """What is asked before native code sees an engine, and what the first load on a machine does."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -180,7 +176,7 @@ class TestFirstLoad:
         assert json.loads(checks_path(stand.path).read_text())["checks"][0]["passed"] is True
 
     def test_in_a_folder_that_cannot_be_written_it_is_checked_every_time(self, stand, monkeypatch):
-        def read_only(**_: Any) -> None:
+        def read_only(**_):
             raise OSError(30, os.strerror(30))
 
         monkeypatch.setattr("tempfile.mkstemp", read_only)
@@ -189,35 +185,24 @@ class TestFirstLoad:
         assert not checks_path(stand.path).exists()
 
 
-class TestStrippedWeights:
-    OPTIONS = {"batch": [1, 2, 4], "strip_weights": True}  # noqa: RUF012
-
-    @pytest.fixture
-    def stripped(self, stand: Any, tiny_fp16: Path) -> Any:
-        stand.onnx = stand.path.with_name("c.fp16.onnx")
-        stand.onnx.write_bytes(tiny_fp16.read_bytes())
-        stand.describe(options=self.OPTIONS)
-        return stand
-
-    def test_they_are_put_back_from_the_onnx_file_beside_it(self, stripped):
-        stripped.open()
-        assert stripped.trt.refitted == [str(stripped.onnx)]
-
-    def test_without_that_file_it_is_refused(self, stripped):
-        stripped.onnx.unlink()
-        with pytest.raises(ArtifactError, match=r"c\.fp16\.onnx, which holds its weights, is not beside it"):
-            stripped.open()
-
-    def test_with_another_file_of_that_name_it_is_refused(self, stripped, another):
-        stripped.onnx.write_bytes(another.read_bytes())
-        with pytest.raises(ArtifactError, match="not the file that it was built from"):
-            stripped.open()
-        assert stripped.trt.refitted == []
+def test_stripped_weights_are_put_back_from_the_onnx_file_beside_it_and_from_no_other(stand, tiny_fp16, another):
+    stand.onnx = stand.path.with_name("c.fp16.onnx")
+    stand.onnx.write_bytes(tiny_fp16.read_bytes())
+    stand.describe(options={"batch": [1, 2, 4], "strip_weights": True})
+    stand.open()
+    assert stand.trt.refitted == [str(stand.onnx)]
+    stand.onnx.write_bytes(another.read_bytes())
+    with pytest.raises(ArtifactError, match="not the file that it was built from"):
+        stand.open()
+    stand.onnx.unlink()
+    with pytest.raises(ArtifactError, match=r"c\.fp16\.onnx, which holds its weights, is not beside it"):
+        stand.open()
+    assert len(stand.trt.refitted) == 1
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "tensorrt-rtx"])
 def test_a_library_that_does_not_load_is_one_line(name, monkeypatch):
-    def broken(_: str) -> None:
+    def broken(_):
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
     monkeypatch.setattr(bindings, "installed_version", lambda _: "11.4")

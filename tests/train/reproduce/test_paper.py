@@ -1,7 +1,5 @@
 """paper.toml says what the paper says, digit by digit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -18,13 +16,13 @@ _FIGURE = re.compile(r"(\d+\.\d)\}?\s*(?:\{\\tiny\$\\pm\$(\d+\.\d)\})?")
 
 
 @pytest.fixture(scope="module")
-def source() -> str:
+def source():
     if not SOURCE.is_file():
         pytest.skip(f"no {SOURCE}")
     return SOURCE.read_text(encoding="utf-8")
 
 
-def _printed(source: str, label: str) -> list[tuple[float, float | None]]:
+def _printed(source, label):
     table = source[source.index(rf"\label{{{label}}}") :]
     table = table[table.index(r"\midrule") : table.index(r"\bottomrule")]
     # differences to the baseline: an arrow, then a number
@@ -35,7 +33,7 @@ def _printed(source: str, label: str) -> list[tuple[float, float | None]]:
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", paper.table_names())
-def test_every_figure_is_the_papers(name: str, source: str) -> None:
+def test_every_figure_is_the_papers(name, source):
     table = paper.load_table(name)
     ours = [(number.mean, number.std) for row in table.rows for number in row.paper]
     assert ours == _printed(source, table.label)
@@ -49,12 +47,12 @@ def test_every_figure_is_the_papers(name: str, source: str) -> None:
         ("beyond", 2, 4), ("collapse", 2, 5), ("parts", 7, 2), ("components", 2, 3),
     ],
 )  # fmt: skip
-def test_the_tables_have_the_papers_shape(name: str, rows: int, columns: int) -> None:
+def test_the_tables_have_the_papers_shape(name, rows, columns):
     table = paper.load_table(name)
     assert (len(table.rows), len(table.columns)) == (rows, columns)
 
 
-def _heads(name: str) -> list[HeadConfig]:
+def _heads(name):
     return [
         recipe.resolve_recipe(recipe.load_recipe("paper"), row.run).options.head
         for row in paper.load_table(name).rows
@@ -62,7 +60,7 @@ def _heads(name: str) -> list[HeadConfig]:
     ]
 
 
-def test_the_ablation_is_all_eleven_variants() -> None:
+def test_the_ablation_is_all_eleven_variants():
     heads = _heads("ablation")
     assert len(set(heads)) == 11
     assert heads[0] == LINEAR_BASELINE
@@ -71,7 +69,7 @@ def test_the_ablation_is_all_eleven_variants() -> None:
     assert [sum(on) for on in parts] == [0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4]
 
 
-def test_rows_train_what_their_names_say() -> None:
+def test_rows_train_what_their_names_say():
     assert [head.prototypes_per_class for head in _heads("prototypes")[1:]] == [1, 3, 5, 10]
     assert [head.distance for head in _heads("distances")[1:]] == ["l1", "l3", "linf", "kl", "tropical", "l2"]
     assert [head.cws for head in _heads("collapse")] == [False, True]
@@ -82,10 +80,10 @@ def test_rows_train_what_their_names_say() -> None:
     assert len(set(backbones)) == 9
 
 
-def test_methods_of_others_are_not_trained() -> None:
+def test_methods_of_others_are_not_trained():
     assert [row.name for row in paper.load_table("methods").rows if row.run] == ["Baseline (ConvNeXt-Tiny)", "OPAL"]
 
 
-def test_an_unknown_table_names_those_there_are() -> None:
+def test_an_unknown_table_names_those_there_are():
     with pytest.raises(UsageError, match="table 'ablations': expected one of methods, backbones, ablation"):
         paper.load_table("ablations")

@@ -1,41 +1,35 @@
 """Which runs a table needs, what is shown of them, and what they may take."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
 from opal_deploy.train.reproduce import paper, render
-from opal_deploy.train.reproduce.plan import Run, TrainingPlan, estimate_hours, make_plan
+from opal_deploy.train.reproduce.plan import estimate_hours, make_plan
 from opal_deploy.train.reproduce.results import collect_metric, run_plan
 
 PAPER = recipe.load_recipe("paper")
 
 
-def _plan(
-    name: str, out: Path, datasets: tuple[str, ...] = ("cub",), seeds: tuple[int, ...] = (0,), **more: Any
-) -> TrainingPlan:
+def _plan(name, out, datasets=("cub",), seeds=(0,), **more):
     return make_plan(paper.load_table(name), datasets, seeds, PAPER, more.pop("overrides", {}), out, **more)
 
 
-def _finish(run: Run, record: dict[str, Any] | None = None, **summary: Any) -> None:
+def _finish(run, record=None, **summary):
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "summary.json").write_text(json.dumps(summary))
     stored = {"options": asdict(run.options), "device": "cuda:0", **(record or {})}
     (run.folder / "config.json").write_text(json.dumps(stored))
 
 
-def _run(plan: TrainingPlan, row: str, seed: int = 0) -> Run:
+def _run(plan, row, seed=0):
     return next(run for run in plan.runs if run.row.name == row and run.seed == seed)
 
 
-def test_tables_share_their_runs(tmp_path: Path) -> None:
+def test_tables_share_their_runs(tmp_path):
     folders = [
         {run.folder for run in _plan(name, tmp_path).runs}
         for name in ("methods", "ablation", "prototypes", "distances")
@@ -47,37 +41,37 @@ def test_tables_share_their_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", paper.table_names())
-def test_different_rows_have_different_folders(name: str, tmp_path: Path) -> None:
+def test_different_rows_have_different_folders(name, tmp_path):
     runs = _plan(name, tmp_path, ("dtd",) if name == "beyond" else ("cub",), (0, 1)).runs
     assert len({run.folder for run in runs}) == len(runs)
     assert len({run.options for run in runs}) == len(runs)
 
 
-def test_a_whole_table_of_one_seed_comes_first(tmp_path: Path) -> None:
+def test_a_whole_table_of_one_seed_comes_first(tmp_path):
     seeds = [run.seed for run in _plan("ablation", tmp_path, ("cub", "pets"), (0, 1)).runs]
     assert seeds == sorted(seeds)
     assert len(seeds) == 11 * 2 * 2
 
 
-def test_a_data_set_of_ones_own_is_a_column_without_the_papers_figures(tmp_path: Path) -> None:
+def test_a_data_set_of_ones_own_is_a_column_without_the_papers_figures(tmp_path):
     plan = _plan("ablation", tmp_path, ("mine",))
     assert [(column.dataset, column.metric) for column in plan.columns] == [("mine", "accuracy")]
     assert "left out: cub, cars, pets, dogs, flowers" in render.to_text(plan)
 
 
-def test_rows_can_be_chosen_by_name(tmp_path: Path) -> None:
+def test_rows_can_be_chosen_by_name(tmp_path):
     assert [run.row.name for run in _plan("prototypes", tmp_path, only=("m=1",)).runs] == ["OPAL m=1"]
     assert [run.row.name for run in _plan("prototypes", tmp_path, only=("opal",)).runs][:2] == ["OPAL m=1", "OPAL m=3"]
     with pytest.raises(UsageError, match=r"no row of prototypes is named like m=7: it has Baseline"):
         _plan("prototypes", tmp_path, only=("m=7",))
 
 
-def test_what_a_table_varies_cannot_be_fixed(tmp_path: Path) -> None:
+def test_what_a_table_varies_cannot_be_fixed(tmp_path):
     with pytest.raises(UsageError, match="backbone is what the table backbones varies"):
         _plan("backbones", tmp_path, overrides={"model": {"backbone": "resnet18"}})
 
 
-def test_departures_from_the_protocol_are_said(tmp_path: Path) -> None:
+def test_departures_from_the_protocol_are_said(tmp_path):
     overrides = {"training": {"epochs": 2, "lr": 1e-3}, "model": {"backbone": "resnet18", "weights": "none"}}
     plan = _plan("ablation", tmp_path, overrides=overrides)
     assert plan.deviations == (
@@ -91,7 +85,7 @@ def test_departures_from_the_protocol_are_said(tmp_path: Path) -> None:
     assert _plan("backbones", tmp_path).deviations == ()
 
 
-def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_now(tmp_path: Path) -> None:
+def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_now(tmp_path):
     plan = _plan("methods", tmp_path)
     run = _run(plan, "OPAL")
     short = replace(run, options=replace(run.options, epochs=1))
@@ -102,7 +96,7 @@ def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_n
     )
 
 
-def test_a_finished_run_of_other_options_is_refused(tmp_path: Path) -> None:
+def test_a_finished_run_of_other_options_is_refused(tmp_path):
     plan = _plan("methods", tmp_path)
     for run in plan.runs:
         _finish(replace(run, options=replace(run.options, epochs=1, lr=0.1)), test_accuracy=0.5)
@@ -111,7 +105,7 @@ def test_a_finished_run_of_other_options_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"test_accuracy": "x"}', '{"test_accuracy": NaN}'])
-def test_a_damaged_summary_is_named(text: str, tmp_path: Path) -> None:
+def test_a_damaged_summary_is_named(text, tmp_path):
     plan = _plan("methods", tmp_path)
     run = _run(plan, "OPAL")
     _finish(run)
@@ -121,7 +115,7 @@ def test_a_damaged_summary_is_named(text: str, tmp_path: Path) -> None:
     assert estimate_hours(run, tmp_path, paper.dataset_sizes()["cub"]) is not None
 
 
-def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
+def test_means_and_spreads_are_over_seeds(tmp_path):
     plan = _plan("methods", tmp_path, seeds=(0, 1, 2))
     for seed, accuracy in enumerate((0.84, 0.86, 0.85)):
         _finish(_run(plan, "OPAL", seed), test_accuracy=accuracy)
@@ -139,10 +133,10 @@ def test_means_and_spreads_are_over_seeds(tmp_path: Path) -> None:
     cell = document["rows"][-1]["cells"][0]
     assert cell["ours"]["values"] == pytest.approx([84.0, 86.0, 85.0])
     assert cell["paper"] == {"mean": 85.6, "std": 0.2}
-    assert collect_metric(plan, baseline, plan.columns[0]).std is None  # type: ignore[union-attr]
+    assert collect_metric(plan, baseline, plan.columns[0]).std is None
 
 
-def test_collapse_spreads_over_images_as_in_the_paper(tmp_path: Path) -> None:
+def test_collapse_spreads_over_images_as_in_the_paper(tmp_path):
     plan = _plan("collapse", tmp_path, seeds=(0, 1))
     for seed in (0, 1):
         run = _run(plan, "Proj.+GMP+CWS+Orth. (OPAL)", seed)
@@ -151,7 +145,7 @@ def test_collapse_spreads_over_images_as_in_the_paper(tmp_path: Path) -> None:
     assert "standard deviation over the test images" in render.to_text(plan)
 
 
-def test_markdown_is_a_table(tmp_path: Path) -> None:
+def test_markdown_is_a_table(tmp_path):
     lines = render.to_markdown(_plan("distances", tmp_path)).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + 7
@@ -159,7 +153,7 @@ def test_markdown_is_a_table(tmp_path: Path) -> None:
     assert table[2] == "| Baseline (ConvNeXt-Tiny) | - | 84.2 |"
 
 
-def test_hours_come_from_counted_operations(tmp_path: Path) -> None:
+def test_hours_come_from_counted_operations(tmp_path):
     run = _run(_plan("backbones", tmp_path), "ResNet-50")
     size = paper.dataset_sizes()["cub"]
     found = estimate_hours(run, tmp_path, size, tflops=100.0)
@@ -172,12 +166,12 @@ def test_hours_come_from_counted_operations(tmp_path: Path) -> None:
     assert estimate_hours(run, tmp_path, None) is None
 
 
-def test_a_finished_run_replaces_the_assumption(tmp_path: Path) -> None:
+def test_a_finished_run_replaces_the_assumption(tmp_path):
     plan = _plan("methods", tmp_path)
     _finish(_run(plan, "OPAL"), test_accuracy=0.5, images_per_second=1000.0)
     found = estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"])
     assert found is not None
     assert found.measured
     _finish(_run(plan, "OPAL"), {"device": "cpu"}, test_accuracy=0.5, images_per_second=1000.0)
-    assert not estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"]).measured  # type: ignore[union-attr]
+    assert not estimate_hours(_run(plan, "Baseline (ConvNeXt-Tiny)"), tmp_path, paper.dataset_sizes()["cub"]).measured
     assert found.hours == pytest.approx(30 * (4796 + 1198 / 3) / 1000 / 3600, rel=1e-3)

@@ -1,7 +1,5 @@
 """`opal-deploy reproduce`: what is missing is trained, what is there is kept, and the table is printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -20,7 +18,7 @@ from opal_deploy.train.reproduce import results
 
 
 @pytest.fixture(scope="module")
-def creatures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def creatures(tmp_path_factory):
     root = tmp_path_factory.mktemp("creatures") / "data"
     generate_dataset(root, num_species=3, train_per_class=6, val_per_class=2, test_per_class=2, size=(64, 64))
     return root
@@ -29,41 +27,37 @@ def creatures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SMALL = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "epochs": 1, "batch_size": 6, "size": "64"}
 
 
-def test_a_table_is_trained_once_and_printed(
-    creatures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_is_trained_once_and_printed(creatures, tmp_path, capsys):
     arguments = {"data": [f"mine={creatures}"], "seeds": "0", "out": tmp_path / "runs", "output": "json", **SMALL}
-    reproduce("collapse", **arguments)  # type: ignore[arg-type]
+    reproduce("collapse", **arguments)
     first = json.loads(capsys.readouterr().out)
     assert [row["row"] for row in first["rows"]] == ["Proj.+GMP+Orth.", "Proj.+GMP+CWS+Orth. (OPAL)"]
     for row in first["rows"]:
         summary = json.loads((Path(row["runs"][0]) / "summary.json").read_text())
         assert row["cells"][0]["ours"]["values"] == [100 * summary["spatial_prototype_collapse"]]
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
-    reproduce("collapse", **arguments)  # type: ignore[arg-type]
+    reproduce("collapse", **arguments)
     assert json.loads(capsys.readouterr().out) == first
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()} == written
 
 
-def test_a_run_that_diverges_does_not_stop_the_others(
-    creatures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_diverges_does_not_stop_the_others(creatures, tmp_path, capsys, monkeypatch):
     fit = results.fit
 
-    def diverging(*arguments: object, **options: object) -> object:
-        if arguments[1].head == HeadConfig(cws=False):  # type: ignore[attr-defined]
+    def diverging(*arguments, **options):
+        if arguments[1].head == HeadConfig(cws=False):
             raise results.DivergenceError("the training loss is nan")
-        return fit(*arguments, **options)  # type: ignore[arg-type]
+        return fit(*arguments, **options)
 
     monkeypatch.setattr(results, "fit", diverging)
     with pytest.raises(StoppedEarly, match=r"1 of the runs failed: mine, Proj\.\+GMP\+Orth\., seed 0"):
-        reproduce("collapse", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)  # type: ignore[arg-type]
+        reproduce("collapse", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("Proj.+GMP+Orth.")).split()[1] == "-"
     assert next(line for line in lines if line.startswith("Proj.+GMP+CWS+Orth.")).split()[2] != "-"
 
 
-def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path, capsys):
     reproduce("prototypes", out=tmp_path, seeds="0,1", dry_run=True)
     found = capsys.readouterr()
     assert len(found.out.splitlines()) == 5 * 5 * 2
@@ -72,9 +66,9 @@ def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path: Path, capsys: py
     assert not list(tmp_path.iterdir())
 
 
-def test_a_table_about_parts_needs_parts_before_anything_is_trained(creatures: Path, tmp_path: Path) -> None:
+def test_a_table_about_parts_needs_parts_before_anything_is_trained(creatures, tmp_path):
     with pytest.raises(UsageError, match="it has no part locations"):
-        reproduce("parts", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)  # type: ignore[arg-type]
+        reproduce("parts", data=[f"mine={creatures}"], seeds="0", out=tmp_path, **SMALL)
     assert not list(tmp_path.iterdir())
 
 
@@ -93,14 +87,14 @@ SEEDS = "expected different whole numbers"
         *((["mine=."], seeds, SEEDS) for seeds in ("", "a", "0,0", "0,,1", "-1", "01,1")),
     ],
 )
-def test_data_sets_and_seeds_that_are_none(data: list[str], seeds: str, message: str, tmp_path: Path) -> None:
+def test_data_sets_and_seeds_that_are_none(data, seeds, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         reproduce("ablation", data=data, seeds=seeds, out=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_whole_ablation_of_two_seeds_killed_once_and_resumed(creatures: Path, tmp_path: Path) -> None:
+def test_the_whole_ablation_of_two_seeds_killed_once_and_resumed(creatures, tmp_path):
     command = [
         sys.executable, "-m", "opal_deploy", "reproduce", "ablation", "--data", f"mine={creatures}", "--seeds", "0,1",
         "--out", tmp_path / "runs", "--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--epochs", "2",

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 import io
 import random
@@ -11,7 +9,7 @@ from PIL import Image
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Record, build_record
+from opal_deploy.records.record import build_record
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import SlotStatistics, list_findings
 
@@ -19,37 +17,35 @@ SIZE = (64, 64)
 CHANNELS = [(class_id, slot) for class_id in range(2) for slot in range(3)]
 
 
-def metadata(distance: str = "l2") -> Metadata:
+def metadata(distance="l2"):
     return Metadata(("a", "b"), 3, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", (4, 4), SIZE)
 
 
-def records(names: list[str], scores: np.ndarray, cells: np.ndarray, distance: str = "l2") -> list[Record]:
+def records(names, scores, cells, distance="l2"):
     scores, cells = scores.astype(np.float32), cells.astype(np.int32)
     outputs = Outputs(-np.sqrt(2 - 2 * cosines(scores, 3, 1e-8)).astype(np.float32), cells, scores)
     geometry = Geometry.whole(*SIZE)
     return [build_record(name, geometry, outputs, row, metadata(distance)) for row, name in enumerate(names)]
 
 
-def random_records(count: int, distance: str = "l2") -> list[Record]:
+def random_records(count, distance="l2"):
     """Return answers with random scores and cells; both classes are predicted."""
     generator = np.random.default_rng(0)
     scores, cells = generator.random((count, 6)), generator.integers(0, 16, (count, 6))
     return records([f"{row:03}.jpg" for row in range(count)], scores, cells, distance)
 
 
-def record(name: str, cells: tuple[int, int, int], scores: tuple[float, float, float] = (0.5, 0.4, 0.3)) -> Record:
+def record(name, cells, scores=(0.5, 0.4, 0.3)):
     """Return an answer for class a."""
     return records([name], np.array([[*scores, 0.01, 0.01, 0.01]]), np.array([[*cells, 0, 0, 0]]))[0]
 
 
-def draw_image(name: str) -> Image.Image:
+def draw_image(name):
     generator = np.random.default_rng(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
     return Image.fromarray(generator.integers(0, 255, (*SIZE, 3), dtype=np.uint8))
 
 
-def collect(
-    records: list[Record], top: int = 4, distance: str = "l2", digests: dict[str, str] | None = None
-) -> AtlasCollector:
+def collect(records, top=4, distance="l2", digests=None):
     """Collect the records; `digests` are those of images that are the same under several names."""
     collector = AtlasCollector(metadata(distance), top)
     for each in records:
@@ -58,12 +54,12 @@ def collect(
     return collector
 
 
-def names(collector: AtlasCollector, class_id: int = 0, slot: int = 0) -> list[str]:
+def names(collector, class_id=0, slot=0):
     return [candidate.image for candidate in collector.best(class_id, slot)]
 
 
 @pytest.mark.parametrize(("distance", "key"), [("l2", "contribution"), ("linf", "score"), ("l1", "score")])
-def test_the_patches_kept_are_those_with_the_largest_contributions(distance: str, key: str) -> None:
+def test_the_patches_kept_are_those_with_the_largest_contributions(distance, key):
     found = random_records(60, distance)
     collector = collect(found, distance=distance)
     for class_id, slot in CHANNELS:
@@ -73,10 +69,10 @@ def test_the_patches_kept_are_those_with_the_largest_contributions(distance: str
         assert names(collector, class_id, slot) == [each["image"] for each in expected]
 
 
-def test_patches_and_statistics_do_not_depend_on_the_order() -> None:
+def test_patches_and_statistics_do_not_depend_on_the_order():
     found = random_records(40)
 
-    def summary(records: list[Record]) -> list[object]:
+    def summary(records):
         collector = collect(records)
         best = [[(c.image, c.key, c.jpeg) for c in collector.best(*channel)] for channel in CHANNELS]
         return [best, [collector.statistics(*channel) for channel in CHANNELS]]
@@ -86,17 +82,17 @@ def test_patches_and_statistics_do_not_depend_on_the_order() -> None:
         assert summary(random.Random(seed).sample(found, len(found))) == expected
 
 
-def test_of_equal_contributions_the_first_name_comes_first() -> None:
+def test_of_equal_contributions_the_first_name_comes_first():
     assert names(collect([record(f"{name}.jpg", (0, 1, 2)) for name in "dbac"], top=2)) == ["a.jpg", "b.jpg"]
 
 
-def test_one_image_under_two_names_is_kept_once() -> None:
+def test_one_image_under_two_names_is_kept_once():
     found = [record("b.jpg", (0, 1, 2)), record("a.jpg", (0, 1, 2)), record("c.jpg", (0, 1, 2), (0.1, 0.2, 0.3))]
     for order in (found, found[::-1]):
         assert names(collect(order, digests={"a.jpg": "same", "b.jpg": "same"})) == ["a.jpg", "c.jpg"]
 
 
-def test_a_patch_is_its_box_of_the_image_and_a_large_one_is_made_smaller() -> None:
+def test_a_patch_is_its_box_of_the_image_and_a_large_one_is_made_smaller():
     (best,) = collect([record("a.jpg", (5, 1, 2))]).best(0, 0)
     with Image.open(io.BytesIO(best.jpeg)) as patch:
         assert patch.size == (16, 16)
@@ -109,7 +105,7 @@ def test_a_patch_is_its_box_of_the_image_and_a_large_one_is_made_smaller() -> No
         assert patch.size == (160, 80)
 
 
-def test_the_statistics_are_those_of_a_hand_count() -> None:
+def test_the_statistics_are_those_of_a_hand_count():
     # slot 0 always at cell 5; slot 1 at 5 too in one of four; slot 2 wanders
     cells = [(5, 5, 0), (5, 6, 1), (5, 7, 2), (5, 8, 3)]
     collector = collect([record(f"{i}.jpg", each) for i, each in enumerate(cells)])
@@ -126,7 +122,7 @@ def test_the_statistics_are_those_of_a_hand_count() -> None:
     assert collector.count_cells() == (1, 1, 1, 1, 0, 5, 1, 1, 1) + (0,) * 7
 
 
-def statistics(images: int = 10, own: float = 0.9, part: float | None = 0.3, share: float = 0.2) -> SlotStatistics:
+def statistics(images=10, own=0.9, part=0.3, share=0.2):
     return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
 
 
@@ -149,5 +145,5 @@ def statistics(images: int = 10, own: float = 0.9, part: float | None = 0.3, sha
     ],
     ids=["well", "shares", "little", "one place", "several", "few images", "never", "no sum", "single", "half"],
 )
-def test_the_to_do_list_names_what_does_not_do_its_part(slots: list[SlotStatistics], findings: list[str]) -> None:
+def test_the_to_do_list_names_what_does_not_do_its_part(slots, findings):
     assert [f"{finding.kind} {finding.slot}" for finding in list_findings(0, "oak", slots)] == findings

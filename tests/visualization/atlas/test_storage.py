@@ -1,12 +1,8 @@
-from __future__ import annotations
-
 import html
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,17 +19,17 @@ MODEL = {
 HOSTILE = "<script>alert(1)</script>\"'&"
 
 
-def jpeg(shade: int) -> bytes:
+def jpeg(shade):
     buffer = io.BytesIO()
     Image.new("RGB", (20, 10), (shade, 0, 0)).save(buffer, "JPEG")
     return buffer.getvalue()
 
 
-def build(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
+def build(root, shade=0, label="oak"):
     """Save an atlas of two classes of two slots; class 1 was never predicted."""
     statistics = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
 
-    def patch(slot: int, i: int) -> AtlasPatch:
+    def patch(slot, i):
         file = write_patch(root, jpeg(shade + 10 * i + slot))
         return AtlasPatch(f"{label}/{i}.jpg", f"{i}" * 64, (1, i), (0.5, 1.0, 20.25, 11.0), 0.9, 0.4 - i / 10, file)
 
@@ -46,15 +42,15 @@ def build(root: Path, shade: int = 0, label: str = "oak") -> Atlas:
     return atlas
 
 
-def patch_files(atlas: Atlas) -> list[str]:
+def patch_files(atlas):
     return sorted(patch.file for entry in atlas.entries.values() for patch in entry.patches)
 
 
-def images(atlas: Atlas, slot: int, **options: Any) -> list[str]:
+def images(atlas, slot, **options):
     return [patch.image for patch in atlas.patches(0, slot, **options)]
 
 
-def test_what_was_written_is_read_back_equal(tmp_path: Path) -> None:
+def test_what_was_written_is_read_back_equal(tmp_path):
     atlas = build(tmp_path / "atlas")
     assert load_atlas(tmp_path / "atlas") == atlas
     pixels = load_patch(atlas, atlas.patches(0, 1)[2])
@@ -62,7 +58,7 @@ def test_what_was_written_is_read_back_equal(tmp_path: Path) -> None:
     assert np.abs(np.asarray(pixels, int) - (21, 0, 0)).max() <= 3
 
 
-def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path: Path) -> None:
+def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path):
     atlas = build(tmp_path)
     assert images(atlas, 1) == ["oak/0.jpg", "oak/1.jpg", "oak/2.jpg"]
     assert images(atlas, 1, exclude={"1" * 64}) == ["oak/0.jpg", "oak/2.jpg"]
@@ -73,7 +69,7 @@ def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
-def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+def test_a_missing_or_damaged_patch_is_refused(tmp_path, damage):
     atlas = build(tmp_path)
     patch = atlas.patches(0, 0)[0]
     damage(tmp_path / patch.file)
@@ -98,7 +94,7 @@ def test_a_missing_or_damaged_patch_is_refused(tmp_path: Path, damage: Callable[
         (lambda d: d["findings"].append({}), "damaged"),
     ],
 )
-def test_a_damaged_atlas_is_refused_in_one_line(tmp_path: Path, edit: Any, complaint: str) -> None:
+def test_a_damaged_atlas_is_refused_in_one_line(tmp_path, edit, complaint):
     build(tmp_path)
     document = json.loads((tmp_path / "atlas.json").read_text())
     edit(document)
@@ -110,7 +106,7 @@ def test_a_damaged_atlas_is_refused_in_one_line(tmp_path: Path, edit: Any, compl
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"schema": 1', "\x00", None])
-def test_what_is_no_atlas_is_refused_in_one_line(tmp_path: Path, text: str | None) -> None:
+def test_what_is_no_atlas_is_refused_in_one_line(tmp_path, text):
     if text is not None:
         (tmp_path / "atlas.json").write_text(text)
     with pytest.raises(ArtifactError, match="No such file" if text is None else "atlas") as error:
@@ -118,7 +114,7 @@ def test_what_is_no_atlas_is_refused_in_one_line(tmp_path: Path, text: str | Non
     assert "\n" not in str(error.value)
 
 
-def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path: Path) -> None:
+def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path):
     atlas = build(tmp_path)
     atlas.check_model({"sha256": "a" * 64}, "m.onnx")
     atlas.check_model({"sha256": "b" * 64, "checkpoint_sha256": "c" * 64}, "m.fp16.onnx")
@@ -127,7 +123,7 @@ def test_only_exports_of_the_same_checkpoint_belong_to_it(tmp_path: Path) -> Non
             atlas.check_model(other, "n.onnx")
 
 
-def test_an_atlas_is_whole_until_the_next_one_replaces_it_and_all_its_patches(tmp_path: Path) -> None:
+def test_an_atlas_is_whole_until_the_next_one_replaces_it_and_all_its_patches(tmp_path):
     old = build(tmp_path)
     (tmp_path / "names.toml").write_text("")
     write_patch(tmp_path, jpeg(200))  # and then the process is killed
@@ -140,7 +136,7 @@ def test_an_atlas_is_whole_until_the_next_one_replaces_it_and_all_its_patches(tm
 
 
 @pytest.mark.parametrize(("there", "overwrite"), [("", False), ("names.toml", False), ("atlas.json patches", True)])
-def test_an_atlas_is_written_where_it_replaces_nothing_else(tmp_path: Path, there: str, overwrite: bool) -> None:
+def test_an_atlas_is_written_where_it_replaces_nothing_else(tmp_path, there, overwrite):
     for name in there.split():
         (tmp_path / name).write_text("")
     check_out_dir(tmp_path, overwrite=overwrite)
@@ -154,13 +150,13 @@ def test_an_atlas_is_written_where_it_replaces_nothing_else(tmp_path: Path, ther
         ("a", "a", "a file is there"),
     ],
 )
-def test_nothing_else_is_replaced(tmp_path: Path, there: str, out: str, complaint: str) -> None:
+def test_nothing_else_is_replaced(tmp_path, there, out, complaint):
     (tmp_path / there).write_text("")
     with pytest.raises(UsageError, match=complaint):
         check_out_dir(tmp_path / out, overwrite=there != "atlas.json")
 
 
-def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path: Path) -> None:
+def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path):
     atlas = build(tmp_path, label=HOSTILE)
     text = (tmp_path / "atlas.html").read_text("utf-8")
     assert "<script" not in text

@@ -1,16 +1,12 @@
 """The report in a real browser: what a script, a key or a hostile name does there."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
@@ -40,11 +36,10 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
 ]
-OpenPage = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
         yield browser
@@ -52,11 +47,11 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def open_page(browser: Browser) -> OpenPage:
+def open_page(browser):
     """Loads a file in a tab; `page.problems` collects errors, refusals and dialogs."""
-    tabs: dict[str, Page] = {}
+    tabs = {}
 
-    def open_tab(width: int, options: dict[str, Any]) -> Page:
+    def open_tab(width, options):
         context = browser.new_context(viewport={"width": width, "height": 900}, is_mobile=width < 600, **options)
         page = context.new_page()
         page.set_default_timeout(10_000)
@@ -65,7 +60,7 @@ def open_page(browser: Browser) -> OpenPage:
         page.on("dialog", lambda dialog: (page.problems.append(dialog.message), dialog.dismiss()))
         return page
 
-    def open_page(path: Path, fragment: str = "", *, width: int = 1280, **options: Any) -> Page:
+    def open_page(path, fragment="", *, width=1280, **options):
         key = f"{width} {options}"
         page = tabs[key] = tabs.get(key) or open_tab(width, options)
         page.goto("about:blank")  # another fragment alone loads nothing
@@ -77,7 +72,7 @@ def open_page(browser: Browser) -> OpenPage:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory, make_record: Any) -> Path:
+def report(tmp_path_factory, make_record):
     """60 images of two classes with labels, three of them wrong; margins fall; 2 failures."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     with ReportWriter(path, title="Run", facts=[("Model", "m.onnx")]) as writer:
@@ -93,15 +88,15 @@ def report(tmp_path_factory: pytest.TempPathFactory, make_record: Any) -> Path:
     return path
 
 
-def names(page: Page) -> list[str]:
+def names(page):
     return page.locator("#cards h3").all_text_contents()
 
 
-def status(page: Page) -> Locator:
+def status(page):
     return page.locator("#found")
 
 
-def read_cards(page: Page) -> Any:
+def read_cards(page):
     # closed parts of drawn cards are made when they are opened
     return page.evaluate("""async () => {
         document.querySelectorAll('#cards details').forEach(d => d.open = true);
@@ -111,12 +106,12 @@ def read_cards(page: Page) -> Any:
     }""")
 
 
-def image_widths(page: Page) -> list[int]:
+def image_widths(page):
     script = "all => Promise.all(all.map(i => i.decode().then(() => i.naturalWidth)))"
     return page.locator("#cards img").evaluate_all(script)
 
 
-def expect_open(page: Page, name: str | None) -> None:
+def expect_open(page, name):
     """Wait until the dialog shows the image of that name; None: until it is closed."""
     if name is None:
         expect(page.locator("#sheet")).to_be_hidden()
@@ -124,7 +119,7 @@ def expect_open(page: Page, name: str | None) -> None:
         expect(page.locator("#sheet[open] #sheet-title")).to_have_text(name)
 
 
-def test_cards_start_with_the_least_certain_and_are_drawn_as_in_the_file(open_page: OpenPage, report: Path) -> None:
+def test_cards_start_with_the_least_certain_and_are_drawn_as_in_the_file(open_page, report):
     page = open_page(report)
     assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
     assert image_widths(page) == [300] * 48
@@ -161,7 +156,7 @@ FILTERS = [
 ]
 
 
-def test_each_filter_leaves_what_matches_it(open_page: OpenPage, report: Path) -> None:
+def test_each_filter_leaves_what_matches_it(open_page, report):
     page = open_page(report)
     for field, value, count in FILTERS:
         if field in ("search", "low", "high"):
@@ -176,7 +171,7 @@ def test_each_filter_leaves_what_matches_it(open_page: OpenPage, report: Path) -
     expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
 
 
-def test_keys_lead_through_the_images(open_page: OpenPage, report: Path) -> None:
+def test_keys_lead_through_the_images(open_page, report):
     page = open_page(report)
     press, focused = page.keyboard.press, page.locator(":focus")
     for name in ("birds/59.jpg", "birds/58.jpg"):
@@ -203,7 +198,7 @@ def test_keys_lead_through_the_images(open_page: OpenPage, report: Path) -> None
     expect(page.locator("#help")).to_be_visible()
 
 
-def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page: OpenPage, report: Path) -> None:
+def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, report):
     for fragment in ("#i=7", "#name=birds%2F07.jpg", "#name=birds/07.jpg"):
         page = open_page(report, fragment)
         expect_open(page, "birds/07.jpg")
@@ -216,9 +211,7 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page: Ope
         assert page.problems == []
 
 
-def test_drawings_beside_the_page_appear_without_their_legends(
-    open_page: OpenPage, write_report: Callable, tmp_path: Path, make_record: Any
-) -> None:
+def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_report, tmp_path, make_record):
     sizes = [(300, 200), (200, 300), (200, 400), (900, 300)]
     (tmp_path / "overlays").mkdir()
     records = [{**make_record(size), "overlay": f"overlays/{i:06}.jpg"} for i, size in enumerate(sizes)]
@@ -241,9 +234,7 @@ def test_drawings_beside_the_page_appear_without_their_legends(
     assert page.problems == []
 
 
-def test_an_open_image_leads_to_its_drawing_and_its_sheet(
-    open_page: OpenPage, write_report: Callable, make_record: Any
-) -> None:
+def test_an_open_image_leads_to_its_drawing_and_its_sheet(open_page, write_report, make_record):
     files = {"overlay": "overlays/000000-a.jpg", "sheet": "sheets/000000-a.png"}
     path = write_report([{**make_record(SIZE), **files}, {**make_record(SIZE), "sheet": "../../secret.png"}])
     for number, expected in enumerate((list(files.values()), [])):
@@ -252,10 +243,8 @@ def test_an_open_image_leads_to_its_drawing_and_its_sheet(
 
 
 @pytest.mark.parametrize("image_mode", ["embed", "files"])
-def test_no_hostile_text_is_executed(
-    open_page: OpenPage, write_report: Callable, make_record: Any, image_mode: Literal["embed", "files"]
-) -> None:
-    entries: list[Any] = []
+def test_no_hostile_text_is_executed(open_page, write_report, make_record, image_mode):
+    entries = []
     for text in HOSTILE:
         record = {**make_record(SIZE, image=text, labels=(text, text + "2")), "truth": text + "3", "overlay": text}
         record["evidence"][0]["name"] = text
@@ -295,7 +284,7 @@ def test_no_hostile_text_is_executed(
     expect(page.locator("script:not([type])")).to_have_count(1)
 
 
-def test_the_policy_stops_a_script_that_got_in_anyway(open_page: OpenPage, report: Path, tmp_path: Path) -> None:
+def test_the_policy_stops_a_script_that_got_in_anyway(open_page, report, tmp_path):
     injected = "<script>window.hit = 1</script><img src=x onerror='window.hit = 2'><p style='color: red' id='red'>"
     text = report.read_text(encoding="utf-8").replace("<main>", "<main>" + injected, 1)
     (tmp_path / "broken.html").write_text(text, encoding="utf-8")
@@ -305,7 +294,7 @@ def test_the_policy_stops_a_script_that_got_in_anyway(open_page: OpenPage, repor
     assert sum("Content Security Policy" in problem for problem in page.problems) >= 3
 
 
-def test_without_scripts_cards_and_tables_are_there(open_page: OpenPage, report: Path) -> None:
+def test_without_scripts_cards_and_tables_are_there(open_page, report):
     page = open_page(report, java_script_enabled=False)
     expect(page.get_by_role("link", name="birds/58.jpg")).to_have_count(1)
     expect(page.locator("main noscript p")).to_be_visible()
@@ -315,7 +304,7 @@ def test_without_scripts_cards_and_tables_are_there(open_page: OpenPage, report:
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_nothing_is_wider_than_the_window(open_page: OpenPage, report: Path, width: int) -> None:
+def test_nothing_is_wider_than_the_window(open_page, report, width):
     page = open_page(report, width=width)
     page.evaluate(OPEN_DETAILS)
     assert page.evaluate(FITS)
@@ -324,9 +313,7 @@ def test_nothing_is_wider_than_the_window(open_page: OpenPage, report: Path, wid
     assert page.evaluate(FITS)
 
 
-def test_a_sheet_is_printed_alone_and_photographs_whole(
-    open_page: OpenPage, write_report: Callable, make_record: Any
-) -> None:
+def test_a_sheet_is_printed_alone_and_photographs_whole(open_page, write_report, make_record):
     records = [(make_record(size), Image.new("RGB", size)) for size in ((200, 500), (300, 200))]
     entries = [(record, make_thumbnail(image, record)) for record, image in records]
     page = open_page(write_report(entries), width=794)
@@ -340,7 +327,7 @@ def test_a_sheet_is_printed_alone_and_photographs_whole(
         expect(page.locator(selector)).to_be_hidden()
 
 
-def test_the_appearance_can_be_chosen(open_page: OpenPage, report: Path) -> None:
+def test_the_appearance_can_be_chosen(open_page, report):
     page = open_page(report)
     light, dark = "rgb(251, 251, 249)", "rgb(22, 22, 21)"
     for theme, background in (("dark", dark), ("light", light), ("", light)):
@@ -352,7 +339,7 @@ def test_the_appearance_can_be_chosen(open_page: OpenPage, report: Path) -> None
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not here: npm install axe-core, or AXE_CORE=.../axe.min.js")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_axe_finds_nothing(open_page: OpenPage, report: Path, scheme: Any, width: int) -> None:
+def test_axe_finds_nothing(open_page, report, scheme, width):
     page = open_page(report, width=width, bypass_csp=True, color_scheme=scheme)
     page.evaluate(AXE.read_text(encoding="utf-8") + "; 0")
     steps = {
@@ -367,9 +354,7 @@ def test_axe_finds_nothing(open_page: OpenPage, report: Path, scheme: Any, width
 
 
 @pytest.mark.slow
-def test_ten_thousand_images_can_be_looked_through(
-    open_page: OpenPage, write_report: Callable, make_record: Any
-) -> None:
+def test_ten_thousand_images_can_be_looked_through(open_page, write_report, make_record):
     record, margins = make_record(SIZE), [(i * 7919 % 10_000) / 10_000 for i in range(10_000)]
     records = ({**record, "image": f"birds/{i:05}.jpg", "margin": margin} for i, margin in enumerate(margins))
     page = open_page(write_report(records, image_mode="files"))

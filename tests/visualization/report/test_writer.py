@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -7,10 +5,7 @@ import json
 import random
 import re
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -28,28 +23,28 @@ BAD = error_record("bad.jpg", "truncated_image", "cut short")
 class Elements(HTMLParser):
     """The elements of a page with their attributes, and its text."""
 
-    def __init__(self, page: str) -> None:
+    def __init__(self, page):
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.elements = []
         self.text = ""
         self.feed(page)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.text += data
 
-    def values(self, *names: str) -> list[str]:
+    def values(self, *names):
         return [value or "" for _, each in self.elements for name, value in each.items() if name in names]
 
 
 @pytest.fixture
-def write(write_report: Callable[..., Path]) -> Callable[..., str]:
+def write(write_report):
     return lambda *arguments, **options: write_report(*arguments, **options).read_text(encoding="utf-8")
 
 
-def test_hostile_names_labels_and_messages_stay_text_on_a_self_contained_page(write, make_record) -> None:
+def test_hostile_names_labels_and_messages_stay_text_on_a_self_contained_page(write, make_record):
     record = make_record(SIZE, image=HOSTILE, labels=(HOSTILE, HOSTILE))
     entries = [(record, draw_overlay(Image.new("RGB", SIZE), record)), error_record(HOSTILE, HOSTILE, HOSTILE)]
     text = write(entries, [(HOSTILE, HOSTILE)], title=HOSTILE, facts=[(HOSTILE, HOSTILE)])
@@ -69,10 +64,10 @@ def test_hostile_names_labels_and_messages_stay_text_on_a_self_contained_page(wr
 
 
 @pytest.mark.parametrize(("image_mode", "sources"), [("embed", "data:"), ("files", "'self' file:")])
-def test_the_policy_allows_one_script_and_its_styles_by_their_digests(write, make_record, image_mode, sources) -> None:
+def test_the_policy_allows_one_script_and_its_styles_by_their_digests(write, make_record, image_mode, sources):
     page = write([(make_record(SIZE), Image.new("RGB", SIZE))], image_mode=image_mode)
 
-    def digest(text: str) -> str:
+    def digest(text):
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -84,7 +79,7 @@ def test_the_policy_allows_one_script_and_its_styles_by_their_digests(write, mak
     )
 
 
-def test_nothing_from_outside_can_end_a_block_of_data() -> None:
+def test_nothing_from_outside_can_end_a_block_of_data():
     hostile = ["</script>", "<!--<script>", "]]>&lt;", "\u2028\ud800"]
     text = to_json(hostile)
     assert not set(text) & set("<>&\u2028")
@@ -92,7 +87,7 @@ def test_nothing_from_outside_can_end_a_block_of_data() -> None:
     assert json.loads(text) == hostile
 
 
-def test_counts_are_those_of_the_records(write, make_record) -> None:
+def test_counts_are_those_of_the_records(write, make_record):
     failed = [error_record(f"{name}.jpg", "truncated_image", "cut short " + name) for name in ("x", "y")]
     records = [*[make_record(SIZE)] * 3, make_record(SIZE, min_margin=1.5), *failed]
     page = write(records, [("Took", "2 s")], facts=[("Model", "ckpt.onnx")])
@@ -104,9 +99,7 @@ def test_counts_are_those_of_the_records(write, make_record) -> None:
     assert text.index("About this run") < text.index("ckpt.onnx") < text.index("Took")
 
 
-def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_page_says_so(
-    tmp_path: Path, make_record
-) -> None:
+def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_page_says_so(tmp_path, make_record):
     fullness = []
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[], limit=2) as report:
         for i in range(1500):
@@ -131,7 +124,7 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
     assert "kind 30" not in page.text
 
 
-def measure_growth(report: ReportWriter, entries: Iterable[tuple[Any, Any]]) -> int:
+def measure_growth(report, entries):
     """Return by how many bytes memory grew while the entries were added."""
     tracemalloc.start()
     for entry in entries:
@@ -141,7 +134,7 @@ def measure_growth(report: ReportWriter, entries: Iterable[tuple[Any, Any]]) -> 
     return grown
 
 
-def test_memory_does_not_grow_with_the_run(tmp_path: Path, make_record) -> None:
+def test_memory_does_not_grow_with_the_run(tmp_path, make_record):
     pair = [(make_record(SIZE), None), (error_record("x.jpg", "truncated_image", "y" * 10_000), None)]
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[], limit=10) as report:
         measure_growth(report, pair * 20)
@@ -149,7 +142,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path: Path, make_record) -> None:
 
 
 @pytest.mark.parametrize("first", [0.9, 0.1], ids=["ever less certain", "ever more certain"])
-def test_cards_wait_on_disk_not_in_memory(tmp_path: Path, make_record, first: float) -> None:
+def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record, first):
     record = make_record((480, 480))
     thumbnail = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
     with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as report:
@@ -159,10 +152,10 @@ def test_cards_wait_on_disk_not_in_memory(tmp_path: Path, make_record, first: fl
     assert (tmp_path / "report.html").stat().st_size > 100 * 50_000
 
 
-def test_each_image_is_in_the_file_once(write, make_record) -> None:
+def test_each_image_is_in_the_file_once(write, make_record):
     rng = random.Random(7)
 
-    def entry(i: int) -> tuple[Any, bytes]:
+    def entry(i):
         record = {**make_record((60, 40)), "margin": rng.random()}
         return record, make_thumbnail(Image.new("RGB", (60, 40), (2 * i, 255 - 2 * i, i)), record)
 
@@ -178,23 +171,23 @@ def test_each_image_is_in_the_file_once(write, make_record) -> None:
         assert abs(blue - int(number)) < 6
 
 
-def test_the_least_certain_come_first(write, make_record) -> None:
+def test_the_least_certain_come_first(write, make_record):
     records = [{**make_record(SIZE), "margin": margin} for margin in (0.5, None, 0.1, 0.3, 0.1)]
     assert re.findall(r'<article id="i=(\d+)">', write([BAD, *records])) == ["3", "5", "4", "1", "0", "2"]
 
 
-def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_record) -> None:
+def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_record):
     names = ["overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "../b.jpg", "overlays/../../c.jpg", "file:///d.jpg"]
     page = write([{**make_record(SIZE), "overlay": name} for name in names], image_mode="files")
     assert re.findall(r'<img [^>]*src="([^"]*)"', page) == names[:2]
     assert "d.jpg" not in page
 
 
-def test_few_images_are_embedded() -> None:
+def test_few_images_are_embedded():
     assert [choose_image_mode(count) for count in (0, 200, 201)] == ["embed", "embed", "files"]
 
 
-def test_labels_are_set_against_classes(write, make_record) -> None:
+def test_labels_are_set_against_classes(write, make_record):
     pairs = [("a", "a"), ("a", "a"), ("a", "b"), ("b", "b"), ("other", "b")]
     records = [{**make_record(SIZE, labels=(predicted, "z")), "truth": truth} for truth, predicted in pairs]
     page = write([*records, make_record(SIZE)])
@@ -203,7 +196,7 @@ def test_labels_are_set_against_classes(write, make_record) -> None:
     assert "label for 3 of 5 answers with a label" in Elements(page).text
 
 
-def test_many_classes_have_a_list_of_confusions(write, make_record) -> None:
+def test_many_classes_have_a_list_of_confusions(write, make_record):
     records = [{**make_record(SIZE, labels=(f"kind {i}", "z")), "truth": f"kind {i + 1}"} for i in [*range(100), 42]]
     page = write(records, limit=0)
     assert 'class="matrix"' not in page
@@ -213,7 +206,7 @@ def test_many_classes_have_a_list_of_confusions(write, make_record) -> None:
     assert "40 more pairs not listed." in Elements(page).text
 
 
-def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(write, make_record) -> None:
+def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(write, make_record):
     record = make_record(SIZE)
     record["evidence"][1]["name"] = "beak"
     page = write([record])
@@ -222,10 +215,10 @@ def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(writ
     assert "Labels and classes" not in page
 
 
-def test_an_exception_leaves_nothing_and_the_earlier_report_alone(tmp_path: Path, make_record, write) -> None:
+def test_an_exception_leaves_nothing_and_the_earlier_report_alone(tmp_path, make_record, write):
     (tmp_path / "report.html").write_text("earlier")
 
-    def records() -> Iterator[Any]:
+    def records():
         yield make_record(SIZE)
         raise RuntimeError("device lost")
 
@@ -234,7 +227,7 @@ def test_an_exception_leaves_nothing_and_the_earlier_report_alone(tmp_path: Path
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"report.html": "earlier"}
 
 
-def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path: Path, make_record) -> None:
+def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path, make_record):
     report = ReportWriter(tmp_path / "report.html", title="Run", facts=[])
     report.add(make_record(SIZE), None)
     assert not (tmp_path / "report.html").exists()
@@ -245,11 +238,11 @@ def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path: Path, ma
             call()
 
 
-def test_a_report_of_no_images_is_a_page(write) -> None:
+def test_a_report_of_no_images_is_a_page(write):
     assert "No image has an answer." in Elements(write([])).text
 
 
-def test_a_model_without_evidence_has_cards_that_say_so(write, answer_without_evidence) -> None:
+def test_a_model_without_evidence_has_cards_that_say_so(write, answer_without_evidence):
     overlay = draw_overlay(Image.new("RGB", SIZE), answer_without_evidence)
     text = Elements(write([(answer_without_evidence, overlay)])).text
     assert "This model has no exact evidence" in text
@@ -261,7 +254,7 @@ def test_a_model_without_evidence_has_cards_that_say_so(write, answer_without_ev
     [((1000, 500), (480, 240)), ((300, 200), (300, 200)), ((400, 1280), (200, 640)), ((2500, 2000), (480, 384))],
 )
 @pytest.mark.parametrize("encode", [encode_jpeg, lambda overlay: overlay], ids=["encoded", "image"])
-def test_a_thumbnail_is_the_photograph_alone(make_record, size, expected, encode) -> None:
+def test_a_thumbnail_is_the_photograph_alone(make_record, size, expected, encode):
     record = make_record(size, [(0, 0)])
     overlay = encode(draw_overlay(Image.new("RGB", size, (10, 20, 120)), record))
     small = Image.open(io.BytesIO(make_thumbnail(overlay, record)))

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -9,7 +6,7 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, embedding
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
+from opal_deploy.visualization.sheet.content import build_sheet_content
 from opal_deploy.visualization.slot_names import SlotNames
 
 GRID = (7, 7)
@@ -17,12 +14,12 @@ GEOMETRY = Geometry.whole(700, 350)
 CLASSES = ("ash", "birch", "oak")
 
 
-def metadata(m: int, distance: str = "l2", evidence: str = "exact", classes: Sequence[str] = CLASSES) -> Metadata:
+def metadata(m, distance="l2", evidence="exact", classes=CLASSES):
     head = {"distance": distance, "epsilon": 1e-8}
-    return Metadata(tuple(classes), m, head, evidence, "resnet18", GRID, (224, 224))  # type: ignore[arg-type]
+    return Metadata(tuple(classes), m, head, evidence, "resnet18", GRID, (224, 224))
 
 
-def outputs(m: int, seed: int = 0, classes: int = 3) -> Outputs:
+def outputs(m, seed=0, classes=3):
     """Return a forward pass with CWS for one image, with the first class favoured."""
     generator = np.random.default_rng(seed)
     concentration = np.full(classes * m, 0.05)
@@ -33,11 +30,11 @@ def outputs(m: int, seed: int = 0, classes: int = 3) -> Outputs:
     return Outputs(logits, cells, scores, attention.reshape(1, -1, *GRID))
 
 
-def content(m: int = 5, *, seed: int = 0, distance: str = "l2", **how: object) -> SheetContent:
-    return build_sheet_content("a.jpg", GEOMETRY, outputs(m, seed), 0, metadata(m, distance), **how)  # type: ignore[arg-type]
+def content(m=5, *, seed=0, distance="l2", **how):
+    return build_sheet_content("a.jpg", GEOMETRY, outputs(m, seed), 0, metadata(m, distance), **how)
 
 
-def of_scores(own: Sequence[float], other: Sequence[float], cells: Sequence[int] | None = None) -> SheetContent:
+def of_scores(own, other, cells=None):
     """Two classes whose slots' scores are given, unit length together."""
     m = len(own)
     scores = np.array([[*own, *other]], dtype=np.float32)
@@ -47,7 +44,7 @@ def of_scores(own: Sequence[float], other: Sequence[float], cells: Sequence[int]
 
 
 @pytest.mark.parametrize("m", [1, 5, 10])
-def test_the_bars_of_both_classes_add_up_to_their_cosines(m: int) -> None:
+def test_the_bars_of_both_classes_add_up_to_their_cosines(m):
     found, given = content(m), outputs(m)
     cosine = cosines(given.scores, m, 1e-8)[0]
     for view in (found.predicted, found.runner_up):
@@ -55,7 +52,7 @@ def test_the_bars_of_both_classes_add_up_to_their_cosines(m: int) -> None:
         assert view.total == pytest.approx(view.cosine, abs=1e-6)
 
 
-def test_the_runner_up_is_the_second_logit_and_its_evidence_is_what_the_outputs_say() -> None:
+def test_the_runner_up_is_the_second_logit_and_its_evidence_is_what_the_outputs_say():
     found, given = content(5, seed=3), outputs(5, 3)
     order = np.argsort(-given.logits[0])
     assert (found.predicted.class_id, found.runner_up.class_id) == (order[0], order[1])
@@ -71,7 +68,7 @@ def test_the_runner_up_is_the_second_logit_and_its_evidence_is_what_the_outputs_
             assert (slot.attention == given.attention[0, channel]).all()
 
 
-def test_the_slots_that_made_the_difference_are_the_fewest_that_give_half_of_the_margin() -> None:
+def test_the_slots_that_made_the_difference_are_the_fewest_that_give_half_of_the_margin():
     found = of_scores([0.1, 0.8, 0.3], [0.1, 0.2, 0.1])
     # by rank: 0.8 - 0.2, 0.3 - 0.1, 0.1 - 0.1
     assert math.fsum(found.difference.by_rank) == pytest.approx(found.margin, abs=1e-9)
@@ -81,7 +78,7 @@ def test_the_slots_that_made_the_difference_are_the_fewest_that_give_half_of_the
     assert even.difference.given == pytest.approx(even.margin * 2 / 3, abs=1e-9)
 
 
-def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classes() -> None:
+def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classes():
     found = of_scores([0.1, 0.8, 0.3], [0.1, 0.2, 0.15])
     for view in (found.predicted, found.runner_up):
         assert [slot.slot for slot in view.slots] == [1, 2, 0]
@@ -91,20 +88,20 @@ def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classe
 
 
 @pytest.mark.parametrize("distance", ["linf", "tropical"])
-def test_a_distance_without_contributions_has_no_sum_and_shows_scores(distance: str) -> None:
+def test_a_distance_without_contributions_has_no_sum_and_shows_scores(distance):
     found = content(4, distance=distance)
     assert (found.meaning, found.predicted.total, found.difference) == ("score", None, None)
     assert all(slot.value == slot.score and slot.contribution is None for slot in found.predicted.slots)
 
 
-def test_a_distance_of_parts_shows_their_sum() -> None:
+def test_a_distance_of_parts_shows_their_sum():
     found = content(4, distance="l1")
     z = embedding(outputs(4).scores, 1e-8).reshape(3, 4)[found.predicted.class_id]
     assert found.predicted.total == pytest.approx(np.abs(z - 0.5).sum(), abs=1e-9)
     assert found.difference is None
 
 
-def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it() -> None:
+def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it():
     found = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1], cells=[4, 4, 4])
     assert found.predicted.distinct_cells == 1
     assert all(slot.shared for slot in found.predicted.slots)
@@ -116,24 +113,24 @@ def test_collapse_and_one_slot_that_carries_the_answer_are_reasons_to_doubt_it()
     assert any("slot 0 alone" in caution for caution in of_scores([0.9, 0.1], [0.4, 0.4]).cautions())
 
 
-def test_an_answer_below_the_threshold_abstains() -> None:
+def test_an_answer_below_the_threshold_abstains():
     margin = content().margin
     thresholds = (margin + 1e-6, margin, None)
     assert [content(min_margin=threshold).abstained for threshold in thresholds] == [True, False, False]
 
 
-def test_a_model_of_one_class_has_no_runner_up() -> None:
+def test_a_model_of_one_class_has_no_runner_up():
     found = build_sheet_content(None, GEOMETRY, outputs(3, classes=1), 0, metadata(3, classes=("only",)))
     assert (found.runner_up, found.margin, found.difference) == (None, None, None)
 
 
 @pytest.mark.parametrize("evidence", ["map", "none"])
-def test_there_is_no_sheet_where_no_cell_decided(evidence: str) -> None:
+def test_there_is_no_sheet_where_no_cell_decided(evidence):
     with pytest.raises(ValueError, match="no single cell"):
         build_sheet_content(None, GEOMETRY, outputs(3), 0, metadata(3, evidence=evidence))
 
 
-def test_the_document_for_programs_has_names_and_no_maps() -> None:
+def test_the_document_for_programs_has_names_and_no_maps():
     found = content(3, names=SlotNames({(content(3).predicted.class_id, 1): "beak"}))
     document = found.to_dict()
     slots = document["predicted"]["slots"]

@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import base64
 import io
 import itertools
 import xml.etree.ElementTree as ET
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +13,11 @@ from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
 from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.palette import slot_color
-from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
+from opal_deploy.visualization.sheet.content import build_sheet_content
 from opal_deploy.visualization.sheet.images import draw_attention_map, enlarge
 from opal_deploy.visualization.sheet.layout import layout_sheet
 from opal_deploy.visualization.sheet.rendering import (
     Bitmap,
-    Drawing,
     Rect,
     Text,
     encode_png,
@@ -35,14 +31,13 @@ GRID = (7, 7)
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff]]></title><img src=x onerror=alert(2)>"
 LONG = "Großer Übersee-Eichelhäher mit einem Namen, der auf keine zwei Zeilen einer Seite passt, 日本語の長い名前 " * 2
 SVG = "{http://www.w3.org/2000/svg}"
-Box = tuple[float, float, float, float]
 
 
-def cell_color(row: Any, col: Any) -> tuple[Any, Any, Any]:
+def cell_color(row, col):
     return row * 30, col * 30, 200 - row * 10 - col * 10
 
 
-def photograph(size: tuple[int, int]) -> Image.Image:
+def photograph(size):
     """Return an image whose grid cells each have a colour of their own."""
     y, x = np.mgrid[: size[1], : size[0]]
     colors = cell_color(y * GRID[0] // size[1], x * GRID[1] // size[0])
@@ -50,16 +45,16 @@ def photograph(size: tuple[int, int]) -> Image.Image:
 
 
 def content(
-    m: int = 5,
-    size: tuple[int, int] = (700, 490),
-    labels: tuple[str, ...] = ("ash", "birch"),
+    m=5,
+    size=(700, 490),
+    labels=("ash", "birch"),
     *,
-    image: str | None = "a/b.jpg",
-    heatmap: bool = False,
-    crop: tuple[int, int, int, int] | None = None,
-    distance: str = "l2",
-    **options: Any,
-) -> SheetContent:
+    image="a/b.jpg",
+    heatmap=False,
+    crop=None,
+    distance="l2",
+    **options,
+):
     channels = m * len(labels)
     attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
@@ -69,7 +64,7 @@ def content(
     return build_sheet_content(image, Geometry(*size, crop or (0, 0, *size)), outputs, 0, metadata, **options)
 
 
-def exemplars(m: int, count: int = 4) -> Exemplars:
+def exemplars(m, count=4):
     exemplar = Exemplar(Image.new("RGB", (70, 50), (1, 2, 3)), "0.123 some/name.jpg", "elsewhere")
     return Exemplars({slot: [exemplar] * count for slot in range(m)}, "An atlas.")
 
@@ -94,11 +89,11 @@ CASES = {
 }
 
 
-def draw(shown: SheetContent, others: Exemplars | None = None) -> Drawing:
+def draw(shown, others=None):
     return layout_sheet(shown, photograph((shown.width, shown.height)), others)
 
 
-def extent(shape: Text | Bitmap | Rect) -> Box:
+def extent(shape):
     """Return left, top, right and bottom of a shape; the capitals of a text are 0.7 of its size high."""
     if isinstance(shape, Text):
         width = measure_text(shape.text, shape.size)
@@ -109,9 +104,7 @@ def extent(shape: Text | Bitmap | Rect) -> Box:
 
 
 @pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
-def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(
-    shown: SheetContent, others: Exemplars | None
-) -> None:
+def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(shown, others):
     page = draw(shown, others)
     assert page.width == 1200
     boxes = [(extent(shape), shape) for shape in page.shapes if not (isinstance(shape, Text) and not shape.text)]
@@ -125,7 +118,7 @@ def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, two)
 
 
-def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description() -> None:
+def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description():
     page, again = (draw(content(heatmap=True), exemplars(5)) for _ in range(2))
     assert encode_png(page) == encode_png(again)
     assert encode_svg(page) == encode_svg(again)
@@ -134,7 +127,7 @@ def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description() ->
     assert opened.info["Description"] == page.description
 
 
-def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour() -> None:
+def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour():
     shown = content(size=(700, 490))
     page = draw(shown)
     pixels = render_png(page)
@@ -146,9 +139,9 @@ def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour() ->
         assert pixels.getpixel((patch.x - 2, patch.y + 5)) == slot_color(slot.slot)
 
 
-def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
+def test_bars_are_as_long_as_their_values_on_both_sides():
     shown = content(4)
-    widths: dict[Any, list[float]] = {}
+    widths = {}
     for shape in draw(shown).shapes:
         if isinstance(shape, Rect) and shape.height == 18 and shape.edge is not None:
             widths.setdefault(shape.fill, []).append(shape.width)
@@ -158,7 +151,7 @@ def test_bars_are_as_long_as_their_values_on_both_sides() -> None:
         assert any(abs(width - pixels_per_unit * slot.value) <= 1.5 for width in widths[slot_color(slot.slot)])
 
 
-def test_sums_margin_and_slot_names_stand_on_the_sheet() -> None:
+def test_sums_margin_and_slot_names_stand_on_the_sheet():
     shown = content(names=SlotNames({(content().predicted.class_id, 2): "beak"}))
     page = draw(shown)
     texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
@@ -170,7 +163,7 @@ def test_sums_margin_and_slot_names_stand_on_the_sheet() -> None:
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "]]>", "&amp;", "\x00\x1b[31m", "日本語", ""])
-def test_the_svg_is_well_formed_whatever_things_are_called(name: str) -> None:
+def test_the_svg_is_well_formed_whatever_things_are_called(name):
     shown = content(labels=(name, name + "2"), image=name, names=SlotNames({(0, 0): name or "x", (1, 1): name or "x"}))
     hostile = Exemplars({0: [Exemplar(Image.new("RGB", (9, 9)), name, name)]}, name)
     elements = list(ET.fromstring(encode_svg(draw(shown, hostile))).iter())
@@ -182,7 +175,7 @@ def test_the_svg_is_well_formed_whatever_things_are_called(name: str) -> None:
             assert Image.open(io.BytesIO(base64.b64decode(data))).format == "JPEG"
 
 
-def test_the_svg_has_text_as_text_and_says_what_it_shows() -> None:
+def test_the_svg_has_text_as_text_and_says_what_it_shows():
     shown = content(labels=("Sooty Albatross", "Auklet"))
     root = ET.fromstring(encode_svg(draw(shown)))
     assert "Sooty Albatross" in [element.text for element in root.iter(f"{SVG}text")]
@@ -192,12 +185,12 @@ def test_the_svg_has_text_as_text_and_says_what_it_shows() -> None:
     assert all(element.attrib["aria-label"] for element in root.iter(f"{SVG}image"))
 
 
-def test_an_image_of_another_size_is_refused() -> None:
+def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match="its content says"):
         layout_sheet(content(), photograph((10, 10)))
 
 
-def test_the_darkest_cell_of_an_attention_map_is_its_highest() -> None:
+def test_the_darkest_cell_of_an_attention_map_is_its_highest():
     attention = np.zeros((7, 7), np.float32)
     attention[2, 5] = 0.5
     drawn = np.asarray(draw_attention_map(attention, 0.5, (70, 70)).convert("L"))
@@ -205,7 +198,7 @@ def test_the_darkest_cell_of_an_attention_map_is_its_highest() -> None:
     assert drawn[0, 0] == drawn.max()
 
 
-def test_a_patch_stays_in_the_image_and_is_at_least_a_pixel_and_few_pixels_are_shown_as_squares() -> None:
+def test_a_patch_stays_in_the_image_and_is_at_least_a_pixel_and_few_pixels_are_shown_as_squares():
     image = photograph((70, 70))
     assert crop_box(image, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
     assert crop_box(image, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)

@@ -1,0 +1,68 @@
+"""A tiny network, traced in a second, and the sidecar of an engine: what tests of several folders build."""
+
+import torch
+from torch import nn
+
+from opal_deploy.artifact.engine_file import Sidecar
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.model.backbones import Backbone
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.tensorrt.compatibility import platform_name
+
+CLASS_NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>", "Wren", "Jay", "Crow"]
+
+
+class _TinyBody(nn.Module):
+    """Two convolutions with 32 pixels a cell."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 12, 7, stride=8, padding=3)
+        self.second = nn.Conv2d(12, 24, 5, stride=4, padding=2)
+
+    def forward(self, images):
+        return {"features": torch.relu(self.second(torch.relu(self.first(images))))}
+
+
+def _sharpen(network):
+    """Make the attention as uneven as training does, and the bias one that matters.
+
+    Random weights leave the attention nearly uniform, where faults hide.
+    """
+    if isinstance(network.head.projection, nn.Conv2d):
+        with torch.no_grad():
+            features = network.eval().backbone(torch.randn(4, 3, *network.config.input_size))
+            network.head.projection.weight.mul_(2.0 / network.head.projection(features).std())
+            network.head.projection.bias.normal_()
+
+
+def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *, seed=0, sharp=True):
+    """Return a checkpoint in memory; `tiny` is no network of torchvision's."""
+    torch.manual_seed(seed)
+    tiny = backbone == "tiny"
+    config = NetworkConfig("shufflenet_v2_x0_5" if tiny else backbone, num_classes, size, head or HeadConfig())
+    network = OpalNetwork(config)
+    if tiny:
+        network.backbone = Backbone("tiny", _TinyBody(), 24, 32)
+        network.head = type(network.head)(24, num_classes, config.head)
+    if sharp:
+        _sharpen(network)
+    source = {"file": f"c{seed}.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
+    return Checkpoint(network.eval(), CLASS_NAMES[:num_classes], source=source)
+
+
+def build_sidecar(path, metadata, **changes):
+    """Return the sidecar of the engine at `path`, built by TensorRT for an L4 from the ONNX file of the metadata."""
+    parts = {
+        "engine": {"file": path.name, "sha256": compute_sha256(path), "bytes": path.stat().st_size},
+        "builder": {"name": "tensorrt", "version": "11.4.0.106", "cuda": 13, "platform": platform_name()},
+        "target": {"sm": "sm89", "gpu": "NVIDIA L4", "current": False},
+        "options": {"batch": [1, 2, 4], "strip_weights": False, "version_compatible": False},
+        "onnx": {"file": "c.onnx", "sha256": metadata.file_sha256, "graph": "0" * 64},
+        "key": "1" * 64,
+        "built": {"when": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "opal_deploy": "0.1.0", "driver": None},
+        "state": {"state": "unverified", "why": "never run"},
+    }
+    return Sidecar(**{**parts, **changes}, metadata=metadata)
