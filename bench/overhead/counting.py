@@ -54,31 +54,35 @@ class CountedBackbone:
         counts: its parameters and operations.
         num_features: D.
         grid: (H, W) of the feature map.
+        stride: input pixels per cell.
     """
 
     name: str
     counts: Counts
     num_features: int
     grid: tuple[int, int]
+    stride: int
 
 
 @cache
-def count_backbone(name: str, input_size: tuple[int, int]) -> CountedBackbone:
-    """Count torchvision's network, cut before its pooling; each once in a process.
+def count_backbone(name: str, input_size: tuple[int, int], stride: int | None = None) -> CountedBackbone:
+    """Count torchvision's network up to its cut; each once in a process.
 
     Args:
         name: torchvision's.
         input_size: (H0, W0) in pixels.
+        stride: input pixels per cell, at which the network is cut; None cuts before its pooling.
 
     Raises:
-        UsageError: there is no such backbone, or its stride does not divide the size.
+        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
         MissingExtra: ptflops is not installed.
     """
     from opal_deploy.model import backbones
 
-    network = backbones.build(name, device="meta").eval()
+    network = backbones.build(name, stride=stride, device="meta").eval()
     grid = network.grid(input_size)
-    return CountedBackbone(name, count_module(network, (3, *input_size), name), network.num_features, grid)
+    counts = count_module(network, (3, *input_size), name)
+    return CountedBackbone(name, counts, network.num_features, grid, network.stride)
 
 
 def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> Counts:

@@ -16,6 +16,12 @@ _HEADER = (
     "linear params", "paper GFLOPs", "true GFLOPs",
     "{head} params", "paper GFLOPs", "true GFLOPs", "params %", "paper %", "true %",
 )  # fmt: skip
+_STRIDE_HEADER = (
+    "backbone", "classes", "stride", "cells", "backbone GFLOPs", "head GFLOPs", "together", "% of operations",
+    "% of parameters",
+)  # fmt: skip
+# of the paper's nine backbones, whose names stand alone
+_PAPER_STRIDE = 32
 _SHARE_TITLES = {"params": "parameters", "paper": "operations, paper's convention", "flops": "true FLOPs"}
 
 
@@ -62,6 +68,9 @@ def to_text(table: OverheadTable, titles: Mapping[str, str], *, markdown: bool =
     height, width = table.input_size
     first = table.rows[0]
     letters = ", ".join(f"{letter} = {value}" for letter, value in first.shape.letters.items())
+    is_varied = len({(row.backbone.name, row.backbone.stride) for row in table.rows}) > len(
+        {row.backbone.name for row in table.rows}
+    )
     parts = [
         f"Parameters and operations of one image of {height}x{width}, m = {table.head.prototypes_per_class}; "
         f"a head's are added to its backbone's, % are of the backbone\n",
@@ -69,6 +78,9 @@ def to_text(table: OverheadTable, titles: Mapping[str, str], *, markdown: bool =
         _heading("Head over backbone, all rows", markdown)
         + format_table(("%", "smallest", "largest", "mean"), _percentages(table, head), markdown=markdown),
     ]
+    if is_varied:
+        title = _heading("What finer cells cost: backbone and head together, against the first stride", markdown)
+        parts.append(title + format_table(_STRIDE_HEADER, _compare_strides(table, titles), markdown=markdown))
     for name, operations in zip(("linear", head), table.operations.values(), strict=True):
         title = f"Operations of the {name} head; counts for {titles.get(first.backbone.name, first.backbone.name)}"
         parts.append(
@@ -92,6 +104,7 @@ def _flatten(row: Row) -> dict[str, Any]:
         "classes": row.shape.num_classes,
         "prototypes_per_class": row.shape.prototypes_per_class,
         "features": row.shape.num_features,
+        "stride": row.backbone.stride,
         "grid": f"{row.shape.grid[0]}x{row.shape.grid[1]}",
     }
     for name, counts in {"backbone": row.backbone.counts, **row.heads}.items():
@@ -108,8 +121,8 @@ def _heading(text: str, markdown: bool) -> str:
 def _body(table: OverheadTable, titles: Mapping[str, str], markdown: bool) -> list[list[str]]:
     body, previous = [], ""
     for row in table.rows:
-        name, counts = row.backbone.name, row.backbone.counts
-        backbone = [titles.get(name, name), format_count(counts.params), _giga(counts.paper, 2), _giga(counts.flops, 2)]
+        name, counts = _title(row, titles), row.backbone.counts
+        backbone = [name, format_count(counts.params), _giga(counts.paper, 2), _giga(counts.flops, 2)]
         # a reader of the terminal sees the groups; Markdown may be sorted and cut
         if name == previous and not markdown:
             backbone = [""] * len(backbone)
@@ -123,6 +136,36 @@ def _body(table: OverheadTable, titles: Mapping[str, str], markdown: bool) -> li
             for text in (format_count(head.params), _giga(head.paper, 4), _giga(head.flops, 4))
         ]
         body.append([*backbone, classes, *heads, *(f"{row.percent('opal', count):.2f}" for count in SHARES)])
+    return body
+
+
+def _title(row: Row, titles: Mapping[str, str]) -> str:
+    name = titles.get(row.backbone.name, row.backbone.name)
+    return name if row.backbone.stride == _PAPER_STRIDE else f"{name}, stride {row.backbone.stride}"
+
+
+def _compare_strides(table: OverheadTable, titles: Mapping[str, str]) -> list[list[str]]:
+    body = []
+    firsts: dict[tuple[str, str], Row] = {}
+    for row in sorted(table.rows, key=lambda row: (row.backbone.name, row.dataset)):
+        first = firsts.setdefault((row.backbone.name, row.dataset), row)
+        params, flops = (
+            tuple(getattr(r.backbone.counts, count) + getattr(r.opal, count) for r in (row, first))
+            for count in ("params", "flops")
+        )
+        body.append(
+            [
+                titles.get(row.backbone.name, row.backbone.name),
+                str(row.shape.num_classes),
+                str(row.backbone.stride),
+                f"{row.backbone.grid[0]}x{row.backbone.grid[1]}",
+                _giga(row.backbone.counts.flops, 2),
+                _giga(row.opal.flops, 2),
+                _giga(flops[0], 2),
+                f"{100 * flops[0] / flops[1]:.0f}",
+                f"{100 * params[0] / params[1]:.0f}",
+            ]
+        )
     return body
 
 

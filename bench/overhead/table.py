@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class OverheadTable:
     Attributes:
         head: the head that is compared with the linear one.
         input_size: (H0, W0).
-        rows: backbone by backbone, at least one.
+        rows: backbone by backbone and stride by stride, at least one.
     """
 
     head: HeadConfig
@@ -95,6 +96,7 @@ def make_table(
     head: HeadConfig,
     input_size: tuple[int, int],
     *,
+    strides: Sequence[int | None] = (None,),
     on_backbone: Callable[[CountedBackbone], None] = lambda backbone: None,
 ) -> OverheadTable:
     """Count every backbone and evaluate every head.
@@ -104,17 +106,18 @@ def make_table(
         classes: names and numbers of classes, C each.
         head: the head to compare with the linear one.
         input_size: (H0, W0) in pixels.
+        strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
         on_backbone: called with each backbone as it is counted.
 
     Raises:
-        UsageError: there is no such backbone, or its stride does not divide the size.
+        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
         MissingExtra: ptflops is not installed.
     """
     operations = [list_operations(each) for each in (LINEAR_BASELINE, head)]
     columns = list(classes)
     rows: list[Row] = []
-    for name in dict.fromkeys(backbones):
-        backbone = count_backbone(name, input_size)
+    for name, stride in itertools.product(dict.fromkeys(backbones), dict.fromkeys(strides)):
+        backbone = count_backbone(name, input_size, stride)
         on_backbone(backbone)
         for dataset, number in columns:
             shape = Shape(backbone.num_features, number, head.prototypes_per_class, backbone.grid)
@@ -147,7 +150,7 @@ def build_measurements(table: OverheadTable) -> Iterator[Measurement]:
                 num_classes=row.shape.num_classes,
                 prototypes_per_class=row.shape.prototypes_per_class,
             ),
-            case={"dataset": row.dataset},
+            case={"dataset": row.dataset, "stride": row.backbone.stride},
             figures=_build_figures(row),
             settings={"conventions": CONVENTIONS},
             details={

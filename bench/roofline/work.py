@@ -115,32 +115,35 @@ def count_model_work(metadata: Metadata) -> Work | None:
             require(package, "train", "counting work")
         # what the artifact records is what its head was built with
         head = HeadConfig(**{**metadata.head, "prototypes_per_class": metadata.prototypes_per_class})
-        backbone = count_backbone_work(metadata.backbone, metadata.input_size)
-        return backbone + count_head_work(metadata.backbone, metadata.num_classes, head, metadata.input_size)
+        size, stride = metadata.input_size, metadata.stride
+        backbone = count_backbone_work(metadata.backbone, size, stride)
+        return backbone + count_head_work(metadata.backbone, metadata.num_classes, head, size, stride)
     except (UsageError, TypeError):
         return None
 
 
 @cache
-def count_backbone_work(name: str, input_size: tuple[int, int]) -> Work:
-    """Count torchvision's network, cut before its pooling.
+def count_backbone_work(name: str, input_size: tuple[int, int], stride: int | None = None) -> Work:
+    """Count torchvision's network, cut before its pooling or at its last feature map of a stride.
 
     Raises:
-        UsageError: there is no such backbone, or its stride does not divide the size.
+        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
     """
     from opal_deploy.model import backbones
 
-    network = backbones.build(name, device="meta").eval()
+    network = backbones.build(name, stride=stride, device="meta").eval()
     network.grid(input_size)
     return count_module_work(network, (3, *input_size), name)
 
 
 @cache
-def count_head_work(backbone: str, num_classes: int, head: HeadConfig, input_size: tuple[int, int]) -> Work:
+def count_head_work(
+    backbone: str, num_classes: int, head: HeadConfig, input_size: tuple[int, int], stride: int | None = None
+) -> Work:
     """Count a head on the features of a backbone; its softmax, pooling and distance are neither MACs nor bytes here.
 
     Raises:
-        UsageError: there is no such backbone, or its stride does not divide the size.
+        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
     """
     import torch
 
@@ -148,7 +151,7 @@ def count_head_work(backbone: str, num_classes: int, head: HeadConfig, input_siz
     from opal_deploy.model import backbones
     from opal_deploy.model.head import OpalHead
 
-    network = backbones.build(backbone, device="meta")
+    network = backbones.build(backbone, stride=stride, device="meta")
     grid = network.grid(input_size)
     with torch.device("meta"):
         module = OpalHead(network.num_features, num_classes, head).eval()

@@ -97,6 +97,11 @@ class Metadata:
         return self.num_classes * self.prototypes_per_class
 
     @property
+    def stride(self) -> int:
+        """Input pixels per cell, H0 / H, the same in both directions."""
+        return self.input_size[0] // self.grid[0]
+
+    @property
     def distance(self) -> str:
         """The head's distance: l1, l2, l3, linf, kl or tropical."""
         return str(self.head["distance"])

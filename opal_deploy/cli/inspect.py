@@ -117,7 +117,7 @@ def _describe_metadata(metadata: Metadata) -> list[tuple[str, str]]:
     metrics = metadata.training.get("metrics", {})
     lines = [
         ("network", f"{metadata.backbone}, {metadata.num_classes} classes, m = {metadata.prototypes_per_class}, "
-         f"distance {metadata.distance}, grid {rows}x{cols}"),
+         f"distance {metadata.distance}, grid {rows}x{cols}, cells of {metadata.stride} pixels"),
         ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(list(metadata.class_names))),
@@ -188,7 +188,11 @@ def _describe_checkpoint(index: dict[str, Any]) -> list[tuple[str, str]]:
     risk = metrics.get("val_risk")
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
-        ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"),
+        (
+            "network",
+            f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"
+            + (f", cut at stride {config['stride']}" if config.get("stride") else ""),
+        ),
         ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
         ("classes", _list_names(list(index["class_names"]))),
         ("metrics", _format_metrics(metrics) or "none"),

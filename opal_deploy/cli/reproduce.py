@@ -55,6 +55,9 @@ def reproduce(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Paper: 64.", show_default=False)] = None,
     lr: Annotated[float | None, typer.Option(help="Paper: 1e-4.", show_default=False)] = None,
     size: Annotated[str | None, typer.Option(help="Paper: 224.", show_default=False)] = None,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Input pixels per cell, see `train`. Paper: 32.", show_default=False)
+    ] = None,
     augment: Annotated[Literal["paper", "none"] | None, typer.Option(show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=False)] = None,
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"] | None, typer.Option(show_default=False)] = None,
@@ -84,6 +87,7 @@ def reproduce(
             "backbone": backbone,
             "weights": weights,
             "input_size": None if size is None else list(parse_size(size)),
+            "stride": stride,
         },
         "training": {
             "epochs": epochs, "batch_size": batch_size, "lr": lr, "augment": augment, "precision": precision,

@@ -92,6 +92,42 @@ def test_a_backbone_on_meta_knows_its_width_and_stride(name, num_features):
     assert {p.device.type for p in backbone.parameters()} == {"meta"}
 
 
+# the last feature maps before the next stage: where a shortcut goes around a convolution, the sum before it
+FINER = {
+    "resnet18": {16: "layer3", 8: "layer2"},
+    "resnet50": {16: "layer3", 8: "layer2"},
+    "convnext_tiny": {16: "features.6.0", 8: "features.4.0"},
+    "efficientnet_v2_s": {16: "features.6.0.block.0", 4: "features.2"},
+    "densenet121": {16: "features.transition3.conv"},
+    "regnet_y_400mf": {16: "trunk_output.block3"},
+    SMALL: {16: "stage3", 8: "stage2"},
+    "vgg11": {16: "features.19"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "layer"), [(name, *cut) for name, cuts in FINER.items() for cut in cuts.items()]
+)
+def test_a_finer_stride_ends_at_the_last_feature_map_before_the_next_stage(name, stride, layer):
+    torch.manual_seed(0)
+    backbone = backbones.build(name, stride=stride).eval()
+    whole = torchvision.models.get_model(name, weights=None).eval()
+    whole.load_state_dict(backbone.body.state_dict(), strict=False)
+    images, outputs = torch.randn(1, 3, 64, 96), []
+    whole.get_submodule(layer).register_forward_hook(lambda *call: outputs.append(call[2]))
+    with torch.no_grad():
+        features = backbone(images)
+        whole(images)
+    assert features.shape == (1, backbone.num_features, 64 // stride, 96 // stride)
+    assert backbone.grid((64, 96)) == features.shape[2:]
+    torch.testing.assert_close(features, outputs[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_stride_that_a_network_lacks_is_refused_with_those_it_has():
+    with pytest.raises(UsageError, match=r"stride 12: resnet18 has no feature map .* 32, 16, 8, 4, 2"):
+        backbones.build("resnet18", stride=12, device="meta")
+
+
 @pytest.mark.parametrize("name", ["vit_b_16", "alexnet", "squeezenet1_0", "inception_v3"])
 def test_a_network_without_cells_that_tile_is_refused_by_name(name):
     # with a name that works

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -60,3 +61,27 @@ def test_tensorboard_logs_each_epoch(opal: Opal, squares: DataSet, tmp_path: Pat
     events.Reload()
     assert [event.step for event in events.Scalars("val_loss")] == [1, 2]
     assert {"train_loss", "val_accuracy", "images_per_second", "data_wait"} <= set(events.Tags()["scalars"])
+
+
+def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(
+    opal: Opal, squares: DataSet, tmp_path: Path
+) -> None:
+    small = ("--backbone", "resnet18", "--weights", "none", "--size", "64", "--stride", 8, "--prototypes", 2)
+    done = opal("train", squares.root, *small, "--epochs", 1, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    best = tmp_path / "run" / "best.pt"
+    assert "stride = 8\n" in (tmp_path / "run" / "recipe.toml").read_text()
+    network = checkpoint.load(best).network
+    assert (network.config.stride, network.grid) == (8, (8, 8))
+    done = opal("export", best)
+    assert done.returncode == 0, done.stderr
+    images = squares.root / "test" / "red"
+    done = opal("infer", images, "--model", best.with_suffix(".onnx"), "--explain", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines():
+        for slot in json.loads(line)["evidence"]:
+            row, col = slot["cell"]
+            # the images are 56 x 48 pixels, in 8 x 8 cells
+            assert slot["box"] == pytest.approx([7 * col, 6 * row, 7 * col + 7, 6 * row + 6])
+    done = opal("inspect", best.with_suffix(".onnx"))
+    assert "grid 8x8, cells of 8 pixels" in done.stderr

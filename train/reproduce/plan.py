@@ -139,8 +139,9 @@ def _matches_row(part: str, name: str, table: PaperTable) -> bool:
 
 
 def run_folder_name(options: TrainOptions) -> str:
-    """Return the name of a run's directory: backbone, head and seed."""
-    return f"{options.backbone}-{head_name(options.head)}-seed{options.seed}"
+    """Return the name of a run's directory: backbone, stride where it is not the network's own, head and seed."""
+    cut = "" if options.stride is None else f"-stride{options.stride}"
+    return f"{options.backbone}{cut}-{head_name(options.head)}-seed{options.seed}"
 
 
 def head_name(head: HeadConfig) -> str:
@@ -187,7 +188,7 @@ def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float 
         return Estimate(options.epochs * (train + val / _PASSES) / rate / 3600, measured=True)
     from opal_deploy.model.backbones import backbone_macs
 
-    flops = 2.0 * backbone_macs(options.backbone, options.input_size)
+    flops = 2.0 * backbone_macs(options.backbone, options.input_size, options.stride)
     num_images = options.epochs * (_PASSES * train + val) + size.test
     return Estimate(flops * num_images / (tflops * 1e12) / 3600, measured=False)
 
@@ -204,6 +205,7 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
             stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
             same = stored["options"]["input_size"] == list(options.input_size)
+            same &= stored["options"].get("stride") == options.stride
             same &= stored["options"]["precision"] == options.precision
             same &= stored["options"]["batch_size"] == options.batch_size
             # a run on a CPU says nothing about GPU hours
@@ -235,7 +237,7 @@ def _find_deviations(run: Run) -> list[str]:
     ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
     paper = _paper_options((run.row.run or {}).get("model", {}).get("backbone"))
     lines = []
-    for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "augment", "tf32"):
+    for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "stride", "augment", "tf32"):
         expected = json.loads(json.dumps(getattr(paper, key)))
         if ours.get(key) != expected:
             lines.append(f"{key} {ours.get(key)} instead of {expected}")

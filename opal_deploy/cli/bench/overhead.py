@@ -31,6 +31,12 @@ def overhead(
     ] = None,
     prototypes: Annotated[int, typer.Option(min=1, help="m, prototypes per class.")] = 5,
     size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
+    stride: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Input pixels per cell, repeatable: 32, 16, 8; default: all layers, 32.", show_default=False
+        ),
+    ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,11 +74,18 @@ def overhead(
     paper = papers.load_paper()
     head, input_size = _build_head(prototypes, without or [], distance), parse_size(size)
     if check:
-        _require_defaults(paper, backbone or [], classes or [], head, input_size)
+        _require_defaults(paper, [*(backbone or []), *(classes or []), *(stride or [])], head, input_size)
     columns = [(name, dataset.classes) for name, dataset in paper.datasets.items()]
     if classes:
         columns = [(formatting.format_classes(number), number) for number in dict.fromkeys(classes)]
-    table = make_table(backbone or list(paper.backbones), columns, head, input_size, on_backbone=_print_backbone)
+    table = make_table(
+        backbone or list(paper.backbones),
+        columns,
+        head,
+        input_size,
+        strides=stride or (None,),
+        on_backbone=_print_backbone,
+    )
     measurements = list(build_measurements(table))
     for measurement in measurements if out is not None or as_json else ():
         write_measurement(measurement, out, as_json=as_json)
@@ -100,8 +113,8 @@ def _print_backbone(backbone: CountedBackbone) -> None:
 
     counts = backbone.counts
     print_message(
-        f"{backbone.name}: {format_count(counts.params)} parameters, {counts.paper / 1e9:.2f} GFLOPs as the paper "
-        f"counts, {counts.flops / 1e9:.2f} true GFLOPs"
+        f"{backbone.name}, stride {backbone.stride}: {format_count(counts.params)} parameters, "
+        f"{counts.paper / 1e9:.2f} GFLOPs as the paper counts, {counts.flops / 1e9:.2f} true GFLOPs"
     )
 
 
@@ -121,14 +134,14 @@ def _build_head(prototypes: int, without: list[str], distance: Distance) -> Head
 
 
 def _require_defaults(
-    paper: PaperTable, backbones: list[str], classes: list[int], head: HeadConfig, input_size: tuple[int, int]
+    paper: PaperTable, chosen: list[str | int], head: HeadConfig, input_size: tuple[int, int]
 ) -> None:
     """Raise UsageError unless the call counts all that the paper counted, and nothing else."""
     from opal_deploy.model.config import HeadConfig
 
     same_head = head == HeadConfig(prototypes_per_class=paper.prototypes_per_class)
-    if backbones or classes or not same_head or input_size != paper.input_size:
+    if chosen or not same_head or input_size != paper.input_size:
         raise UsageError(
-            "--check with another backbone, head, size or number of classes: it compares the paper's own table; "
-            "leave --backbone, --classes, --prototypes, --size, --without and --distance out"
+            "--check with another backbone, stride, head, size or number of classes: it compares the paper's own "
+            "table; leave --backbone, --stride, --classes, --prototypes, --size, --without and --distance out"
         )

@@ -54,7 +54,7 @@ def test_csv_has_a_line_for_every_backbone_and_number_of_classes(opal: Opal) -> 
     assert [(row["backbone"], row["classes"]) for row in rows] == [
         (name, classes) for name in ("resnet18", "shufflenet_v2_x0_5") for classes in ("10", "20")
     ]
-    assert "resnet18: 11.18M parameters" in done.stderr
+    assert "resnet18, stride 32: 11.18M parameters" in done.stderr
 
 
 def test_text_shows_the_operations_and_names_the_conventions(opal: Opal) -> None:
