@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,60 +12,52 @@ import pytest
 from PIL import Image
 
 from opal_deploy.cli.atlas import collect_images
-from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.atlas.storage import build_atlas, load_atlas, load_patch, save_atlas
-
-OPTIONS = InferenceOptions(batch=4, workers=1)
-MODEL = {"file": "bright", "sha256": "f" * 64}
+from tests.inference.bright import BrightSession
 
 
-def write_spot(path: Path, shade: int, cell: tuple[int, int] = (1, 1), size: int = 32) -> Path:
+def write_spot(path: Path, shade: int, cell: tuple[int, int] = (1, 1), size: int = 32) -> None:
     """Write a dark image with one cell of the 4 x 4 grid of `shade`: over 127 the session says `bright`."""
     pixels = np.zeros((size, size, 3), np.uint8)
     step = size // 4
     pixels[cell[0] * step : (cell[0] + 1) * step, cell[1] * step : (cell[1] + 1) * step] = shade
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
-    return path
 
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     """Seven bright images, the higher their number the brighter; three dim ones, one of them in the wrong folder."""
     for number in range(7):
-        write_spot(tmp_path / "set" / "bright" / f"{number}.png", 180 + 10 * number, (number % 4, 2))
-    for number in range(2):
-        write_spot(tmp_path / "set" / "dim" / f"{number}.png", 20)
-    write_spot(tmp_path / "set" / "bright" / "x.png", 21)
+        write_spot(tmp_path / f"set/bright/{number}.png", 180 + 10 * number, (number % 4, 2))
+    for name in ("dim/0", "dim/1", "bright/x"):
+        write_spot(tmp_path / f"set/{name}.png", 20 + (name == "bright/x"))
     return tmp_path / "set"
 
 
-def label(folder: Path) -> list[Request]:
+def requests(folder: Path) -> list[Request]:
     paths = sorted(folder.rglob("*.*"))
     return [Request(path.relative_to(folder).as_posix(), path, truth=path.parent.name) for path in paths]
 
 
-def collect(images: Any, session: Any, top: int = 3, options: InferenceOptions = OPTIONS, **how: Any) -> AtlasCollector:
-    sessions = session if isinstance(session, list) else [session]
-    collector = AtlasCollector(sessions[0].metadata, top, **how)
-    collect_images(images, sessions, options, collector)
+def collect(images: list[Request], top: int = 3, sessions: int = 1, batch: int = 4, **how: Any) -> AtlasCollector:
+    made = [BrightSession() for _ in range(sessions)]
+    collector = AtlasCollector(made[0].metadata, top, **how)
+    collect_images(images, made, InferenceOptions(batch=batch, workers=sessions), collector)
     return collector
 
 
-def build(folder: Path, session: Any, out: Path, top: int = 3) -> Atlas:
-    atlas = build_atlas(collect(label(folder), session, top), out, MODEL, {"description": "set", "answered": 10})
+def build(collector: AtlasCollector, out: Path) -> Atlas:
+    atlas = build_atlas(collector, out, {"file": "bright", "sha256": "f" * 64}, {"description": "set", "answered": 10})
     save_atlas(atlas)
     return atlas
 
 
-def test_each_slot_has_the_images_that_it_was_strongest_in(
-    images: Path, bright_session: Callable, tmp_path: Path
-) -> None:
-    atlas = build(images, bright_session(), tmp_path / "atlas")
+def test_each_slot_has_the_images_that_it_was_strongest_in_whatever_the_order(images: Path, tmp_path: Path) -> None:
+    atlas = build(collect(requests(images)), tmp_path / "atlas")
     # an image counts for the class that it is predicted as
     assert {patch.image for patch in atlas.patches(0, 0)} == {"dim/0.png", "bright/x.png"}
     assert [atlas.entries[class_id, 0].statistics.images for class_id in (0, 1)] == [3, 7]
@@ -79,45 +70,26 @@ def test_each_slot_has_the_images_that_it_was_strongest_in(
         # the patch is the bright cell
         assert np.abs(np.asarray(load_patch(atlas, patches[0]), int) - 240).max() <= 3
     assert load_atlas(tmp_path / "atlas") == atlas
+    assert build(collect(requests(images)[::-1], sessions=2, batch=3), tmp_path / "b").entries == atlas.entries
 
 
-def test_only_correct_leaves_out_wrong_predictions(images: Path, bright_session: Callable) -> None:
-    collector = collect(label(images), bright_session(), 9, only_correct=True)
-    assert (collector.counts.images, collector.counts.wrong, collector.counts.used) == (10, 1, 9)
+def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_the_others_nothing(images: Path) -> None:
+    (images / "bright" / "7.png").write_bytes(b"no image")
+    collector = collect(requests(images), 9, only_correct=True)
+    counts = collector.counts
+    assert (counts.images, counts.failed, counts.wrong, counts.used) == (11, 1, 1, 9)
+    assert "bright/7.png" in counts.first_failures[0]
+    assert collector.count_images(1) == 7
     assert [c.image for c in collector.best(0, 0)] == ["dim/0.png"]
-    unlabelled = [dataclasses.replace(image, truth=None) for image in label(images)]
-    counts = collect(unlabelled, bright_session(), 9, only_correct=True).counts
+    unlabelled = [dataclasses.replace(image, truth=None) for image in requests(images)]
+    counts = collect(unlabelled, 9, only_correct=True).counts
     assert (counts.unlabelled, counts.used) == (10, 0)
 
 
-def test_the_order_and_the_batches_do_not_matter(images: Path, bright_session: Callable, tmp_path: Path) -> None:
-    first = build(images, bright_session(), tmp_path / "first")
-    options = InferenceOptions(batch=3, workers=2)
-    collector = collect(label(images)[::-1], [bright_session(), bright_session()], 3, options)
-    assert build_atlas(collector, tmp_path / "other", MODEL, first.data).entries == first.entries
-
-
-def test_an_unusable_image_costs_the_others_nothing(images: Path, bright_session: Callable) -> None:
-    (images / "bright" / "7.png").write_bytes(b"no image")
-    collector = collect(label(images), bright_session(), 9)
-    counts = collector.counts
-    assert (counts.images, counts.failed, counts.used) == (11, 1, 10)
-    assert "bright/7.png" in counts.first_failures[0]
-    assert collector.count_images(1) == 7
-
-
-def test_images_too_large_to_keep_are_cut_all_the_same(bright_session: Callable, tmp_path: Path) -> None:
+def test_images_too_large_to_keep_are_cut_all_the_same(tmp_path: Path) -> None:
     write_spot(tmp_path / "set" / "a.png", 200, (3, 0), 2048)
-    atlas = build(tmp_path / "set", bright_session(), tmp_path / "atlas", 2)
+    atlas = build(collect(requests(tmp_path / "set")), tmp_path / "atlas")
     (patch,) = atlas.patches(1, 0)
     pixels = load_patch(atlas, patch)
     assert pixels.size == (160, 160)
     assert np.abs(np.asarray(pixels, int) - 200).max() <= 3
-
-
-def test_the_digest_is_that_of_the_files_bytes(tmp_path: Path) -> None:
-    path = write_spot(tmp_path / "a.png", 9)
-    expected = hashlib.sha256(path.read_bytes()).hexdigest()
-    assert content_sha256(path) == content_sha256(str(path)) == content_sha256(path.read_bytes()) == expected
-    with pytest.raises(ImageError, match="no such file"):
-        content_sha256(tmp_path / "b.png")

@@ -9,22 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.record import Record, contributions
 from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.inference.bright import predict
 
 # below this lead of the best cell over the second, float32 cannot tell which is which
 TIE = 1e-4
 CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
-
-
-def explained(session: OnnxSession, paths: list[Path], **options: object) -> list[Record]:
-    requests = (Request(path.name, path) for path in paths)
-    return [r.record for r in predict_stream(requests, [session], InferenceOptions(**options))]  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +28,20 @@ def pictures(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def found(exact_session: OnnxSession, pictures: list[Path]) -> list[Record]:
-    return explained(exact_session, pictures)
+    return predict(pictures, exact_session)
 
 
-def assert_pytorchs_own_maximisers(records: list[Record], paths: list[Path], checkpoint: Path) -> None:
-    """Compare records with PyTorch's forward pass; nine cells in ten must have no tie."""
+@pytest.mark.parametrize("source", ["pictures", pytest.param("photographs", marks=pytest.mark.data)])
+def test_boxes_and_scores_are_pytorchs_own_maximisers(
+    exact_session: OnnxSession, exact_model: Path, request: pytest.FixtureRequest, source: str
+) -> None:
     from opal_deploy.runtime.torch_session import TorchSession
 
-    reference = TorchSession(checkpoint, device="cpu")
+    paths = request.getfixturevalue(source)[:: 27 if source == "photographs" else 1]
+    reference = TorchSession(exact_model.with_suffix(".pt"), device="cpu")
     about = reference.metadata
     m, compared = about.prototypes_per_class, 0
-    for path, record in zip(paths, records, strict=True):
+    for path, record in zip(paths, predict(paths, exact_session), strict=True):
         image = decode(path)
         answer = reference.run_reference(to_input(image, compute_geometry(image), about.input_size)[None])
         logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
@@ -64,21 +61,8 @@ def assert_pytorchs_own_maximisers(records: list[Record], paths: list[Path], che
                 assert tuple(shown["cell"]) == cell
                 assert shown["box"] == list(geometry.cell_box(*cell, about.grid))
                 compared += 1
+    # nine cells in ten have no tie
     assert compared > 0.9 * 3 * len(paths)
-
-
-def test_boxes_and_scores_are_pytorchs_own_maximisers(
-    found: list[Record], pictures: list[Path], exact_model: Path
-) -> None:
-    assert_pytorchs_own_maximisers(found, pictures, exact_model.with_suffix(".pt"))
-
-
-@pytest.mark.data
-def test_boxes_and_scores_are_pytorchs_own_maximisers_on_photographs(
-    exact_session: OnnxSession, exact_model: Path, photographs: list[Path]
-) -> None:
-    chosen = photographs[::27]
-    assert_pytorchs_own_maximisers(explained(exact_session, chosen), chosen, exact_model.with_suffix(".pt"))
 
 
 def test_the_cosine_is_that_of_the_embedding_and_the_anchor(
@@ -106,13 +90,12 @@ def test_contributions_logits_and_margins_follow_from_the_cosines(found: list[Re
         assert sum(slot["contribution"] or 0.0 for slot in record["evidence"]) == pytest.approx(cosines[0], abs=1e-6)
 
 
-@pytest.mark.parametrize("top", [1, 2, 9])
 def test_top_limits_the_listed_classes_not_the_margin(
-    exact_session: OnnxSession, pictures: list[Path], found: list[Record], top: int
+    exact_session: OnnxSession, pictures: list[Path], found: list[Record]
 ) -> None:
-    for limited, full in zip(explained(exact_session, pictures[:3], top=top), found, strict=False):
-        assert limited["top"] == full["top"][:top]
-        assert limited["margin"] == full["margin"]
+    for top in (1, 2, 9):
+        (limited,) = predict(pictures[:1], exact_session, top=top)
+        assert (limited["top"], limited["margin"]) == (found[0]["top"][:top], found[0]["margin"])
 
 
 def test_answers_below_the_margin_abstain_and_keep_everything_else(
@@ -120,7 +103,7 @@ def test_answers_below_the_margin_abstain_and_keep_everything_else(
 ) -> None:
     margins = sorted(record["margin"] or 0.0 for record in found)
     threshold = margins[len(margins) // 2]
-    again = explained(exact_session, pictures, min_margin=threshold)
+    again = predict(pictures, exact_session, min_margin=threshold)
     assert [r["status"] for r in again] == ["abstained" if (r["margin"] or 0) < threshold else "ok" for r in found]
     assert {r["status"] for r in again} == {"ok", "abstained"}
     assert [{**r, "status": "ok"} for r in again] == found
@@ -131,7 +114,7 @@ def test_a_model_without_single_cells_has_no_evidence(
     request: pytest.FixtureRequest, pictures: list[Path], evidence: str
 ) -> None:
     path = request.getfixturevalue("map_model" if evidence == "map" else "linear_model")
-    for record in explained(OnnxSession(path, device="cpu", threads=1), pictures[:3], min_margin=-1.0):
+    for record in predict(pictures[:3], OnnxSession(path, device="cpu", threads=1), min_margin=-1.0):
         assert record["status"] == "ok"
         # without anchors there are logits only
         assert (record["prediction"]["cosine"] is None) == (record["margin"] is None) == (evidence == "none")

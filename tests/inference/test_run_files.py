@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,6 @@ def test_names_are_safe_and_unique(index: int, image: str | None, name: str) -> 
     assert sheet_name(index, image) == name.replace("overlays", "sheets").removesuffix(".jpg") + ".png"
 
 
-def files(root: Path) -> list[str]:
-    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
-
-
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "overlays/000000-a.jpg").mkdir(parents=True)
     with pytest.raises(StoppedEarly, match=r"cannot be written .*make room and run again"):
@@ -50,9 +47,8 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "name", "suffix"), [(OVERLAYS, overlay_name, "jpg"), (SHEETS, sheet_name, "png")])
 def test_files_from_an_image_on_are_removed_and_nothing_else(
-    tmp_path: Path, kind: str, name: object, suffix: str
+    tmp_path: Path, kind: str, name: Callable[[int, str], str], suffix: str
 ) -> None:
-    assert callable(name)
     remove_image_files(tmp_path, kind)
     assert list(tmp_path.iterdir()) == []
     kept = [name(3, "a"), name(10_000, "a"), f"{kind}/mine.{suffix}", f"{kind}/0001/mine.{suffix}"]
@@ -60,5 +56,6 @@ def test_files_from_an_image_on_are_removed_and_nothing_else(
     for path in (*kept, *removed):
         write_image_file(tmp_path, path, b"x")
     remove_image_files(tmp_path, kind, 10_001)
-    assert files(tmp_path) == sorted(kept)
+    left = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(kept)
     assert not (tmp_path / kind / "0002").exists()

@@ -11,11 +11,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.memory import MemoryCurve, MemorySampler, release_memory
 from opal_deploy.inference.executor import predict_stream
@@ -23,43 +21,25 @@ from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, build_requests
 from opal_deploy.runtime.session import ImageBatch, Session
+from tests.inference.bright import BrightSession
 
+SIZE = (128, 128)
 linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux shows of a process")
 sizes = pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 
 
-class FreeSession:
-    """Answers without looking, so that what is left is the pipeline."""
-
-    description = "nothing on CPU"
-
-    def __init__(self) -> None:
-        self.metadata = Metadata(
-            ("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (128, 128)
-        )
-
-    def run(self, images: ImageBatch) -> Outputs:
-        count = len(images)
-        scores = np.full((count, 4), 0.5, np.float32)
-        return Outputs(np.full((count, 2), -0.5, np.float32), np.zeros((count, 4), np.int32), scores)
-
-
-class LeakingSession(FreeSession):
+class LeakingSession(BrightSession):
     """Keeps every batch that it was given, thrice over: the process that it leaks in may be a large one already."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[ImageBatch] = []
-
     def run(self, images: ImageBatch) -> Outputs:
-        self.kept += [images, images.copy(), images.copy()]
+        self.kept: list[ImageBatch] = [*getattr(self, "kept", ()), images, images.copy(), images.copy()]
         return super().run(images)
 
 
 def write_tar(path: Path, count: int) -> Path:
     """So many tiny pictures, WebDataset-style."""
     stream = io.BytesIO()
-    Image.new("RGB", (128, 128), (90, 120, 60)).save(stream, "JPEG")
+    Image.new("RGB", SIZE, (90, 120, 60)).save(stream, "JPEG")
     data = stream.getvalue()
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number in range(count):
@@ -88,16 +68,16 @@ def watched(path: Path, session: Session) -> MemoryCurve:
 def test_memory_does_not_grow_with_the_number_of_images(tmp_path: Path, count: int) -> None:
     path = write_tar(tmp_path / "a.tar", count)
     # what is loaded and filled once
-    watched(write_tar(tmp_path / "first.tar", 200), FreeSession())
-    curve = watched(path, FreeSession())
+    watched(write_tar(tmp_path / "first.tar", 200), BrightSession(input_size=SIZE))
+    curve = watched(path, BrightSession(input_size=SIZE))
     assert curve.rise is not None
     assert not curve.grows, curve.describe()
 
 
 def test_the_same_check_finds_a_session_that_leaks(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", 2_000)
-    watched(write_tar(tmp_path / "first.tar", 200), FreeSession())
-    curve = watched(path, LeakingSession())
+    watched(write_tar(tmp_path / "first.tar", 200), BrightSession(input_size=SIZE))
+    curve = watched(path, LeakingSession(input_size=SIZE))
     assert curve.grows, curve.describe()
 
 
@@ -111,7 +91,7 @@ def test_open_files_and_threads_do_not_grow_with_the_number_of_images(
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     files: list[int] = []
     threads: list[int] = []
-    for number, _ in enumerate(explained(path, FreeSession(), isolate=isolate)):
+    for number, _ in enumerate(explained(path, BrightSession(input_size=SIZE), isolate=isolate)):
         if number % 50 == 0:
             files.append(len(os.listdir("/proc/self/fd")))
             threads.append(threading.active_count())

@@ -20,6 +20,7 @@ from opal_deploy.inference.explanation import Explanation
 from opal_deploy.inference.service import Service
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.records.record import Record
+from tests.inference.bright import BrightSession, own_threads
 
 
 def array(shade: int) -> np.ndarray:
@@ -32,10 +33,6 @@ def array(shade: int) -> np.ndarray:
 def cell(record: Record) -> int:
     row, col = record["evidence"][0]["cell"]
     return row * 4 + col
-
-
-def own_threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith(("decode", "service-"))}
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +76,9 @@ def test_an_asyncio_program_gets_200_records_as_explain_returns_them(
         assert found == [expected[(first + step) % 40] for step in range(40)]
 
 
-def test_explain_may_be_called_beside_a_service(bright_session: Callable) -> None:
+def test_explain_may_be_called_beside_a_service() -> None:
     busy = threading.Semaphore(1)
-    session = bright_session()
+    session = BrightSession()
     run = session.run
 
     def alone(images: np.ndarray) -> object:
@@ -100,9 +97,9 @@ def test_explain_may_be_called_beside_a_service(bright_session: Callable) -> Non
         assert [cell(future.result(30)) for future in futures] == [s % 16 for s in range(40)]
 
 
-def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(bright_session: Callable) -> None:
+def test_waiting_images_go_in_full_batches_and_one_alone_by_itself() -> None:
     hold = threading.Event()
-    session = bright_session(hold=hold)
+    session = BrightSession(hold=hold)
     with Service([session], InferenceOptions(batch=4), max_wait=0.0) as service:
         first = service.submit(array(0))
         while not first.running():
@@ -114,17 +111,17 @@ def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(bright_sessio
     assert session.batches == [1, 4, 4, 1]
 
 
-def test_an_image_waits_for_others_until_the_batch_is_full(bright_session: Callable) -> None:
-    session = bright_session()
+def test_an_image_waits_for_others_until_the_batch_is_full() -> None:
+    session = BrightSession()
     with Service([session], InferenceOptions(batch=3), max_wait=600) as service:
         futures = [service.submit(array(shade)) for shade in range(3)]
         assert wait(futures, 60).not_done == set()
     assert session.batches == [3]
 
 
-def test_a_full_service_raises_or_waits(bright_session: Callable) -> None:
+def test_a_full_service_raises_or_waits() -> None:
     hold = threading.Event()
-    with Service([bright_session(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
+    with Service([BrightSession(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
         taken = [service.submit(array(shade)) for shade in range(5)]
         with pytest.raises(queue.Full, match="5 images are in work"):
             service.submit(array(5), wait=False)
@@ -138,9 +135,9 @@ def test_a_full_service_raises_or_waits(bright_session: Callable) -> None:
         assert [cell(future.result(30)) for future in [*taken, *late]] == list(range(6))
 
 
-def test_a_cancelled_image_is_never_predicted(bright_session: Callable) -> None:
+def test_a_cancelled_image_is_never_predicted() -> None:
     hold = threading.Event()
-    session = bright_session(hold=hold)
+    session = BrightSession(hold=hold)
     with Service([session], InferenceOptions(batch=1, workers=1), max_wait=0.0, capacity=4) as service:
         first, second, third, fourth = (service.submit(array(shade)) for shade in range(4))
         while not first.running():
@@ -158,9 +155,9 @@ def test_a_cancelled_image_is_never_predicted(bright_session: Callable) -> None:
     assert session.batches == [1] * 6
 
 
-def test_closing_under_load_finishes_what_was_taken_and_refuses_more(bright_session: Callable) -> None:
+def test_closing_under_load_finishes_what_was_taken_and_refuses_more() -> None:
     before = own_threads()
-    sessions = [bright_session(), bright_session()]
+    sessions = [BrightSession(), BrightSession()]
     service = Service(sessions, InferenceOptions(batch=4), capacity=64)
     taken: list[tuple[int, Future[Record]]] = []
     refused = threading.Event()
@@ -193,8 +190,8 @@ def test_closing_under_load_finishes_what_was_taken_and_refuses_more(bright_sess
         service.submit(array(0))
 
 
-def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed(bright_session: Callable) -> None:
-    session = bright_session(fails_at=0)
+def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed() -> None:
+    session = BrightSession(fails_at=0)
     with Service([session], InferenceOptions(batch=1)) as service:
         with pytest.raises(StoppedEarly, match="device was lost"):
             service.submit(array(0)).result(30)
@@ -202,8 +199,8 @@ def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed(b
         assert cell(service.submit(array(3)).result(30)) == 3
 
 
-def test_a_service_waits_without_work(bright_session: Callable) -> None:
-    with Service([bright_session()]) as service:
+def test_a_service_waits_without_work() -> None:
+    with Service([BrightSession()]) as service:
         service.submit(array(0)).result(30)
         spent = time.process_time()
         time.sleep(0.5)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +22,10 @@ from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.decoding import pool as pool_module
 from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import Decoding
-
-INPUT = (32, 48)
+from tests.inference.bright import wait_until
+from tests.inference.decoding.prepared import INPUT, assert_alike, code, photograph, prepare_all
 
 # a Pillow plugin in the worker processes: a file's own text says how its decoder misbehaves
 PLUGIN = """
@@ -72,12 +72,6 @@ def misbehaving(path: Path, action: str) -> Path:
     return path
 
 
-def photograph(path: Path, size: tuple[int, int] = (90, 70)) -> Path:
-    coarse = np.random.default_rng(len(path.name)).integers(0, 255, (5, 6, 3), np.uint8)
-    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(path, "JPEG")
-    return path
-
-
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     return photograph(tmp_path / "a.jpg")
@@ -87,29 +81,12 @@ def open_pool(timer: StageTimer = NO_OP_TIMER, **options: object) -> CpuDecoderP
     return CpuDecoderPool(InferenceOptions(**{"workers": 1, "isolate": True, **options}), INPUT, timer)  # type: ignore[arg-type]
 
 
-def prepare_all(pool: CpuDecoderPool, requests: Sequence[Request | Path]) -> list[Prepared]:
-    with pool:
-        futures = [pool.submit(Request(one.name, one) if isinstance(one, Path) else one) for one in requests]
-        return [future.result(60) for future in futures]
-
-
-def code(prepared: Prepared) -> str | None:
-    return None if prepared.error is None else prepared.error.code
-
-
 def decode(pool: CpuDecoderPool, path: Path) -> str | None:
     return code(pool.submit(Request("a", path)).result(60))
 
 
 def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "decoding.worker" in " ".join(child.cmdline())]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
 
 
 def read_pid(path: Path) -> int:
@@ -121,18 +98,6 @@ def read_pid(path: Path) -> int:
 def nothing_is_left_behind() -> Iterator[None]:
     yield
     assert children() == []
-
-
-def assert_same(found: Sequence[Prepared], expected: Sequence[Prepared]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert (one.request, one.geometry, repr(one.error), one.file_sha256) == (
-            other.request, other.geometry, repr(other.error), other.file_sha256,
-        )  # fmt: skip
-        assert (one.pixels is None, one.image is None) == (other.pixels is None, other.image is None)
-        if one.pixels is not None:
-            assert np.array_equal(one.pixels, other.pixels), one.request.name  # type: ignore[arg-type]
-        if one.image is not None:
-            assert np.array_equal(one.image, other.image), one.request.name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -154,8 +119,7 @@ def test_processes_give_what_threads_give(tmp_path: Path, image: Path, decoding:
     ]
     options = {"workers": 2, "keep_images": keep, "decode": decoding, "max_pixels": 2_400_000}
     found, expected = (prepare_all(open_pool(**options, isolate=isolate), requests) for isolate in (True, False))
-
-    assert_same(found, expected)
+    assert_alike(found, expected)
     assert [code(one) for one in found] == [None] * 11 + ["no_box", "not_an_image", "not_found", "too_many_pixels"]
     assert [found[n].image is None for n in (0, 9)] == [not keep, True]
     assert found[10].geometry is not None
@@ -170,7 +134,7 @@ def test_every_odd_file_has_the_same_fate_timed_in_a_process(odd_images: Path) -
     assert len(paths) == 149
     options = {"workers": 2, "decode_timeout": None}
     found = prepare_all(open_pool(StageTimer(), **options), paths)
-    assert_same(found, prepare_all(open_pool(**options, isolate=False), paths))
+    assert_alike(found, prepare_all(open_pool(**options, isolate=False), paths))
 
 
 # ---- decoders that fail
@@ -184,7 +148,7 @@ def test_a_decoder_that_ends_costs_its_image_alone(
     paths[2:2] = paths[4:4] = [misbehaving(tmp_path / "bad.jpg", action)]
     found = prepare_all(open_pool(workers=2, decode_timeout=None), paths)
     assert [code(entry) for entry in found] == ["decoder_crashed" if path != image else None for path in paths]
-    assert found[2].request.name == "bad.jpg"
+    assert found[2].request.source == paths[2]
     assert message in str(found[2].error)
 
 
@@ -241,11 +205,6 @@ def test_ctrl_c_does_not_reach_the_only_worker_of_a_short_run(image: Path) -> No
         assert children() == [child]
 
 
-def test_prints_of_a_library_do_not_end_up_in_a_response(tmp_path: Path, image: Path, plugin: None) -> None:
-    paths = [misbehaving(tmp_path / "chatter.jpg", "chatter"), image]
-    assert [code(entry) for entry in prepare_all(open_pool(), paths)] == [None, None]
-
-
 def test_a_worker_that_keeps_memory_is_replaced(tmp_path: Path, image: Path, plugin: None) -> None:
     with open_pool() as pool:
         assert decode(pool, image) is None
@@ -256,25 +215,18 @@ def test_a_worker_that_keeps_memory_is_replaced(tmp_path: Path, image: Path, plu
     assert first.pid != second.pid
 
 
-def test_a_large_image_leaves_no_memory_behind(tmp_path: Path) -> None:
-    large = tmp_path / "large.png"
-    Image.new("RGB", (9000, 8000), (9, 8, 7)).save(large, compress_level=1)
-    with open_pool(decode_timeout=None) as pool:
-        assert decode(pool, large) is None
-        resident = sum(child.memory_info().rss for child in children())
-    # its pixels are 288 MB
-    assert resident < 150 << 20
-
-
 def test_a_bug_is_raised_not_recorded(image: Path) -> None:
     request: Any = Request("bug", image, box="no box at all")
     with open_pool() as pool, pytest.raises(RuntimeError, match="in a decode worker"):
         pool.submit(request).result(60)
 
 
-def test_a_worker_imports_no_runtime(tmp_path: Path, plugin: None) -> None:
-    prepare_all(open_pool(), [misbehaving(tmp_path / "a.jpg", "modules")])
-    modules = (tmp_path / "a.txt").read_text().split()
+def test_a_worker_imports_no_runtime_and_prints_of_a_library_do_not_end_up_in_a_response(
+    tmp_path: Path, image: Path, plugin: None
+) -> None:
+    paths = [misbehaving(tmp_path / "chatter.jpg", "chatter"), misbehaving(tmp_path / "m.jpg", "modules"), image]
+    assert [code(entry) for entry in prepare_all(open_pool(), paths)] == [None] * 3
+    modules = (tmp_path / "m.txt").read_text().split()
     assert "opal_deploy.inference.decoding.worker" in modules
     assert {"torch", "onnxruntime", "typer", "rich"}.isdisjoint(modules)
 

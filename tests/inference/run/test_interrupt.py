@@ -13,29 +13,24 @@ import pytest
 
 from opal_deploy.inference.run.interrupt import Interrupt, handle_signals
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_while_a_run_is_under_way_a_signal_is_a_request(number: signal.Signals) -> None:
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_a_request_during_a_run_and_interrupts_as_ever_before_and_after(number: signal.Signals) -> None:
     said: list[str] = []
-    with handle_signals(said.append) as interrupt, interrupt.running():
-        items = interrupt.stop_when_requested(range(10))
-        assert next(items) == 0
-        os.kill(os.getpid(), number)
-        assert list(items) == []
-    assert interrupt.stopped
-    assert len(said) == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_before_and_after_a_run_a_signal_interrupts_as_ever(number: signal.Signals) -> None:
-    with handle_signals(lambda _: None) as interrupt:
+    with handle_signals(said.append) as interrupt:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
+        assert not interrupt.requested
         with interrupt.running():
-            pass
+            items = interrupt.stop_when_requested(range(10))
+            assert next(items) == 0
+            os.kill(os.getpid(), number)
+            assert list(items) == []
+        assert (interrupt.stopped, len(said)) == (True, 1)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
-    assert not interrupt.requested
 
 
 def test_images_that_end_by_themselves_were_not_stopped() -> None:
@@ -46,12 +41,12 @@ def test_images_that_end_by_themselves_were_not_stopped() -> None:
 
 @pytest.mark.parametrize("error", [None, ValueError("x")], ids=["returns", "raises"])
 def test_handlers_are_what_they_were_afterwards(error: Exception | None) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with contextlib.suppress(ValueError), handle_signals(lambda _: None):
         assert signal.getsignal(signal.SIGTERM) != before[1]
         if error is not None:
             raise error
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_outside_the_main_thread_nothing_is_installed() -> None:
@@ -80,6 +75,4 @@ with handle_signals(lambda text: print(text, file=sys.stderr)) as interrupt, int
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
-    assert done.returncode == 130
-    assert done.stdout == "still here\n"
-    assert len(done.stderr.splitlines()) == 2
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (130, "still here\n", 2)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
-import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from opal_deploy.inference.run_files import sheet_name
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Item, Skipped
 from opal_deploy.inference.types import InferenceOptions, Request, build_requests
-from opal_deploy.records.record import Record, error_record
+from opal_deploy.records.record import error_record
+from tests.inference.bright import BrightSession, own_threads
 
 
 def line(name: str, **more: Any) -> bytes:
@@ -41,10 +41,8 @@ def load(out: Path, content: bytes, *names: str) -> tuple[ResumePoint, list[str 
 
 
 A, B = line("a"), line("b")
-
 TAILS = {
     "nothing": b"",
-    "half a line": B[:20],
     "a line without its end": B[:-1],
     "zeros": b"\0" * 5000,
     "zeros and an end": b"\0" * 50 + b"\n",
@@ -61,12 +59,12 @@ TAILS = {
 
 
 @pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
-@pytest.mark.parametrize("after", [b"", line("c")], ids=["at the end", "before good ones"])
-def test_reading_ends_at_the_first_line_that_is_not_a_whole_record(tmp_path: Path, tail: bytes, after: bytes) -> None:
-    after = after if tail else b""
-    found, counted, left = load(tmp_path, A + tail + after, "a", "b", "c")
-    assert found == ResumePoint(1, len(A), len(tail + after))
-    assert (counted, left) == (["a"], ["b", "c"])
+def test_reading_ends_at_the_first_line_that_is_not_a_whole_record(tmp_path: Path, tail: bytes) -> None:
+    # at the end, and before good ones
+    for after in (b"", line("c")) if tail else (b"",):
+        found, counted, left = load(tmp_path, A + tail + after, "a", "b", "c")
+        assert found == ResumePoint(1, len(A), len(tail + after))
+        assert (counted, left) == (["a"], ["b", "c"])
 
 
 @pytest.mark.parametrize(
@@ -89,8 +87,7 @@ def test_records_whose_overlay_never_reached_the_disk_are_made_again(tmp_path: P
         (tmp_path / "overlays" / name).write_bytes(content)
     written = [line(str(n), overlay=f"overlays/{n}.jpg") for n in range(3)]
     found, _, left = load(tmp_path, b"".join(written), "0", "1", "2")
-    assert found.count == 1
-    assert left == ["1", "2"]
+    assert (found.count, left) == (1, ["1", "2"])
 
 
 NAMES = ["a", "b", "c", "d"]
@@ -105,7 +102,7 @@ def write_with_sheets(out: Path, sheets: str) -> list[bytes]:
     return [line(name, sheet=sheet_name(index, name)) for index, name in enumerate(NAMES)]
 
 
-@pytest.mark.parametrize(("sheets", "count"), [("abcd", 4), ("abc", 3), ("acd", 1), ("ad", 1), ("bcd", 0), ("", 0)])
+@pytest.mark.parametrize(("sheets", "count"), [("abcd", 4), ("abc", 3), ("ad", 1), ("bcd", 0), ("", 0)])
 def test_records_end_before_the_first_whose_sheet_is_missing(tmp_path: Path, sheets: str, count: int) -> None:
     lines = write_with_sheets(tmp_path, sheets)
     found, counted, left = load(tmp_path, b"".join(lines), *NAMES, "e")
@@ -123,20 +120,13 @@ def test_a_damaged_record_or_another_image_before_the_missing_sheet_counts(tmp_p
 
 
 def test_memory_does_not_grow_with_the_records(tmp_path: Path) -> None:
-    with (tmp_path / "results.jsonl").open("wb") as stream:
-        for number in range(20_000):
-            stream.write(line(f"{number}" + "x" * 300))
-    count = [0]
-
-    def add(_: Record) -> None:
-        count[0] += 1
-
+    # 8 MB
+    (tmp_path / "results.jsonl").write_bytes(b"".join(line(f"{number}" + "x" * 300) for number in range(20_000)))
     tracemalloc.start()
-    load_resume_point(tmp_path, (Request(f"{n}" + "x" * 300, "x") for n in range(20_000)), add)
+    requests = (Request(f"{n}" + "x" * 300, "x") for n in range(20_000))
+    assert load_resume_point(tmp_path, requests, lambda _: None).count == 20_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert count == [20_000]
-    # the file is 8 MB
     assert peak < 500_000
 
 
@@ -153,12 +143,13 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-def run_whole(out: Path, session: Any, limit: int | None = 1000, **settings: Any) -> Summary:
+def run_whole(out: Path, limit: int | None = 1000, fails_at: int | None = None, **settings: Any) -> Summary:
     """Run over the images beside `out`; with a report and overlays unless `limit` is None."""
     out.mkdir(exist_ok=True)
     report = None if limit is None else ReportOptions(limit=limit)
     options = RunOptions(out, InferenceOptions(batch=4), report, resume=True, **settings)
-    return run(build_requests(discover([str(out.parent / "in")], Skipped())), [session], options)
+    requests = build_requests(discover([str(out.parent / "in")], Skipped()))
+    return run(requests, [BrightSession(fails_at=fails_at)], options)
 
 
 def assert_same_files(out: Path, clean: Path) -> None:
@@ -169,39 +160,33 @@ def assert_same_files(out: Path, clean: Path) -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 5])
-def test_a_resumed_run_is_the_uninterrupted_one(
-    tmp_path: Path, images: Path, bright_session: Callable, fails_at: int
-) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, images: Path, fails_at: int) -> None:
     clean, out = tmp_path / "clean", tmp_path / "out"
-    run_whole(clean, bright_session(), 5)
+    run_whole(clean, 5)
     with pytest.raises(StoppedEarly):
-        run_whole(out, bright_session(fails_at=fails_at), 5)
+        run_whole(out, 5, fails_at)
     assert not (out / "report.html").exists()
-    summary = run_whole(out, bright_session(), 5)
+    summary = run_whole(out, 5)
     assert_same_files(out, clean)
     assert (summary.total, summary.errors, sum(summary.classes.values())) == (23, {"not_an_image": 1}, 22)
     assert summary.resumed > 0 or fails_at == 0
     for page in ((folder / "report.html").read_text() for folder in (clean, out)):
         # five predictions and the failure
-        assert page.count("<article") == 6
-        assert page.count('src="data:image/jpeg') == 5
-        assert page.count("<b>23</b>") == 1
+        assert [page.count(text) for text in ("<article", 'src="data:image/jpeg', "<b>23</b>")] == [6, 5, 1]
         assert "07.png" in page
 
 
-def test_wherever_the_file_was_cut_the_end_is_the_same(tmp_path: Path, images: Path, bright_session: Callable) -> None:
-    run_whole(tmp_path / "out", bright_session(), None)
+def test_wherever_the_file_was_cut_the_end_is_the_same(tmp_path: Path, images: Path) -> None:
+    run_whole(tmp_path / "out", None)
     results = tmp_path / "out/results.jsonl"
     clean = results.read_bytes()
     for cut in range(1, len(clean), 666):
         results.write_bytes(clean[:cut])
-        run_whole(tmp_path / "out", bright_session(), None)
+        run_whole(tmp_path / "out", None)
         assert results.read_bytes() == clean, cut
 
 
-def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(
-    tmp_path: Path, images: Path, bright_session: Callable
-) -> None:
+def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(tmp_path: Path, images: Path) -> None:
     interrupt, out = Interrupt(), tmp_path / "out"
 
     def interrupted() -> Iterator[Item]:
@@ -211,27 +196,27 @@ def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(
 
     out.mkdir()
     options = RunOptions(out, InferenceOptions(batch=4), ReportOptions(), resume=True)
-    summary = run(build_requests(interrupted()), [bright_session()], options, interrupt=interrupt)
+    summary = run(build_requests(interrupted()), [BrightSession()], options, interrupt=interrupt)
     assert interrupt.stopped
     # the image that was being fetched when the signal came is the last
     assert summary.total == len(list(read_records(out / "results.jsonl"))) == 10
     assert not (out / "report.html").exists()
-    run_whole(out, bright_session())
-    run_whole(tmp_path / "clean", bright_session())
+    run_whole(out)
+    run_whole(tmp_path / "clean")
     assert_same_files(out, tmp_path / "clean")
 
 
-def test_a_limit_on_errors_counts_those_of_before(tmp_path: Path, images: Path, bright_session: Callable) -> None:
+def test_a_limit_on_errors_counts_those_of_before(tmp_path: Path, images: Path) -> None:
     for number in (2, 9, 15):
         (images / f"{number:02}.png").write_bytes(b"")
     message = "3 of 10 images failed, more than --max-errors 2; most often empty_file"
     for _ in range(2):
         with pytest.raises(StoppedEarly, match=message) as stopped:
-            run_whole(tmp_path / "out", bright_session(), None, max_errors=ErrorLimit(2))
+            run_whole(tmp_path / "out", None, max_errors=ErrorLimit(2))
+        # although the exception, and with it the frames of the run, is still there
         assert stopped.tb is not None
-        assert not [t for t in threading.enumerate() if t.name.startswith(("decode", "session-"))]
-    summary = run_whole(tmp_path / "out", bright_session(), None, max_errors=ErrorLimit(4))
-    assert summary.statuses["error"] == 4
+        assert own_threads() == set()
+    assert run_whole(tmp_path / "out", None, max_errors=ErrorLimit(4)).statuses["error"] == 4
 
 
 @contextlib.contextmanager
@@ -246,11 +231,9 @@ def limit_file_size(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("explain", [False, True])
-def test_a_disk_that_is_full_at_any_byte_costs_no_record(
-    tmp_path: Path, images: Path, bright_session: Callable, explain: bool
-) -> None:
+def test_a_disk_that_is_full_at_any_byte_costs_no_record(tmp_path: Path, images: Path, explain: bool) -> None:
     limit, settings = (1000, {"formats": ("csv",)}) if explain else (None, {})
-    run_whole(tmp_path / "clean", bright_session(), limit, **settings)
+    run_whole(tmp_path / "clean", limit, **settings)
     clean = (tmp_path / "clean/results.jsonl").read_bytes()
     largest = max(path.stat().st_size for path in (tmp_path / "clean").iterdir())
     sizes = [*range(1, len(clean), len(clean) // (6 if explain else 13))]
@@ -259,12 +242,12 @@ def test_a_disk_that_is_full_at_any_byte_costs_no_record(
     for size in sizes:
         out = tmp_path / f"out{size}"
         with limit_file_size(size), pytest.raises(StoppedEarly, match="File too large") as stopped:
-            run_whole(out, bright_session(), limit, **settings)
+            run_whole(out, limit, **settings)
         left = (out / "results.jsonl").read_bytes()
         count = left.count(b"\n")
         assert explain or f"the {count} records before are whole; make room and run again" in str(stopped.value)
         assert clean.startswith(left)
         assert left.endswith(b"\n") or not left
         assert {path.name for path in out.iterdir()} <= {"results.jsonl", "results.csv", "overlays", "report.html"}
-        run_whole(out, bright_session(), limit, **settings)
+        run_whole(out, limit, **settings)
         assert_same_files(out, tmp_path / "clean")

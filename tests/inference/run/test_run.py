@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,35 +16,30 @@ from opal_deploy.inference.run import drawing
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.run.summary import Summary
-from opal_deploy.inference.sources.annotations import Boxes, FolderLabels, read_boxes
+from opal_deploy.inference.sheets import SheetBuilder
+from opal_deploy.inference.sources.annotations import FolderLabels, read_boxes
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, Request, build_requests
 from opal_deploy.records.names import unescape_name
 from opal_deploy.visualization.report import ReportWriter
+from tests.inference.bright import BrightSession, code, read_results, save
 
 
-def save(path: Path, size: tuple[int, int] = (60, 40)) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, (90, 160, 70)).save(path, "PNG")
-    return path
-
-
-def images(*paths: Path, boxes: Boxes | None = None) -> Iterator[Request]:
-    return build_requests(discover(map(str, paths), Skipped()), boxes)
-
-
-def results(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def run_in(out: Path, requests: Iterator[Request], session: Any, *, explain: bool = False, **how: Any) -> Summary:
+def run_in(out: Path, images: Path | Iterator[Request], *, explain: bool = False, **how: Any) -> Summary:
     out.mkdir(exist_ok=True)
-    options = RunOptions(out, InferenceOptions(batch=4), ReportOptions() if explain else None)
+    session = BrightSession()
+    options = RunOptions(
+        out,
+        InferenceOptions(batch=4),
+        ReportOptions() if explain else None,
+        SheetBuilder(session.metadata) if how.pop("sheets", False) else None,
+    )
+    requests = build_requests(discover([str(images)], Skipped())) if isinstance(images, Path) else images
     return run(requests, [session], options, **how)
 
 
-def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Callable) -> None:
+def test_the_summary_counts_what_was_written(tmp_path: Path) -> None:
     for number in range(9):
         save(tmp_path / f"in/{number}.png")
     (tmp_path / "in/5.png").write_bytes(b"")
@@ -55,9 +49,9 @@ def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Cal
     def report_progress(summary: Summary) -> None:
         totals.append(summary.total)
         # the record is in the file before its progress is reported
-        assert len(results(out)) == summary.total
+        assert len(read_results(out)) == summary.total
 
-    summary = run_in(out, images(tmp_path / "in"), bright_session(), report_progress=report_progress)
+    summary = run_in(out, tmp_path / "in", report_progress=report_progress)
     assert (summary.statuses, summary.errors) == (Counter(ok=8, error=1), Counter(empty_file=1))
     assert totals == list(range(1, 10))
     assert summary.seconds_to_first_record is not None
@@ -65,23 +59,21 @@ def test_the_summary_counts_what_was_written(tmp_path: Path, bright_session: Cal
     assert [path.name for path in out.iterdir()] == ["results.jsonl"]
 
 
-def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(
-    tmp_path: Path, bright_session: Callable
-) -> None:
+def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         save(tmp_path / "in" / name, (300, 200))
     (tmp_path / "in/bad.png").write_bytes(b"no")
     # beyond what is kept in memory until it is drawn
     save(tmp_path / "in/large.png", (1500, 1400))
     out = tmp_path / "out"
-    run_in(out, images(tmp_path / "in"), bright_session(), explain=True)
-    run_in(tmp_path / "plain", images(tmp_path / "in"), bright_session())
-    records = results(out)
+    run_in(out, tmp_path / "in", explain=True)
+    run_in(tmp_path / "plain", tmp_path / "in")
+    records = read_results(out)
     overlays = [record.pop("overlay", None) for record in records]
     assert overlays == [
         "overlays/000000-a.png.jpg", "overlays/000001-b.png.jpg", None, "overlays/000003-large.png.jpg",
     ]  # fmt: skip
-    assert records == results(tmp_path / "plain")
+    assert records == read_results(tmp_path / "plain")
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
     assert len(list((out / "overlays").iterdir())) == 3
     for name, (width, height) in (("000000-a", (300, 200)), ("000003-large", (1500, 1400))):
@@ -94,7 +86,7 @@ def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(
 
 
 def test_a_large_image_that_vanishes_before_it_is_drawn_keeps_its_record(
-    tmp_path: Path, bright_session: Callable, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def vanished(*_: object, **__: object) -> Image.Image:
         raise ImageError("not_found", "no such file")
@@ -102,8 +94,8 @@ def test_a_large_image_that_vanishes_before_it_is_drawn_keeps_its_record(
     monkeypatch.setattr(drawing, "decode", vanished)
     save(tmp_path / "in/a.png", (1500, 1400))
     save(tmp_path / "in/b.png")
-    run_in(tmp_path / "out", images(tmp_path / "in"), bright_session(), explain=True)
-    assert [(r["status"], "overlay" in r) for r in results(tmp_path / "out")] == [("ok", False), ("ok", True)]
+    run_in(tmp_path / "out", tmp_path / "in", explain=True)
+    assert [(r["status"], "overlay" in r) for r in read_results(tmp_path / "out")] == [("ok", False), ("ok", True)]
 
 
 ODD_NAMES = [
@@ -112,20 +104,19 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-def test_odd_names_come_back_from_their_records(tmp_path: Path, bright_session: Callable) -> None:
-    folder, out = tmp_path / "in", tmp_path / "out"
-    folder.mkdir()
+def test_odd_names_come_back_from_their_records(tmp_path: Path) -> None:
+    out = tmp_path / "out"
     for name in ODD_NAMES:
-        save(folder / os.fsdecode(name))
-    run_in(out, images(folder), bright_session(), explain=True)
-    records = results(out)
+        save(tmp_path / "in" / os.fsdecode(name))
+    run_in(out, tmp_path / "in", explain=True)
+    records = read_results(out)
     assert [os.fsencode(Path(unescape_name(record["image"])).name) for record in records] == sorted(ODD_NAMES)
     assert all((out / record["overlay"]).is_file() for record in records)
     assert all(Path(unescape_name(record["image"])).is_file() for record in records)
     assert b"<script>alert" not in (out / "report.html").read_bytes()
 
 
-def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path, bright_session: Callable) -> None:
+def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path) -> None:
     for name in ("oak\xfc/a.png", "oak\xfc/b.png"):
         save(tmp_path / "in" / name)
     (tmp_path / "in/none").mkdir()
@@ -134,12 +125,12 @@ def test_a_request_has_the_box_and_the_label_of_its_image(tmp_path: Path, bright
     requests = list(build_requests(items, read_boxes(tmp_path / "boxes.csv"), FolderLabels()))
     assert [request.truth for request in requests] == ["oak\xfc", "oak\xfc", "in"]
     assert [request.error and request.error.code for request in requests] == ["no_box", None, "no_images"]
-    run_in(tmp_path / "out", iter(requests), bright_session())
-    first, second, third = results(tmp_path / "out")
-    assert [list(record)[-1] for record in (first, second, third)] == ["truth"] * 3
-    assert (first["error"]["code"], third["error"]["code"]) == ("no_box", "no_images")
+    run_in(tmp_path / "out", iter(requests))
+    records = read_results(tmp_path / "out")
+    assert [list(record)[-1] for record in records] == ["truth"] * 3
+    assert [code(record) for record in records] == ["no_box", None, "no_images"]
     # the first of equal cells: the crop's upper left corner, 40/4 x 30/4 pixels
-    assert second["evidence"][0]["box"] == [20, 10, 30, 17.5]
+    assert records[1]["evidence"][0]["box"] == [20, 10, 30, 17.5]
 
 
 def raise_full(*_: object) -> None:
@@ -160,24 +151,19 @@ def discard_and_raise_full(report: ReportWriter) -> None:
     ids=["overlays", "report"],
 )
 def test_what_cannot_be_drawn_stops_the_run_with_the_reason(
-    tmp_path: Path,
-    bright_session: Callable,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    method: str,
-    replacement: Callable,
-    message: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, replacement: Callable, message: str,
     count: int,
-) -> None:
+) -> None:  # fmt: skip
     save(tmp_path / "a.png")
     monkeypatch.setattr(owner, method, replacement)
     with pytest.raises(StoppedEarly, match=message):
-        run_in(tmp_path / "out", images(tmp_path / "a.png"), bright_session(), explain=True)
-    assert len(results(tmp_path / "out")) == count
+        run_in(tmp_path / "out", tmp_path / "a.png", explain=True)
+    assert len(read_results(tmp_path / "out")) == count
 
 
-def test_a_place_where_overlays_cannot_go_is_a_wrong_call(tmp_path: Path, bright_session: Callable) -> None:
+@pytest.mark.parametrize(("folder", "how"), [("overlays", {"explain": True}), ("sheets", {"sheets": True})])
+def test_a_place_where_drawings_cannot_go_is_a_wrong_call(tmp_path: Path, folder: str, how: dict[str, Any]) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/overlays").write_text("a file")
+    (tmp_path / "out" / folder).write_text("a file")
     with pytest.raises(UsageError, match=r"cannot be written .*choose another --out"):
-        run_in(tmp_path / "out", images(save(tmp_path / "a.png")), bright_session(), explain=True)
+        run_in(tmp_path / "out", save(tmp_path / "a.png"), **how)

@@ -13,12 +13,8 @@ from opal_deploy.records.record import Record, error_record
 
 
 def answered(label: str, truth: str | None = None, status: Any = "ok") -> Record:
-    record: Record = {
-        "schema": 1,
-        "image": "a",
-        "status": status,
-        "prediction": {"class_id": "abc".index(label), "label": label, "logit": -1.0, "cosine": 0.5},
-    }
+    prediction = {"class_id": "abc".index(label), "label": label, "logit": -1.0, "cosine": 0.5}
+    record: Record = {"schema": 1, "image": "a", "status": status, "prediction": prediction}  # type: ignore[typeddict-item]
     return record if truth is None else {**record, "truth": truth}
 
 
@@ -34,10 +30,13 @@ def summary_of(*records: Record, labels: bool = False) -> Summary:
     return summary
 
 
-def test_answers_are_counted_by_class_and_errors_by_code() -> None:
-    document = summary_of(
+def test_answers_are_counted_by_class_and_errors_by_code_and_the_rate_is_of_this_times_records() -> None:
+    summary = summary_of(
         answered("b"), answered("a"), answered("b", status="abstained"), failed("empty_file"), failed()
-    ).to_dict()
+    )
+    summary.resumed, summary.seconds = 1, 2.0
+    assert (summary.new, summary.images_per_second) == (4, 2.0)
+    document = summary.to_dict()
     assert document["images"] == 5
     assert document["statuses"] == {"abstained": 1, "error": 2, "ok": 2}
     assert document["errors"] == {"empty_file": 1, "not_found": 1}
@@ -50,35 +49,18 @@ def test_answers_are_counted_by_class_and_errors_by_code() -> None:
 
 
 def test_accuracy_is_of_answers_to_images_whose_label_is_a_class() -> None:
-    found = summary_of(
-        answered("a", "a"),
-        answered("b", "b", status="abstained"),
-        answered("b", "a"),
-        answered("b", "lion"),
-        answered("b"),
-        failed(truth="a"),
-        failed(truth="lion"),
-        labels=True,
-    ).accuracy
+    records = [
+        answered("a", "a"), answered("b", "b", status="abstained"), answered("b", "a"), answered("b", "lion"),
+        answered("b"), failed(truth="a"), failed(truth="lion"),
+    ]  # fmt: skip
+    found = summary_of(*records, labels=True).accuracy
     assert found is not None
-    assert found.to_dict() == {
-        "accuracy": 2 / 3,
-        "correct": 2,
-        "wrong": 1,
-        "failed": 1,
-        "label_is_no_class": 2,
-        "without_label": 1,
-    }
+    counts = {"correct": 2, "wrong": 1, "failed": 1, "label_is_no_class": 2, "without_label": 1}
+    assert found.to_dict() == {"accuracy": 2 / 3, **counts}
     assert found.unknown_examples == ["lion"]
     nothing = summary_of(failed(truth="a"), labels=True).accuracy
     assert nothing is not None
     assert nothing.value is None
-
-
-def test_the_rate_is_of_this_times_records() -> None:
-    summary = summary_of(*[answered("a")] * 10)
-    summary.resumed, summary.seconds = 6, 2.0
-    assert (summary.new, summary.images_per_second) == (4, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +73,6 @@ def test_the_rate_is_of_this_times_records() -> None:
         ("50%", 0, 99, False),  # too few to judge
         ("50%", 0, 100, True),
         ("50%", 50, 50, False),
-        ("50%", 50, 51, True),
         ("0%", 99, 1, True),
         ("100%", 0, 1000, False),
         ("2.5%", 975, 25, False),
