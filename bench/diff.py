@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from opal_deploy.bench.machine import hardware_facts, software_facts
 from opal_deploy.bench.measurement import Figure, Measurement
-from opal_deploy.bench.report.rows import Row, label_rows
+from opal_deploy.bench.report.content import label_measurements
 from opal_deploy.bench.tables import format_number, format_value, humanize
 
 TOLERANCE = 0.03
@@ -187,8 +187,8 @@ def _label_measurements(measurements: Sequence[Measurement]) -> dict[str, str]:
     names: dict[str, str] = {}
     for kind in dict.fromkeys(m.kind for m in by_key.values()):
         of_kind = {key: m for key, m in by_key.items() if m.kind == kind}
-        rows = [Row(0, _without_version(m)) for m in of_kind.values()]
-        for key, label in zip(of_kind, label_rows(rows, named=True), strict=True):
+        rows = [_without_version(m) for m in of_kind.values()]
+        for key, label in zip(of_kind, label_measurements(rows, named=True), strict=True):
             names[key] = f"{kind}: {label}" if label else kind
     return names
 

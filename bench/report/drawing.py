@@ -1,174 +1,177 @@
-"""Charts as lines, markers and text: SVG inside a page, and files of SVG or PNG for `--chart`.
-
-Positions across are fractions of the width, and colours are custom properties of CSS, so that one drawing fills a wide
-page and a phone at the same size of letters, in light and dark. No plotting library can write such SVG.
-"""
+"""Charts as plain SVG; the option `--chart` writes them as files of SVG or PNG."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from itertools import accumulate, cycle, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opal_deploy.bench.tables import format_number, shorten
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# x is a fraction of the width, y is in pixels from the top
 Point = tuple[float, float]
 
-# light and dark; series are Okabe and Ito's colours in an order in which neighbours lie far apart,
-# changed only until their contrast to the card is 3:1 (WCAG 1.4.11), on dark 4.5:1
-COLORS = {
-    "ink": ("#1c1c1a", "#ecebe6"),
-    "soft": ("#5d5d58", "#a9a8a1"),
-    "line": ("#dcdcd6", "#3a3a37"),
-    "card": ("#ffffff", "#1f1f1d"),
-    "s0": ("#0072b2", "#338ec1"),
-    "s1": ("#d55e00", "#d7660d"),
-    "s2": ("#009e73", "#009e73"),
-    "s3": ("#cc79a7", "#cc79a7"),
-    "s4": ("#c68900", "#e69f00"),
-    "s5": ("#4b9dcb", "#56b4e9"),
-    "s6": ("#5b5b5b", "#868686"),
-    "s7": ("#9e962c", "#f0e442"),
-}
-NUM_COLORS = 8
-_DASHES: tuple[tuple[int, ...], ...] = ((), (7, 3), (2, 3), (8, 3, 2, 3))
-# so many that a repeated colour has another shape
+INK, SOFT, GRID, CARD = "#1c1c1a", "#5d5d58", "#dcdcd6", "#ffffff"
+# Okabe and Ito's in an order in which neighbours lie far apart, with a contrast to the card of 3:1 (WCAG 1.4.11)
+_SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c68900", "#4b9dcb", "#5b5b5b", "#9e962c")
+# so many that a repeated colour has another shape: circle, square, triangle, diamond, triangle
 _MARKERS: tuple[tuple[Point, ...], ...] = (
-    tuple((4.6 * math.cos(step * math.pi / 12), 4.6 * math.sin(step * math.pi / 12)) for step in range(24)),
+    tuple((4.6 * math.cos(step * math.pi / 8), 4.6 * math.sin(step * math.pi / 8)) for step in range(16)),
     ((-4.2, -4.2), (4.2, -4.2), (4.2, 4.2), (-4.2, 4.2)),
     ((0, -4.9), (4.8, 4.2), (-4.8, 4.2)),
     ((0, -5.6), (5.6, 0), (0, 5.6), (-5.6, 0)),
     ((0, 4.9), (4.8, -4.2), (-4.8, -4.2)),
 )
-
-# of a file, in pixels; a PNG has _SCALE pixels for each
-_WIDTH, _MARGIN, _FONT_SIZE, _SCALE = 880, 20, 13, 2
-_SUFFIXES = (".svg", ".png")
-
-
-@dataclass(frozen=True)
-class Line:
-    """A straight line; a bar is a wide one."""
-
-    start: Point
-    end: Point
-    color: str = "line"
-    width: float = 1.0
-    dash: tuple[int, ...] = ()
-
-    @property
-    def svg(self) -> str:
-        """The line as an SVG element."""
-        (x1, y1), (x2, y2) = self.start, self.end
-        dash = f"; stroke-dasharray: {' '.join(map(str, self.dash))}" if self.dash else ""
-        style = f"stroke: var(--{self.color}); stroke-width: {self.width:g}{dash}"
-        return f'<line x1="{x1:.2%}" y1="{y1:g}" x2="{x2:.2%}" y2="{y2:g}" style="{style}"/>'
+# in pixels; heights of the title with its note, of a named row, of a plane for curves, of an axis
+WIDTH, _MARGIN, _FONT_SIZE = 880, 20, 13
+_TITLE, _ROW, _PLANE, _AXIS = 50, 44, 320, 44
+_MAX_LABEL, _PNG_SCALE = 100, 2
 
 
 @dataclass(frozen=True)
-class Marker:
-    """The marker of a series; a hollow one has the card's colour inside."""
+class Element:
+    """A line through points in pixels; with `fill` a polygon; with `text` a text at its one point."""
 
-    start: Point
-    series: int
-    hollow: bool = False
-
-    @property
-    def svg(self) -> str:
-        """The marker as a reference to its shape in `marker_definitions`."""
-        color = f"var(--{series_color(self.series)})"
-        style = f"fill: var(--card); stroke: {color}; stroke-width: 1.6" if self.hollow else f"fill: {color}"
-        place = f'x="{self.start[0]:.2%}" y="{self.start[1]:g}"'
-        return f'<use href="#marker-{self.series % len(_MARKERS)}" {place} style="{style}"/>'
-
-
-@dataclass(frozen=True)
-class Text:
-    """A line of text; `anchor` is `start`, `middle` or `end`."""
-
-    start: Point
-    text: str
+    points: Sequence[Point]
+    color: str = GRID
+    width: float = 1
+    fill: str = ""
+    text: str = ""
     anchor: str = "start"
-    color: str = "ink"
 
     @property
     def svg(self) -> str:
-        """The text as an SVG element."""
-        place = f'x="{self.start[0]:.2%}" y="{self.start[1]:g}" text-anchor="{self.anchor}"'
-        return f'<text {place} style="fill: var(--{self.color})">{escape(self.text)}</text>'
-
-
-Element = Line | Marker | Text
-
-
-@dataclass(frozen=True)
-class Key:
-    """One entry of a legend; `kind` is how its series is drawn: `marker`, `bar`, `line` or `dashed`."""
-
-    label: str
-    series: int
-    kind: str = "marker"
-
-    def symbol(self, x: float, y: float, width: float) -> Element:
-        """Return the series' symbol around a point, `width` being 12 pixels as a fraction of the drawing's width."""
-        if self.kind == "marker":
-            return Marker((x, y), self.series)
-        dash = series_dash(self.series) if self.kind == "dashed" else ()
-        stroke = 12 if self.kind == "bar" else 2
-        return Line((x - width / 2, y), (x + width / 2, y), series_color(self.series), stroke, dash)
-
-    @property
-    def svg(self) -> str:
-        """The symbol as the content of an SVG of 12 by 12 pixels."""
-        return self.symbol(0.5, 6, 1).svg
+        """The element in SVG."""
+        if self.text:
+            ((x, y),) = self.points
+            place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{self.anchor}"'
+            return f'<text {place} fill="{self.color}">{escape(self.text)}</text>'
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
+        name, style = "polygon" if self.fill else "polyline", f'stroke="{self.color}" stroke-width="{self.width:g}"'
+        return f'<{name} points="{points}" fill="{self.fill or "none"}" {style}/>'
 
 
 @dataclass(frozen=True)
+class Scale:
+    """The values of an axis, from `low` to `high`."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    @classmethod
+    def from_zero(cls, values: Iterable[float]) -> Scale:
+        """Return a linear scale that shows zero and all values."""
+        every = [0.0, *values]
+        low, high = min(every), max(every) * 1.03
+        return cls(low, high if high > low else low + 1.0)
+
+    def __call__(self, value: float) -> float:
+        """Return where a value lies, from 0 to 1."""
+        if self.logarithmic:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, limit: int = 6) -> list[float]:
+        """Return about so many round values; of a logarithmic scale 1, 2 and 5 of each decade, or fewer."""
+        if not self.logarithmic:
+            size = (self.high - self.low) / limit
+            power = 10.0 ** math.floor(math.log10(size))
+            step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * 0.999)
+            first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+            return [round(number * step, 12) for number in range(first, last + 1)]
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        every = [[step * 10.0**decade for decade in decades for step in steps] for steps in ((1, 2, 5), (1, 3), (1,))]
+        choices = [[tick for tick in ticks if self.low <= tick <= self.high] for ticks in every]
+        return next((ticks for ticks in choices if len(ticks) <= limit), choices[-1][:: -(-len(choices[-1]) // limit)])
+
+
+@dataclass
 class Chart:
-    """A drawing with its title, a description for somebody who cannot see it, height in pixels, legend and note."""
+    """A drawing WIDTH wide, to which marks are added in the values of its axes.
 
-    title: str
+    Attributes:
+        description: the chart for somebody who cannot see it.
+        height: in pixels.
+        place: turns values of both axes into pixels.
+        elements: what is drawn.
+    """
+
     description: str
-    elements: tuple[Element, ...]
     height: int
-    legend: tuple[Key, ...] = ()
-    note: str = ""
+    place: Callable[[float, float], Point]
+    elements: list[Element]
+    _keys: int = 0
 
     @property
     def svg(self) -> str:
-        """The drawing as the content of an SVG as wide as its place in the page."""
-        return _to_svg(self.elements)
+        """The elements in SVG."""
+        return "".join(element.svg for element in self.elements)
+
+    def line(self, points: Iterable[Point], color: int | str, width: float = 0) -> None:
+        """Draw a line through values, in a colour or that of a series; a wide one is a bar."""
+        self.elements.append(_line([self.place(*point) for point in points], color, width))
+
+    def mark(self, x: float, y: float, series: int, *, hollow: bool = False) -> None:
+        """Draw the marker of a series."""
+        self.elements.append(_marker(self.place(x, y), series, hollow=hollow))
+
+    def add_key(self, series: int, label: str, style: str = "both") -> None:
+        """Add a series to the legend, in the style that it is drawn in: `bar`, `line`, `marker` or `both`."""
+        x, y = (0, self.height - 10) if self._keys % 2 == 0 else (WIDTH // 2, self.height - 30)
+        self.height, self._keys = self.height + (20 if x == 0 else 0), self._keys + 1
+        if style != "marker":
+            self.elements.append(_line([(x, y), (x + 24, y)], series, 12 if style == "bar" else 0))
+        if style in ("marker", "both"):
+            self.elements.append(_marker((x + 12, y), series))
+        self.elements.append(_write(x + 32, y + 4, shorten(label, _MAX_LABEL // 2)))
+        self.description += f" {label};"
 
 
-def series_color(series: int) -> str:
-    """Return the name of a series' colour."""
-    return f"s{series % NUM_COLORS}"
+def start_chart(
+    title: str, note: str, x: tuple[str, Scale], y: tuple[str, Scale] | None = None,
+    rows: Sequence[tuple[str, str]] = (), ticks: Sequence[float] = (),
+) -> Chart:  # fmt: skip
+    """Return a chart with its axes.
 
+    Args:
+        title: of the chart.
+        note: one line that explains it.
+        x: title and scale.
+        y: title and scale; None for a chart of rows, where y is the row's index.
+        rows: for each row its name and what stands at its right.
+        ticks: values of x to label; by default those of the scale.
+    """
+    left, bottom = (70, _TITLE + _PLANE) if y else (12, _TITLE + len(rows) * _ROW)
 
-def series_dash(series: int) -> tuple[int, ...]:
-    """Return the dashes of a series of long lines without markers."""
-    return _DASHES[series % len(_DASHES)]
+    def place(a: float, b: float) -> Point:
+        top = bottom - (_PLANE - 24) * y[1](b) if y else _TITLE + 30 + _ROW * b
+        return left + (WIDTH - left - 12) * x[1](a), top
 
-
-def css_colors(*, dark: bool) -> str:
-    """Return the custom properties of CSS that drawings take their colours from."""
-    return " ".join(f"--{name}: {shades[dark]};" for name, shades in COLORS.items())
-
-
-def marker_definitions() -> str:
-    """Return the markers' shapes, which drawings refer to; they stand once in a document."""
-    return "".join(
-        f'<path id="marker-{index}" d="M{"L".join(f"{x:.2f} {y:.2f}" for x, y in shape)}Z"/>'
-        for index, shape in enumerate(_MARKERS)
-    )
+    elements = [_write(0, 16, title), _write(0, 34, note, color=SOFT), _write(WIDTH, bottom + 34, x[0], "end", SOFT)]
+    for tick in ticks or x[1].ticks():
+        at, _ = place(tick, y[1].low if y else 0)
+        elements += [
+            Element([(at, _TITLE), (at, bottom)]),
+            _write(at, bottom + 15, format_number(tick), "middle", SOFT),
+        ]
+    if y:
+        elements.append(_write(0, _TITLE + 8, y[0], color=SOFT))
+    for tick in y[1].ticks() if y else ():
+        _, at = place(x[1].low, tick)
+        elements += [Element([(left, at), (WIDTH, at)]), _write(left - 8, at + 4, format_number(tick), "end", SOFT)]
+    for index, (name, value) in enumerate(rows):
+        top = _TITLE + 14 + _ROW * index
+        elements += [_write(0, top, shorten(name, _MAX_LABEL)), _write(WIDTH, top, value, "end", SOFT)]
+    axes = f"{y[0]} over {x[0]}" if y else x[0]
+    description = f"{title}. {axes}:{''.join(f' {name} {value};' for name, value in rows)}"
+    return Chart(description, bottom + _AXIS + 10, place, elements)
 
 
 def check_chart_path(path: Path | None) -> None:
@@ -177,11 +180,9 @@ def check_chart_path(path: Path | None) -> None:
     Raises:
         UsageError: the name has another suffix than .svg and .png, or there is no such folder.
     """
-    if path is None:
-        return
-    if path.suffix.lower() not in _SUFFIXES:
-        raise UsageError(f"--chart {path}: expected a name that ends in {' or '.join(_SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
+    if path is not None and path.suffix.lower() not in (".svg", ".png"):
+        raise UsageError(f"--chart {path}: expected a name that ends in .svg or .png")
+    if path is not None and not path.absolute().parent.is_dir():
         raise UsageError(f"--chart {path}: no such folder; make it first")
 
 
@@ -191,77 +192,54 @@ def write_charts(charts: Sequence[Chart], heading: str, path: Path) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
-    blocks, height = _stack_charts(charts, heading)
+    elements, height, width = [_write(_MARGIN, 36, heading)], 70, WIDTH + 2 * _MARGIN
+    for chart in charts:
+        for element in chart.elements:
+            elements.append(replace(element, points=[(x + _MARGIN, y + height) for x, y in element.points]))
+        height += chart.height + _MARGIN
     try:
         if path.suffix.lower() == ".png":
-            _rasterize(blocks, height).save(path)
-        else:
-            path.write_text(_to_document(blocks, height), encoding="utf-8")
+            _draw_png(elements, width, height).save(path)
+            return
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-size="{_FONT_SIZE}" '
+        head += f'font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="{CARD}"/>'
+        path.write_text(f"{head}{''.join(element.svg for element in elements)}</svg>\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--chart {path}: cannot be written ({error.strerror or error}); choose another") from None
 
 
-def _to_svg(elements: Iterable[Element]) -> str:
-    return "".join(element.svg for element in elements)
-
-
-def _stack_charts(charts: Sequence[Chart], heading: str) -> tuple[list[tuple[int, list[Element]]], int]:
-    """Return blocks of elements with the height at which each begins, and the height of all."""
-    blocks: list[tuple[int, list[Element]]] = [(0, [Text((0, 18), heading)])]
-    top = 60
-    for chart in charts:
-        blocks.append((top, [Text((0, 0), chart.title), Text((0, 18), chart.note, color="soft")]))
-        blocks.append((top + 30, list(chart.elements)))
-        top += 30 + chart.height
-        for index, key in enumerate(chart.legend):
-            x, y = 0.02 + 0.5 * (index % 2), index // 2 * 20
-            blocks.append((top + y, [key.symbol(x, 10, 12 / _WIDTH), Text((x + 0.015, 14), key.label)]))
-        top += (len(chart.legend) + 1) // 2 * 20 + 36
-    return blocks, top - 24
-
-
-def _to_document(blocks: Sequence[tuple[int, list[Element]]], height: int) -> str:
-    content = "".join(f'<svg y="{top}" overflow="visible">{_to_svg(elements)}</svg>' for top, elements in blocks)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + 2 * _MARGIN}" height="{height + 2 * _MARGIN}">'
-        f"<style>:root {{ {css_colors(dark=False)} }} @media (prefers-color-scheme: dark) {{ :root {{ "
-        f"{css_colors(dark=True)} }} }} svg {{ font: {_FONT_SIZE}px system-ui, sans-serif }}</style>"
-        f'<defs>{marker_definitions()}</defs><rect width="100%" height="100%" style="fill: var(--card)"/>'
-        f'<svg x="{_MARGIN}" y="{_MARGIN}" width="{_WIDTH}" overflow="visible">{content}</svg></svg>\n'
-    )
-
-
-def _rasterize(blocks: Sequence[tuple[int, list[Element]]], height: int) -> Image:
+def _draw_png(elements: Sequence[Element], width: int, height: int) -> Image:
     from PIL import Image, ImageDraw, ImageFont
 
-    palette = {name: light for name, (light, _) in COLORS.items()}
-    size = ((_WIDTH + 2 * _MARGIN) * _SCALE, (height + 2 * _MARGIN) * _SCALE)
-    image = Image.new("RGB", size, palette["card"])
-    draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(_FONT_SIZE * _SCALE)
-
-    def to_pixels(point: Point, top: int) -> Point:
-        return (point[0] * _WIDTH + _MARGIN) * _SCALE, (point[1] + top + _MARGIN) * _SCALE
-
-    for top, element in ((top, element) for top, elements in blocks for element in elements):
-        x, y = to_pixels(element.start, top)
-        if isinstance(element, Text):
+    image = Image.new("RGB", (width * _PNG_SCALE, height * _PNG_SCALE), CARD)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(_FONT_SIZE * _PNG_SCALE)
+    for element in elements:
+        points = [(x * _PNG_SCALE, y * _PNG_SCALE) for x, y in element.points]
+        stroke = round(element.width * _PNG_SCALE)
+        if element.text:
             anchor = {"start": "ls", "middle": "ms", "end": "rs"}[element.anchor]
-            draw.text((x, y), element.text, fill=palette[element.color], font=font, anchor=anchor)
-        elif isinstance(element, Marker):
-            color = palette[series_color(element.series)]
-            shape = [(x + dx * _SCALE, y + dy * _SCALE) for dx, dy in _MARKERS[element.series % len(_MARKERS)]]
-            draw.polygon(shape, fill=palette["card"] if element.hollow else color, outline=color, width=_SCALE)
+            draw.text(points[0], element.text, element.color, font, anchor)
+        elif element.fill:
+            draw.polygon(points, element.fill, element.color, stroke)
         else:
-            for piece in _split_dashes((x, y), to_pixels(element.end, top), element.dash):
-                draw.line(piece, fill=palette[element.color], width=round(element.width * _SCALE))
+            draw.line(points, element.color, stroke)
     return image
 
 
-def _split_dashes(start: Point, end: Point, dash: Sequence[int]) -> Iterator[tuple[Point, Point]]:
-    length = math.dist(start, end) or 1.0
-    inner = takewhile(lambda edge: edge < length, accumulate(step * _SCALE for step in cycle(dash)))
-    edges = [edge / length for edge in (0.0, *inner, length)]
-    for pair in zip(edges[::2], edges[1::2], strict=False):
-        first, last = ((start[0] + (end[0] - start[0]) * at, start[1] + (end[1] - start[1]) * at) for at in pair)
-        yield first, last
+def _get_color(color: int | str) -> str:
+    return color if isinstance(color, str) else _SERIES[color % len(_SERIES)]
+
+
+def _line(points: Sequence[Point], color: int | str, width: float) -> Element:
+    # the width tells lines of the same colour apart
+    thin = isinstance(color, int) and color // len(_SERIES) % 2
+    return Element(points, _get_color(color), width or (0.8 if thin else 2))
+
+
+def _marker(at: Point, series: int, *, hollow: bool = False) -> Element:
+    shape = [(at[0] + x, at[1] + y) for x, y in _MARKERS[series % len(_MARKERS)]]
+    return Element(shape, _get_color(series), 1.5, CARD if hollow else _get_color(series))
+
+
+def _write(x: float, y: float, text: str, anchor: str = "start", color: str = INK) -> Element:
+    return Element([(x, y)], color, text=text, anchor=anchor)

@@ -66,7 +66,6 @@ def overhead(
     from opal_deploy.bench.overhead.table import build_measurements, make_table
     from opal_deploy.bench.report.charts import draw_charts
     from opal_deploy.bench.report.drawing import check_chart_path, write_charts
-    from opal_deploy.bench.report.rows import number_rows
 
     if as_json and output != "text":
         raise UsageError(f"--json with --format {output}: both write to stdout; give one of them")
@@ -100,7 +99,7 @@ def overhead(
         heading = (
             f"What the {head_title(head)} head adds to its backbone (m = {prototypes}, {input_size[0]}x{input_size[1]})"
         )
-        write_charts(draw_charts("overhead", number_rows(measurements)), heading, chart)
+        write_charts(draw_charts("overhead", measurements), heading, chart)
         print_message(f"{chart}: written")
     if cells is not None:
         for line in papers.format_comparison(cells):

@@ -61,7 +61,6 @@ def roofline(
     from opal_deploy.bench.overhead.paper import load_paper
     from opal_deploy.bench.report.charts import draw_charts
     from opal_deploy.bench.report.drawing import check_chart_path, write_charts
-    from opal_deploy.bench.report.rows import number_rows
     from opal_deploy.bench.roofline.table import Case, build_measurements, count_points, format_rows, format_sources
     from opal_deploy.bench.tables import format_table
     from opal_deploy.model.config import HeadConfig
@@ -106,7 +105,7 @@ def roofline(
             print(f"- {line}", flush=True)
     if chart is not None:
         heading = f"Roofline, {precision}, batch {batch}: where each network may be at most"
-        write_charts(draw_charts("roofline", number_rows(measurements)), heading, chart)
+        write_charts(draw_charts("roofline", measurements), heading, chart)
         print_message(f"{chart}: written")
 
 
