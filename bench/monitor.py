@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any, Protocol, Self
@@ -28,7 +29,7 @@ _MIN_SECONDS = 0.5
 _HARMLESS = ("gpu_idle", "applications_clocks_setting", "display_clock_setting")
 
 
-class Sampler:
+class Sampler(ABC):
     """Calls `sample` at the start of its block and then every `interval` seconds, in a thread."""
 
     def __init__(self, interval: float) -> None:
@@ -45,9 +46,9 @@ class Sampler:
         self._stop.set()
         self._thread.join()
 
+    @abstractmethod
     def sample(self) -> None:
         """Take one sample."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

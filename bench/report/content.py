@@ -87,7 +87,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A cell: text, a smaller note (interval or spread), the figure's every digit, and whether it states a doubt."""
 
     text: str
@@ -102,7 +102,7 @@ class Table:
 
     title: str
     columns: Sequence[tuple[str, bool]]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[TableCell]]
     common: Pairs = ()
 
 
@@ -251,7 +251,7 @@ def _build_tables(rows: Sequence[Measurement]) -> Iterator[Table]:
         parts.setdefault(part if dot else "", []).append(name)
     for part, names in parts.items():
         columns = [("#", True), *((field.title, field.numeric) for field in shown)]
-        body = [[Cell(str(i + 1)), *(Cell(field.texts[i]) for field in shown)] for i in range(len(rows))]
+        body = [[TableCell(str(i + 1)), *(TableCell(field.texts[i]) for field in shown)] for i in range(len(rows))]
         for name in names:
             title, cells = _build_figure_column(name.removeprefix(f"{part}."), [m.figures.get(name) for m in rows])
             columns.append((title, True))
@@ -259,16 +259,16 @@ def _build_tables(rows: Sequence[Measurement]) -> Iterator[Table]:
         if not part and any(m.marks for m in rows):
             columns.append(("doubts", False))
             for row, m in zip(body, rows, strict=True):
-                row.append(Cell("; ".join(map(format_value, m.marks)), alert=bool(m.marks)))
+                row.append(TableCell("; ".join(map(format_value, m.marks)), alert=bool(m.marks)))
         if len(names) > _MANY_FIGURES and len(rows) <= _FEW_MEASUREMENTS:
-            titles = [Cell(title) for title, _ in columns]
+            titles = [TableCell(title) for title, _ in columns]
             columns = [("", False), *((f"# {row[0].text}", True) for row in body)]
             body = [list(cells) for cells in zip(titles, *body, strict=True)][1:]
         common = [(f.title, f.texts[0]) for f in fields if not f.differs and f.title != "name" and f.texts[0] != "–"]
         yield Table(humanize(part), columns, body, () if part else common)
 
 
-def _build_figure_column(name: str, figures: Sequence[Figure | None]) -> tuple[str, list[Cell]]:
+def _build_figure_column(name: str, figures: Sequence[Figure | None]) -> tuple[str, list[TableCell]]:
     """Return a column's title with unit and arrow, and its cells; figures in several units have theirs in the cell."""
     units = {figure.unit for figure in figures if figure}
     directions = {figure.better for figure in figures if figure}
@@ -277,12 +277,12 @@ def _build_figure_column(name: str, figures: Sequence[Figure | None]) -> tuple[s
     cells = []
     for figure in figures:
         if figure is None:
-            cells.append(Cell("–"))
+            cells.append(TableCell("–"))
             continue
         text, exact = format_number(figure.value, figure.unit), format_exact(figure.value)
         own_unit = f" {format_value(figure.unit)}" if figure.unit else ""
         shown = own_unit if figure.unit not in (unit, "ratio") else ""
-        cells.append(Cell(f"{text}{shown}", _format_uncertainty(figure), f"{exact}{own_unit}"))
+        cells.append(TableCell(f"{text}{shown}", _format_uncertainty(figure), f"{exact}{own_unit}"))
     return title + (_ARROWS[directions.pop()] if len(directions) == 1 else ""), cells
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 from opal_deploy.bench.report.charts import draw_charts
-from opal_deploy.bench.report.content import Cell, Pairs, Report, Table
+from opal_deploy.bench.report.content import Pairs, Report, Table, TableCell
 from opal_deploy.bench.tables import code_span, escape_markdown, markdown_table
 
 
@@ -50,7 +50,7 @@ def _format_table(table: Table) -> str:
     return markdown_table(header, rows, [numeric for _, numeric in table.columns])
 
 
-def _format_cell(cell: Cell) -> str:
+def _format_cell(cell: TableCell) -> str:
     text = f"**{escape_markdown(cell.text)}**" if cell.alert else escape_markdown(cell.text)
     return f"{text} {cell.note}".rstrip()
 

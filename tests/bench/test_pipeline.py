@@ -1,4 +1,4 @@
-"""`bench pipeline` with sessions, decoders and disks of known slowness, and its command from end to end."""
+"""`bench pipeline`: its cases, sessions, decoders and disks of known slowness, and its command from end to end."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import opal_deploy
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Measurement, read_measurements
-from opal_deploy.bench.pipeline.cases import Case
+from opal_deploy.bench.pipeline.cases import (
+    Case,
+    build_cases,
+    decode_batches,
+    parse_counts,
+    parse_sizes,
+    resized_copies,
+)
 from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
 from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, ReplaySession, measure_case
+from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import ImageBatch
@@ -45,6 +54,57 @@ class SleepingSession:
 @pytest.fixture
 def items(tmp_path: Path, make_pictures: Callable) -> list[Item]:
     return [Item(path, path.name) for path in make_pictures(tmp_path / "pictures", 12)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, [Case(8, 2)]),
+        ({"batches": [16, 32]}, [Case(16, 2), Case(32, 2)]),
+        ({"batches": [1, 8], "workers": [1, 2]}, [Case(8, 2), Case(8, 1), Case(1, 2)]),
+        ({"sizes": [(50, 40)]}, [Case(8, 2, (50, 40))]),
+        ({"sizes": [(50, 40), (90, 80)]}, [Case(8, 2), Case(8, 2, (50, 40)), Case(8, 2, (90, 80))]),
+        ({"batches": [8, 8]}, [Case(8, 2)]),
+    ],
+    ids=str,
+)
+def test_each_value_is_varied_on_its_own_around_one_base_case(values: dict, expected: list[Case]) -> None:
+    assert list(build_cases(Case(8, 2), **values)) == expected
+
+
+def test_counts_and_sizes_are_parsed() -> None:
+    assert parse_counts("--batch", "1, 8,32") == [1, 8, 32]
+    assert parse_sizes("--image-size", "250x188, 500x375") == [(250, 188), (500, 375)]
+    assert parse_counts("--batch", None) == parse_sizes("--image-size", None) == []
+    for text in ("", "0", "1,,2", "a", "-1", "1.5", "1;2", "1,0"):
+        with pytest.raises(UsageError, match=r"--batch .* expected whole numbers from 1 on"):
+            parse_counts("--batch", text)
+    for text in ("", "500", "500x", "0x10", "500x375x3", "500X375", "65501x10", "a,b"):
+        with pytest.raises(UsageError, match=r"--image-size .* expected WIDTHxHEIGHT"):
+            parse_sizes("--image-size", text)
+
+
+def test_copies_have_their_size_and_are_removed_afterwards(items: list[Item]) -> None:
+    items[1].path.write_bytes(b"no image")
+    with resized_copies(items, (200, 100)) as copies:
+        paths = [copy.path for copy in copies]
+        # a broken image stays what it is
+        assert [path == item.path for path, item in zip(paths, items, strict=True)] == [False, True, *[False] * 10]
+        del paths[1]
+        assert len(set(paths)) == 11
+        for path in paths:
+            with Image.open(path) as copy:
+                assert (copy.size, copy.format) == ((200, 100), "JPEG")
+    assert not any(path.exists() for path in paths)
+    with resized_copies(items, None) as same:
+        assert same == items
+
+
+def test_batches_hold_every_usable_image(items: list[Item]) -> None:
+    items[1].path.write_bytes(b"no image")
+    assert [batch.shape for batch in decode_batches(items, (32, 48), 6)] == [(6, 32, 48, 3), (5, 32, 48, 3)]
+    with pytest.raises(UsageError, match=r"11 usable images, and a batch takes 12; give more, or a smaller --batch"):
+        decode_batches(items, (32, 32), 12)
 
 
 def measure(session: Any, items: list[Item], report: Any = lambda _: None, **options: Any) -> CaseResult:
@@ -106,10 +166,8 @@ def test_replayed_outputs_are_the_networks_in_order(exact_session: OnnxSession) 
     replay = ReplaySession.record(exact_session, [images[:2], images[2:]])
     replayed = Outputs.concatenate([replay.run(images[:2]), replay.run(images[:2])])
     expected = Outputs.concatenate([exact_session.run(images[:2]), exact_session.run(images[2:])])
-    for one, other in ((replayed.logits, expected.logits), (replayed.argmax, expected.argmax)):
-        assert one is not None
-        assert other is not None
-        assert one.tolist() == other[[0, 1, 2, 0]].tolist()
+    for name in ("logits", "argmax"):
+        assert getattr(replayed, name).tolist() == getattr(expected, name)[[0, 1, 2, 0]].tolist()
     with pytest.raises(ValueError, match="a batch of 4; only 3 answers"):
         replay.run(np.zeros((4, 96, 96, 3), np.uint8))
 
@@ -181,9 +239,8 @@ def test_several_values_are_varied_without_the_network(bench: Callable, exact_mo
     done = bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt"))
     assert done.returncode == 0, done.stderr
     measurements = [Measurement.from_line(line) for line in done.stdout.splitlines()]
-    assert [(m.case["batch"], m.case["workers"], m.case["image_size"]) for m in measurements] == [
-        (8, 1, "64x48"), (4, 1, "64x48"),
-    ]  # fmt: skip
+    cases = [(m.case["batch"], m.case["workers"], m.case["image_size"]) for m in measurements]
+    assert cases == [(8, 1, "64x48"), (4, 1, "64x48")]
     for measurement in measurements:
         # a checkpoint runs as `infer` runs it
         assert measurement.target is not None
@@ -198,13 +255,11 @@ def test_several_values_are_varied_without_the_network(bench: Callable, exact_mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "0"], "--batch '0': expected whole numbers"),
         (["--workers", "x"], "--workers 'x': expected whole numbers"),
         (["--image-size", "10"], "--image-size '10': expected WIDTHxHEIGHT"),
         (["--batch", "99"], "12 usable images, and a batch takes 99"),
         (["--plain", "{linear}"], "the model was exported from another file, exact.pt of sha256"),
     ],
-    ids=["batch", "workers", "size", "few images", "another checkpoint"],
 )
 def test_a_wrong_call_is_answered_in_one_line(
     bench: Callable, linear_model: Path, arguments: list[str], message: str

@@ -1,0 +1,146 @@
+"""The bottleneck, the measurement and the text of a run of `bench pipeline`, from known times."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from opal_deploy.bench.measurement import Measurement
+from opal_deploy.bench.memory import MemoryCurve
+from opal_deploy.bench.monitor import Monitor
+from opal_deploy.bench.pipeline.bottleneck import Pass, find_bottleneck
+from opal_deploy.bench.pipeline.cases import Case
+from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
+from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, Variant
+from opal_deploy.inference.timing import Stage, StageTime, StageTimes, ThreadRole, WaitReason
+
+THREADS: dict[ThreadRole, int] = {"decoders": 2, "drawers": 2, "session": 1, "loop": 1}
+Rows = dict[tuple[ThreadRole, Stage], tuple[float, float]]
+FLAT = MemoryCurve(tuple(map(float, range(20))), (100.0,) * 20)
+LEAK = MemoryCurve(tuple(map(float, range(20))), tuple(100.0 + 5 * second for second in range(20)))
+
+
+def one_pass(rows: Rows, waits: dict[WaitReason, float], *, seconds: float = 10.0, cpu: float = 4.0) -> Pass:
+    """100 images; `rows`: wall and CPU seconds."""
+    stages = tuple(StageTime(role, stage, *times, 100) for (role, stage), times in rows.items())
+    return Pass(100, seconds, cpu, StageTimes(stages, tuple(waits.items())))
+
+
+def test_a_session_that_never_waits_is_the_bottleneck() -> None:
+    rows: Rows = {
+        ("decoders", "decode"): (4.0, 3.0),
+        ("session", "batch"): (0.3, 0.2),
+        ("session", "compute"): (9.0, 0),
+    }
+    bottleneck = find_bottleneck([one_pass(rows, {"session": 8.0, "pictures": 1.0})], THREADS, cores=2)
+    assert (bottleneck.role, bottleneck.stage) == ("session", "compute")
+    assert bottleneck.busy == pytest.approx({"decoders": 0.2, "session": 0.93, "loop": 0.1})
+    text = "bound by compute: the session is busy 93% of the time (decoders 20%, loop 10%); 2 cores are 20% busy"
+    assert bottleneck.describe() == text
+    document = json.loads(json.dumps(bottleneck.to_dict()))
+    assert (document["station"], document["line"]) == ("session", text)
+    # 100 images took each of the two decoders 2 s, the session 9.3 s and the loop one second
+    assert bottleneck.capacity == pytest.approx({"decoders": 50.0, "session": 100 / 9.3, "loop": 100.0})
+    # several passes are judged together
+    passes = [one_pass(rows, {}), one_pass(rows, {}, seconds=14.8)]
+    assert find_bottleneck(passes, THREADS, cores=2).busy["session"] == pytest.approx(18.6 / 24.8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "waits", "role", "stage"),
+    [
+        ({("decoders", "read"): (3, 1), ("decoders", "decode"): (15, 9)}, {"pictures": 9.9}, "decoders", "decode"),
+        ({("decoders", "read"): (15, 1), ("decoders", "decode"): (3, 3)}, {"pictures": 9.9}, "decoders", "read"),
+        ({("drawers", "draw"): (18, 9), ("session", "compute"): (5, 1)}, {"pictures": 9.9}, "drawers", "draw"),
+        ({("session", "transfer"): (6, 0), ("session", "compute"): (3, 0)}, {"pictures": 9.9}, "session", "transfer"),
+        # a loop that waits for nobody
+        ({("session", "compute"): (2, 0), ("loop", "write"): (8, 1)}, {"session": 0.5, "disk": 8}, "loop", "write"),
+        ({("session", "compute"): (2, 0), ("loop", "write"): (1, 1)}, {"session": 0.5, "disk": 1}, "loop",
+         "finding images and scheduling"),
+    ],
+)  # fmt: skip
+def test_the_largest_stage_of_the_busiest_threads_is_named(rows: Rows, waits: Any, role: str, stage: str) -> None:
+    bottleneck = find_bottleneck([one_pass(rows, waits)], THREADS, cores=8)
+    assert (bottleneck.role, bottleneck.stage) == (role, stage)
+    assert bottleneck.waits == pytest.approx({reason: seconds / 10 for reason, seconds in waits.items()})
+
+
+def test_the_shares_of_busy_cores_are_listed() -> None:
+    rows: Rows = {("decoders", "decode"): (6.0, 3.8), ("session", "compute"): (9.5, 5.7)}
+    bottleneck = find_bottleneck([one_pass(rows, {"session": 9.0}, cpu=19.0)], THREADS, cores=2)
+    assert bottleneck.cores_busy == pytest.approx(0.95)
+    assert bottleneck.cpu == pytest.approx({"decode": 0.2, "compute": 0.3, "rest": 0.5})
+    assert bottleneck.describe().endswith(
+        "2 cores are 95% busy, shared by the runtime's threads and the rest 50%, compute 30%, decode 20%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "waited", "cpu", "text"),
+    [
+        (
+            {("decoders", "decode"): (10.0, 9.0), ("session", "compute"): (6.0, 6)}, 9.0, 18.0,
+            "bound by the cores: no group of threads is always busy (decoders 50%, session 60%, loop 10%)",
+        ),
+        ({("session", "compute"): (5.0, 1)}, 8.0, 2.0, "bound by nothing clearly: "),
+    ],
+    ids=["cores", "nothing"],
+)  # fmt: skip
+def test_no_bottleneck_is_made_up(rows: Rows, waited: float, cpu: float, text: str) -> None:
+    bottleneck = find_bottleneck([one_pass(rows, {"session": waited}, cpu=cpu)], THREADS, cores=2)
+    assert (bottleneck.role, bottleneck.stage) == (None, None)
+    assert bottleneck.describe().startswith(text)
+
+
+def build_result(bare: tuple[float, ...], infer: tuple[float, ...], memory: MemoryCurve = FLAT) -> CaseResult:
+    """The result of passes of known rates."""
+    alone, made = (tuple(Pass(100, 100 / rate, 2.0) for rate in rates) for rates in (bare, infer))
+    variant = Variant("infer", made, memory, find_bottleneck(made, {}, 2))
+    return CaseResult(Case(8, 2), 100, 101, "a session", alone, (variant,), 345.0)
+
+
+def measurement_of(fake_target: Any, result: CaseResult, *marks: str) -> Measurement:
+    monitor = Monitor([], {"cpu": "not here"})
+    monitor.marks = marks
+    return build_measurement(result, fake_target(0, lambda _: None), monitor, PipelineOptions(3))
+
+
+def test_a_measurement_has_the_ratios_of_neighbours_the_cpu_time_and_the_monitor(fake_target: Any) -> None:
+    result = build_result((100, 100, 104), (80, 90, 91))
+    measurement = measurement_of(fake_target, result, "busy: other processes")
+    figures = measurement.figures
+    assert figures["infer_share"].repeats == pytest.approx((0.8, 0.9, 0.875))
+    assert figures["infer_share"].value == pytest.approx(0.875)
+    # the medians' ratio would be another
+    assert figures["infer"].value / figures["bare"].value == pytest.approx(0.9)
+    assert figures["infer.cpu"].value == pytest.approx(20.0)
+    assert measurement.conditions == {"cpu": {"not_sampled": "not here"}}
+    assert measurement.marks[-1] == "busy: other processes"
+    assert Measurement.from_line(measurement.to_line()) == measurement
+
+
+@pytest.mark.parametrize(
+    ("rates", "memory", "marks"),
+    [((80, 81), FLAT, ()), ((80, 95), FLAT, ("noisy",)), ((80, 95), LEAK, ("noisy", "growing memory: infer"))],
+    ids=["none", "noisy", "both"],
+)
+def test_doubts_are_marked(fake_target: Any, rates: Any, memory: MemoryCurve, marks: tuple[str, ...]) -> None:
+    assert measurement_of(fake_target, build_result((100, 101), rates, memory)).marks == marks
+
+
+def test_the_text_has_rates_spread_and_share() -> None:
+    result = build_result((100, 101, 102), (80, 95, 99))
+    lines = list(format_result(result))
+    assert "  session alone: 101.0 images/s (spread 2% over 3)" in lines
+    assert "  infer: 95.0 images/s (spread 20% over 3, NOISY): 94.1% of the session alone" in lines
+    assert lines[0] == "100 of 101 images, batch 8, 2 workers, images as given; a session"
+    assert lines[-1] == "  peak memory 345 MB"
+    # no share without the session alone
+    without = list(format_result(build_result((), (80,))))
+    assert "  infer: 80.0 images/s (once)" in without
+    assert not any("session alone" in line for line in without)
+    assert list(format_summary([result])) == [
+        "batch 8, 2 workers, images as given: infer 95.0 images/s (94% of the session alone), peak 345 MB"
+    ]
