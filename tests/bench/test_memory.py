@@ -44,7 +44,7 @@ def test_growth_is_judged_after_the_first_quarter(
     assert text in memory.describe()
 
 
-@pytest.mark.parametrize("count", [1, 2, 59, 60, 61, 1000])
+@pytest.mark.parametrize("count", [1, 60, 61, 1000])
 def test_a_curve_is_thinned_and_keeps_both_ends(count: int) -> None:
     memory = curve(*map(float, range(count)))
     assert (memory.start, memory.end, memory.peak) == (0, count - 1, count - 1)

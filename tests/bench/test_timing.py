@@ -30,19 +30,16 @@ def test_a_real_call_is_timed_from_its_begin_to_its_end() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("call_seconds", "options", "calls"),
-    [(1, TimingOptions(2, 7, 3, 0), [7, 7, 7]), (0.5, TimingOptions(10, 2, 2, 0), [20, 20])],
-    ids=["least iterations", "least seconds"],
-)
-def test_a_repeat_has_its_iterations_and_seconds(
-    fake_clock: Callable[..., Any], call_seconds: float, options: TimingOptions, calls: list[int]
-) -> None:
-    clock = fake_clock()
-    timing = time_repeats(lambda _: clock.spend(call_seconds), options, clock=clock)
-    assert [len(repeat) for repeat in timing.repeats] == calls
-    assert timing.elapsed == tuple(call_seconds * count for count in calls)
-    assert set(timing.latencies) == {call_seconds}
+def test_a_repeat_has_its_iterations_and_seconds(fake_clock: Callable[..., Any]) -> None:
+    for length, options, calls in (
+        (1, TimingOptions(2, 7, 3, 0), [7] * 3),
+        (0.5, TimingOptions(10, 2, 2, 0), [20] * 2),
+    ):
+        clock = fake_clock()
+        timing = time_repeats(lambda _, clock=clock, length=length: clock.spend(length), options, clock=clock)
+        assert [len(repeat) for repeat in timing.repeats] == calls
+        assert timing.elapsed == tuple(length * count for count in calls)
+        assert set(timing.latencies) == {length}
 
 
 def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) -> None:
