@@ -15,7 +15,7 @@ from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.evaluation.pointing import EvidenceSummary
+    from opal_deploy.evaluation.pointing import PointingGame
     from opal_deploy.inference.run.summary import Summary
 
 MARKER = "demo.json"
@@ -154,8 +154,8 @@ def _explain(out: Path, model: Path) -> Summary:
         return run(requests, sessions, options, report_progress=lambda done: advance(done.total))
 
 
-def measure_evidence(data: Path, results: Path) -> EvidenceSummary:
-    """Return how often the boxes of correctly classified test images cover parts, and how often random cells would.
+def measure_evidence(data: Path, results: Path) -> PointingGame:
+    """Return the pointing game of correctly classified test images.
 
     Args:
         data: a generated data set.
@@ -164,49 +164,33 @@ def measure_evidence(data: Path, results: Path) -> EvidenceSummary:
     Raises:
         UsageError: no image was classified correctly, so there is no evidence to measure.
     """
-    from opal_deploy.evaluation.pointing import count_box_hits, summarize_hits
+    from opal_deploy.evaluation.pointing import play_with_records
+    from opal_deploy.inference.run.results import read_records
     from opal_deploy.synthetic import read_annotations
 
-    annotations = {str(data / a.image): a for a in read_annotations(data)}
-    grid = (SETTINGS.size // 32, SETTINGS.size // 32)
-    hits = []
-    with results.open(encoding="utf-8") as stream:
-        for line in stream:
-            record = json.loads(line)
-            annotation = annotations[record["image"]]
-            if record["status"] == "ok" and record["prediction"]["label"] == annotation.species:
-                hits.append(count_box_hits(annotation, [slot["box"] for slot in record["evidence"]], grid))
-    if not hits:
+    creatures = {str(data / creature.image): creature for creature in read_annotations(data)}
+    game = play_with_records(read_records(results), creatures, (SETTINGS.size // 32, SETTINGS.size // 32))
+    if game is None:
         raise UsageError(
             "no test image was classified correctly, so no evidence can be measured; train longer (--epochs)"
         )
-    return summarize_hits(hits)
+    return game
 
 
-def _report(
-    out: Path, model: Path, accuracy: float, summary: Summary, evidence: EvidenceSummary, seconds: float
-) -> None:
+def _report(out: Path, model: Path, accuracy: float, summary: Summary, game: PointingGame, seconds: float) -> None:
+    from opal_deploy.evaluation.pointing import POINTING, format_game
+
     chance = 1 / SETTINGS.species
-    (out / MARKER).write_text(
-        json.dumps({
-            "test_accuracy": accuracy,
-            "boxes_on_distinguishing_parts": evidence.distinguishing,
-            "random_foreground_cells_on_distinguishing_parts": evidence.control_distinguishing,
-            "boxes_on_any_part": evidence.any_part,
-            "random_foreground_cells_on_any_part": evidence.control_any,
-            "seconds": seconds,
-        }, indent=2) + "\n"
-    )  # fmt: skip
+    document = {"test_accuracy": accuracy, POINTING: game.to_dict(), "seconds": seconds}
+    (out / MARKER).write_text(json.dumps(document, indent=2) + "\n")
     print_message()
     print_message(f"Test accuracy {accuracy:.1%} on {summary.total} images (chance {chance:.1%})")
-    print_message(
-        f"Boxes on a part that distinguishes the species: {evidence.distinguishing:.1%} "
-        f"(random cells of the creature: {evidence.control_distinguishing:.1%})"
-    )
-    print_message(f"Boxes on any part: {evidence.any_part:.1%} (random cells: {evidence.control_any:.1%})")
-    if evidence.distinguishing <= evidence.control_distinguishing:
+    for line in format_game(game):
+        print_message(line)
+    deciding = game.deciding_part
+    if deciding is not None and deciding.hits.value <= deciding.random:
         print_message(
-            "The boxes lie on distinguishing parts no more often than random cells: the network was trained for minutes"
+            "The evidence lies on deciding parts no more often than random cells: the network was trained for minutes"
         )
         print_message(
             "from random weights, and any of its cells can hold the answer. Accuracy alone does not show this."

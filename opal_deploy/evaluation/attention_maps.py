@@ -12,8 +12,8 @@ from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.session import ImageBatch, Session
-from opal_deploy.runtime.torch_session import TorchSession, to_outputs
+from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
+from opal_deploy.runtime.torch_session import to_outputs
 
 CONSISTENCY, STABILITY, PURITY = "prototype_consistency", "prototype_stability", "part_purity"
 # the protocols state their regions and patches in pixels of this input
@@ -76,16 +76,13 @@ def from_session(session: Session) -> MapSource:
     """
     metadata = session.metadata
     run, run_normalised = session.run, None
-    if isinstance(session, TorchSession) or metadata.input_kind == "float32":
-        run_normalised = cast(_NormalisedRunner, session).run_normalised
-    if isinstance(session, TorchSession):
-
-        def run(images: ImageBatch) -> Outputs:
-            return session.run_normalised(normalise(images, metadata.mean, metadata.std))
-
     unavailable = _explain_undefined(metadata.evidence, metadata.input_size)
-    if not unavailable and not isinstance(session, TorchSession):
-        unavailable = _explain_missing_outputs(metadata)
+    if isinstance(session, AttentionSession):
+        run, run_normalised = session.run_with_attention, session.run_normalised
+    else:
+        if metadata.input_kind == "float32":
+            run_normalised = cast(_NormalisedRunner, session).run_normalised
+        unavailable = unavailable or _explain_missing_outputs(metadata)
     return MapSource(
         metadata.prototypes_per_class,
         metadata.grid,

@@ -56,12 +56,15 @@ class PartFigures:
     unavailable: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON; one that could not be measured is null, and `unavailable` has the reason."""
-        figures: dict[str, Any] = {
+        """Return the figures for JSON as shares, 0 ... 1; what was not measured is null, with its reason."""
+        percent = {
             CONSISTENCY: self.consistency,
             STABILITY: self.stability,
             PURITY: self.purity,
             f"{PURITY}_std": self.purity_std,
+        }
+        figures: dict[str, Any] = {
+            **{name: None if value is None else value / 100 for name, value in percent.items()},
             "part_prototypes": self.prototypes,
             "part_images": self.images,
         }
@@ -138,7 +141,7 @@ def measure_parts(
         raise UsageError(f"prototypes cannot be measured: {next(iter(source.unavailable.values()))}")
     labels = np.array([sample.label for sample in data.test], dtype=np.int64)
     meter = PartMeter(source, cub.read_parts(data.root, data.test), labels, seed=seed)
-    outputs = predict_samples(source.run, data.test, source.input_size, batch=batch, watch=meter, report=report)
+    outputs, _ = predict_samples(source.run, data.test, source.input_size, batch=batch, watch=meter, report=report)
     return meter.figures(outputs.scores, outputs.argmax)
 
 

@@ -1,267 +1,326 @@
-"""Boxes of explanations against the annotated parts of the generated data set.
+"""The pointing game (Zhang et al. 2018): whether the evidence of right predictions lies on the object and its parts.
 
-A box **covers** a part if it holds at least a quarter of the part's box. A distinguishing part spans at most two cells
-of a 7x7 grid each way, and one of two cells always holds half: a quarter is what one well placed cell is sure to hold,
-wherever the grid cuts the part.
+A cell of the evidence hits a region if its centre lies in it (for a part that is known as a point: near it, see
+`annotations.MARGIN`). The share of hits stands beside its expectation for random cells, which is exact, a mean over
+cells: for the object all cells of the image, for parts the cells whose centre lies in the object, since a method that
+merely finds the object scores like these.
 
-Every share stands beside its **control**: the same share for a box on a random cell of the creature, as the exact mean
-over all cells that are at least a quarter foreground. A method that merely finds the creature scores like its control.
-(Moving that threshold between a tenth and two fifths moves the control of 8 species at 160x160 by about 0.04 at most;
-it is about 0.23, 0.32 and 0.43 on grids of 7x7, 5x5 and 4x4.)
+Zhang et al., Top-Down Neural Attention by Excitation Backprop, International Journal of Computer Vision 126, 2018. They
+point once an image, at a map's maximum; here every slot of the predicted class points once.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import DataSet, Sample, display_path
-from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Points, annotate_creatures
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.synthetic import Annotation, read_annotations
-from opal_deploy.synthetic.dataset import PARTS_FILE
+from opal_deploy.records.record import Record
+from opal_deploy.statistics.intervals import Mean, mean_with_interval
+from opal_deploy.synthetic import Annotation
 
-COVERED = 0.25
-"""Least share of a part's box that a box has to hold to cover the part."""
-
-FOREGROUND = 0.25
-"""Least share of foreground in a cell that the control counts as on the creature."""
-
-NO_PART = "none"
-
-PARTS = "generated_parts"
+POINTING = "pointing_game"
 """The JSON key of the summary."""
 
+# the most classes whose parts the terminal lists, and the parts of a class
+_MAX_CLASSES, _MAX_PARTS = 20, 3
+
 
 @dataclass(frozen=True)
-class BoxHits:
-    """The parts that the boxes of one image cover.
+class ImageHits:
+    """The hits of one image's m cells of evidence on its object and its Q parts.
 
     Attributes:
-        species: the image's class.
-        boxes: number of boxes.
-        distinguishing: how many of them cover a distinguishing part.
-        any_part: how many of them cover some part.
-        control_distinguishing, control_any: the same as probabilities for one random foreground cell, 0 ... 1.
-        most_covered: of each box, the part of which it holds the largest share; "none" if it covers no part.
+        annotation: of the image.
+        in_object: bool [m]; None where no object is known.
+        on_parts: bool [m, Q].
+        random_object: share of all cells that lie in the object; None where no object is known.
+        random_parts: [Q], share of the foreground cells on each part.
+        random_any, random_deciding: share of the foreground cells on some part, on some deciding part.
     """
 
-    species: str
-    boxes: int
-    distinguishing: int
-    any_part: int
-    control_distinguishing: float
-    control_any: float
-    most_covered: tuple[str, ...]
+    annotation: ImageAnnotation
+    in_object: NDArray[np.bool_] | None
+    on_parts: NDArray[np.bool_]
+    random_object: float | None
+    random_parts: NDArray[np.float64]
+    random_any: float
+    random_deciding: float
+
+    @property
+    def deciding(self) -> NDArray[np.bool_]:
+        """Which parts decide, bool [Q]."""
+        return np.array([bool(part.deciding) for part in self.annotation.parts], np.bool_)
 
 
 @dataclass(frozen=True)
-class EvidenceSummary:
-    """`BoxHits` of many images. Shares are 0 ... 1, of boxes; an image counts as often as it has boxes.
+class Share:
+    """A share of hits, 0 ... 1.
 
     Attributes:
-        images, boxes: how many.
-        distinguishing: share of boxes that cover a distinguishing part.
-        any_part: share of boxes that cover some part.
-        control_distinguishing, control_any: the same, expected of random foreground cells of the same images.
-        slots: species -> for the first, second, ... box of its images: part (or "none") -> share of images in which
-            that part is the one most covered. With a box per slot in slot order this says what each slot looks at.
+        hits: mean over images of the share of an image's cells that hit, with its interval (images are the unit).
+        random: the same, expected of random cells.
+    """
+
+    hits: Mean
+    random: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the share for JSON: `Mean.to_dict` and `random`."""
+        return {**self.hits.to_dict(), "random": self.random}
+
+
+@dataclass(frozen=True)
+class PartShare:
+    """How often the evidence of a class lies on one part, over the right predictions in which the part is visible.
+
+    Attributes:
+        part: its name; `variant`: what it is called in this class, or empty.
+        deciding: whether it tells the class from others; None where nobody knows.
+        images: share of images in which at least one cell of the evidence hits it.
+        evidence: share of cells that hit it.
+        random: the same, expected of random foreground cells.
+        slots: share of images in which the first, second, ... slot hits it.
+    """
+
+    part: str
+    variant: str
+    deciding: bool | None
+    images: float
+    evidence: float
+    random: float
+    slots: tuple[float, ...]
+
+    @property
+    def title(self) -> str:
+        """The name for a person: `boots (feet)`."""
+        return f"{self.variant} ({self.part})" if self.variant else self.part
+
+
+@dataclass(frozen=True)
+class PointingGame:
+    """The pointing game over the right predictions of a data set.
+
+    Attributes:
+        images: right predictions whose object or parts are known.
+        unknown: right predictions of which nothing is known; they are left out.
+        cells: cells of evidence an image, m.
+        object, part, deciding_part: shares of hits in the object, on some part, on some deciding part; None where the
+            annotations do not know it.
+        classes: class -> its parts, the most hit first; classes without right predictions are left out.
+        rules: what counts as a hit and as foreground, for a person.
     """
 
     images: int
-    boxes: int
-    distinguishing: float
-    any_part: float
-    control_distinguishing: float
-    control_any: float
-    slots: dict[str, list[dict[str, float]]]
+    unknown: int
+    cells: int
+    object: Share | None
+    part: Share | None
+    deciding_part: Share | None
+    classes: dict[str, list[PartShare]]
+    rules: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary for JSON; what is not known is null."""
+        shares = {"object": self.object, "part": self.part, "deciding_part": self.deciding_part}
+        return {
+            "images": self.images,
+            "images_without_annotation": self.unknown,
+            "cells_per_image": self.cells,
+            **{name: None if share is None else share.to_dict() for name, share in shares.items()},
+            "classes": {name: [asdict(part) for part in parts] for name, parts in self.classes.items()},
+            "confidence": 0.95,
+            "rules": self.rules,
+        }
 
 
-def count_box_hits(annotation: Annotation, boxes: ArrayLike, grid: tuple[int, int]) -> BoxHits:
-    """Compare the boxes of one image's explanation with its parts.
+def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: tuple[int, int]) -> ImageHits:
+    """Hold the evidence of one image against its annotation.
 
     Args:
-        annotation: of the image. "Distinguishing" is meant for its own species: give boxes of a class the image is of.
-        boxes: [B, 4], (x0, y0, x1, y1) in pixels of the image.
-        grid: (H, W) of the feature map, laid over the whole image (straight resize); for the control.
-
-    Raises:
-        UsageError: `boxes` is not [B, 4], or the grid is empty.
+        annotation: of the image.
+        points: [m, 2], centres (x, y) of the evidence's cells in pixels of the whole image.
+        geometry: of the image.
+        grid: (H, W) of the feature map, for the random cells.
     """
-    box_array = np.asarray(boxes, dtype=np.float64)
-    if box_array.size == 0:
-        box_array = box_array.reshape(0, 4)
-    if box_array.ndim != 2 or box_array.shape[1] != 4:
-        raise UsageError(f"boxes of {annotation.image} have the shape {list(box_array.shape)}, expected [B, 4]")
-    names = [name for name, part in annotation.parts.items() if part.visible]
-    parts = np.array([annotation.parts[name].box for name in names], dtype=np.float64).reshape(-1, 4)
-    distinguishing = np.array([annotation.parts[name].distinguishing for name in names], dtype=np.bool_)
-
-    shares = _shares(box_array, parts)
-    covers = shares >= COVERED - 1e-9  # a cell may hold exactly a quarter
-    chance = _shares(_foreground_boxes(annotation, grid), parts) >= COVERED - 1e-9
-    best = shares.argmax(axis=1) if names else np.zeros(len(box_array), dtype=np.intp)
-    return BoxHits(
-        species=annotation.species,
-        boxes=len(box_array),
-        distinguishing=int(covers[:, distinguishing].any(axis=1).sum()),
-        any_part=int(covers.any(axis=1).sum()),
-        control_distinguishing=float(chance[:, distinguishing].any(axis=1).mean()),
-        control_any=float(chance.any(axis=1).mean()),
-        most_covered=tuple(names[b] if c.any() else NO_PART for b, c in zip(best, covers, strict=True)),
+    cells = geometry.cell_centres(grid)
+    known = annotation.has_object
+    chance = annotation.on_parts(cells[annotation.foreground(geometry, grid)], geometry)  # [foreground cells, Q]
+    deciding = np.array([bool(part.deciding) for part in annotation.parts], np.bool_)
+    return ImageHits(
+        annotation,
+        annotation.in_object(points) if known else None,
+        annotation.on_parts(points, geometry),
+        float(annotation.in_object(cells).mean()) if known else None,
+        chance.mean(axis=0),
+        float(chance.any(axis=1).mean()),
+        float(chance[:, deciding].any(axis=1).mean()),
     )
 
 
-def summarize_hits(hits: Sequence[BoxHits]) -> EvidenceSummary:
-    """Return the summary of many images' hits.
+def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, unknown: int = 0) -> PointingGame | None:
+    """Return the summary of the images' hits; None without images.
 
-    Raises:
-        UsageError: there is not a single box among them.
+    Args:
+        hits: of images with the same number of cells.
+        annotations: the data set's, which describe the rules.
+        unknown: right predictions of which nothing is known.
     """
-    boxes = sum(h.boxes for h in hits)
-    if boxes == 0:
-        raise UsageError("no boxes to summarise: no image has an explanation")
-    counts: dict[str, dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    for h in hits:
-        for slot, part in enumerate(h.most_covered):
-            counts[h.species][slot][part] += 1
-    return EvidenceSummary(
-        images=len(hits),
-        boxes=boxes,
-        distinguishing=sum(h.distinguishing for h in hits) / boxes,
-        any_part=sum(h.any_part for h in hits) / boxes,
-        control_distinguishing=sum(h.boxes * h.control_distinguishing for h in hits) / boxes,
-        control_any=sum(h.boxes * h.control_any for h in hits) / boxes,
-        slots={
-            species: [
-                {part: n / slots[slot].total() for part, n in slots[slot].most_common()} for slot in range(len(slots))
-            ]
-            for species, slots in sorted(counts.items())
-        },
+    if not hits:
+        return None
+    by_class: dict[str, list[ImageHits]] = defaultdict(list)
+    for hit in hits:
+        by_class[hit.annotation.label].append(hit)
+    parted = [hit for hit in hits if hit.annotation.parts]
+    decided = [hit for hit in parted if any(part.deciding is not None for part in hit.annotation.parts)]
+    random_cells = f"random {annotations.foreground}"
+    return PointingGame(
+        len(hits),
+        unknown,
+        len(hits[0].on_parts),
+        _share([(hit.in_object, hit.random_object) for hit in hits]),
+        _share([(np.asarray(hit.on_parts.any(axis=1)), hit.random_any) for hit in parted]),
+        _share([(np.asarray(hit.on_parts[:, hit.deciding].any(axis=1)), hit.random_deciding) for hit in decided]),
+        {name: _part_shares(by_class[name]) for name in sorted(by_class)},
+        "; ".join(filter(None, (annotations.part_rule, random_cells))),
     )
 
 
-def cell_foreground(annotation: Annotation, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Return the share of foreground in each cell of a grid over the whole image: float64 [H, W], 0 ... 1.
-
-    Exact for any grid: a pixel that a cell's edge cuts counts for both cells by area.
-
-    Raises:
-        UsageError: the grid has no cells.
-    """
-    if min(grid) < 1:
-        raise UsageError(f"a grid of {grid[0]}x{grid[1]} cells; each side must be at least 1")
-    rows = _overlaps(annotation.height, grid[0])
-    columns = _overlaps(annotation.width, grid[1])
-    return np.asarray(rows @ annotation.foreground() @ columns.T, dtype=np.float64)
-
-
-def _overlaps(length: int, cells: int) -> NDArray[np.float64]:
-    """Return the share of each cell that each pixel makes up along one side of the image: [cells, length]."""
-    edges, pixels = np.linspace(0, length, cells + 1), np.arange(length)
-    shared = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
-    return np.asarray(shared.clip(min=0) * (cells / length), dtype=np.float64)
-
-
-def _foreground_boxes(annotation: Annotation, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Return boxes [B, 4] of the cells on the creature; if there is none, of the cells with the most foreground."""
-    share = cell_foreground(annotation, grid)
-    rows, columns = np.nonzero(share >= min(FOREGROUND, share.max()) - 1e-9)
-    height, width = annotation.height / grid[0], annotation.width / grid[1]
-    return np.stack([columns * width, rows * height, (columns + 1) * width, (rows + 1) * height], axis=1)
-
-
-def _shares(boxes: NDArray[np.float64], parts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the share of each part's box [P, 4] that each box [B, 4] holds: [B, P]."""
-    low = np.maximum(boxes[:, None, :2], parts[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], parts[None, :, 2:])
-    return np.asarray(
-        (high - low).clip(min=0).prod(axis=2) / (parts[:, 2:] - parts[:, :2]).prod(axis=1), dtype=np.float64
+def _share(pairs: Sequence[tuple[NDArray[np.bool_] | None, float | None]]) -> Share | None:
+    """Return the share of (hits [m] of an image, expectation for random cells); None without any."""
+    known = [(hits, chance) for hits, chance in pairs if hits is not None and chance is not None]
+    if not known:
+        return None
+    return Share(
+        mean_with_interval([hits.mean() for hits, _ in known]), float(np.mean([chance for _, chance in known]))
     )
 
 
-def has_annotations(data: DataSet) -> bool:
-    """Return whether `data` is a generated data set, which has a parts file in its folder."""
-    try:
-        return (data.root / PARTS_FILE).is_file()
-    except OSError:
-        return False
-
-
-def match_annotations(data: DataSet, samples: list[Sample]) -> list[Annotation]:
-    """Return the annotations of `samples`, row for row.
-
-    Raises:
-        UsageError: the parts file is damaged, or has no annotation of a sample.
-    """
-    by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
-    annotations = []
-    for sample in samples:
-        name = display_path(sample.path, data.root).replace("\\", "/")
-        if name not in by_image:
-            raise UsageError(
-                f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the image out, or leave the parts "
-                "out with --no-parts"
+def _part_shares(hits: Sequence[ImageHits]) -> list[PartShare]:
+    """Return the shares of one class's parts, the most hit first, in the order of the annotations where equal."""
+    columns: dict[str, list[tuple[ImageHits, int]]] = defaultdict(list)
+    for hit in hits:
+        for number, part in enumerate(hit.annotation.parts):
+            columns[part.name].append((hit, number))
+    shares = []
+    for name, places in columns.items():
+        on_part = np.stack([hit.on_parts[:, number] for hit, number in places])  # [images, m]
+        part = places[0][0].annotation.parts[places[0][1]]
+        shares.append(
+            PartShare(
+                name,
+                part.variant,
+                part.deciding,
+                float(on_part.any(axis=1).mean()),
+                float(on_part.mean()),
+                float(np.mean([hit.random_parts[number] for hit, number in places])),
+                tuple(on_part.mean(axis=0).tolist()),
             )
-        annotations.append(by_image[name])
-    return annotations
+        )
+    return sorted(shares, key=lambda share: -share.evidence)
 
 
-def evaluate_part_coverage(
-    result: EvaluationResult, annotations: list[Annotation], metadata: Metadata
-) -> EvidenceSummary | None:
-    """Return which parts the evidence boxes of correctly predicted images cover, by slot.
+def play_pointing_game(result: EvaluationResult, annotations: Annotations, metadata: Metadata) -> PointingGame | None:
+    """Return the pointing game of an evaluated model's right predictions, image by image as in `annotations`.
 
-    None if no prediction is right, or if single cells are not the model's evidence.
+    None if no right prediction has an annotation, or if single cells are not the model's evidence.
     """
     argmax = result.outputs.argmax
     if metadata.evidence != "exact" or argmax is None:
         return None
-    m, hits = metadata.prototypes_per_class, []
-    for number, (annotation, label) in enumerate(zip(annotations, result.labels.tolist(), strict=True)):
-        if int(result.outputs.logits[number].argmax()) != label:
+    m, hits, unknown = metadata.prototypes_per_class, [], 0
+    right = result.outputs.logits.argmax(axis=1) == result.labels
+    for number in np.flatnonzero(right).tolist():
+        annotation, geometry = annotations.images[number], result.geometries[number]
+        if not (annotation.has_object or annotation.parts):
+            unknown += 1
             continue
-        whole = Geometry.whole(annotation.width, annotation.height)
-        cells = argmax[number, label * m : (label + 1) * m].tolist()
-        places = [divmod(cell, metadata.grid[1]) for cell in cells]
-        boxes = [whole.cell_box(row, col, metadata.grid) for row, col in places]
-        hits.append(count_box_hits(annotation, boxes, metadata.grid))
-    return summarize_hits(hits) if hits else None
+        label = int(result.labels[number])
+        cells = argmax[number, label * m : (label + 1) * m]
+        points = geometry.cell_centres(metadata.grid)[cells]
+        hits.append(count_hits(annotation, points, geometry, metadata.grid))
+    return summarize_hits(hits, annotations, unknown)
 
 
-def part_coverage_document(summary: EvidenceSummary) -> dict[str, Any]:
-    """Return the summary for JSON."""
-    return asdict(summary)
+def play_with_records(
+    records: Iterable[Record], creatures: Mapping[str, Annotation], grid: tuple[int, int]
+) -> PointingGame | None:
+    """Return the pointing game of records of generated images, over those whose predicted label is right.
+
+    None if there is no such record.
+
+    Args:
+        records: of images that were not cropped, as `infer` writes them.
+        creatures: annotations by the image's name in its record.
+        grid: (H, W) of the model's feature map, for the random cells.
+    """
+    annotations = annotate_creatures(list(creatures.values()))
+    by_name = dict(zip(creatures, annotations.images, strict=True))
+    hits = []
+    for record in records:
+        annotation = by_name.get(record["image"] or "")
+        if annotation is None or "prediction" not in record or record["prediction"]["label"] != annotation.label:
+            continue
+        boxes = np.array([slot["box"] for slot in record["evidence"]], np.float64).reshape(-1, 4)
+        points = (boxes[:, :2] + boxes[:, 2:]) / 2
+        hits.append(count_hits(annotation, points, Geometry.whole(record["width"], record["height"]), grid))
+    return summarize_hits(hits, annotations)
 
 
-def format_part_coverage(summary: EvidenceSummary) -> Iterator[str]:
-    """Yield the shares as a line, and for each species a line with the parts that each slot covers."""
-    yield (
-        f"boxes on a distinguishing part {summary.distinguishing:.1%} (random cells of the creature "
-        f"{summary.control_distinguishing:.1%}), on any part {summary.any_part:.1%} ({summary.control_any:.1%}); "
-        f"{summary.images} right predictions"
-    )
-    for species, slots in summary.slots.items():
-        slot_parts = [
-            f"slot {number}: " + ", ".join(f"{part} {share:.0%}" for part, share in list(parts.items())[:3])
-            for number, parts in enumerate(slots)
-        ]
-        yield f"  {species}: {'; '.join(slot_parts)}"
-
-
-def part_coverage_table(summary: EvidenceSummary) -> tuple[list[str], list[list[str | int | float]]]:
-    """Return header and rows of slot_parts.csv: a row for each slot of each species, a column for each part."""
-    names = sorted({part for slots in summary.slots.values() for parts in slots for part in parts})
-    rows: list[list[str | int | float]] = [
-        [species, number, *(parts.get(name, 0.0) for name in names)]
-        for species, slots in summary.slots.items()
-        for number, parts in enumerate(slots)
+def format_game(game: PointingGame) -> Iterator[str]:
+    """Yield the shares as a line, the rules as another, and for each of a few classes the parts that its slots hit."""
+    shares = [
+        f"{title} {format_share(share)}"
+        for title, share in (
+            ("in the object", game.object),
+            ("on a part", game.part),
+            ("on a deciding part", game.deciding_part),
+        )
+        if share is not None
     ]
-    return ["species", "slot", *names], rows
+    yield f"pointing game, {game.images:,} right predictions, {game.cells} cells each: {', '.join(shares)}"
+    left_out = f"; {game.unknown:,} right predictions without annotation left out" if game.unknown else ""
+    yield f"  [95 % interval over images]; {game.rules}{left_out}"
+    if len(game.classes) <= _MAX_CLASSES:
+        for name, parts in game.classes.items():
+            if parts:
+                yield f"  {name}: {format_parts(parts)}"
+
+
+def format_share(share: Share) -> str:
+    """Return `84.0 % [82.1, 85.9] (random 24.5 %)`."""
+    low, high = share.hits.interval
+    return f"{100 * share.hits.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] (random {100 * share.random:.1f} %)"
+
+
+def format_parts(parts: Sequence[PartShare]) -> str:
+    """Return the parts that hold evidence in most images of a class, and those that decide, where that is known."""
+    most_hit = sorted(parts, key=lambda part: -part.images)[:_MAX_PARTS]
+    hit = ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in most_hit)
+    deciding = ", ".join(part.title for part in parts if part.deciding)
+    return f"{hit} of its images" + (f"; deciding: {deciding}" if deciding else "")
+
+
+def slot_table(game: PointingGame) -> tuple[list[str], list[list[str | int | float]]]:
+    """Return header and rows of slot_parts.csv: a row for each slot of each class, a column for each part.
+
+    An entry is the share of the class's right predictions with the part visible in which the slot hits it; empty where
+    the part is never visible.
+    """
+    names = sorted({part.part for parts in game.classes.values() for part in parts})
+    rows: list[list[str | int | float]] = []
+    for class_name, parts in game.classes.items():
+        by_name = {part.part: part.slots for part in parts}
+        rows += [
+            [class_name, slot, *(by_name[name][slot] if name in by_name else "" for name in names)]
+            for slot in range(game.cells)
+        ]
+    return ["class", "slot", *names], rows

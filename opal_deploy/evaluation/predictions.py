@@ -38,8 +38,8 @@ def predict_samples(
     watch: BatchCallback | None = None,
     report: ProgressCallback | None = None,
     model: str = "the model",
-) -> Outputs:
-    """Return the outputs for all samples without attention maps, which are too large to keep for a data set.
+) -> tuple[Outputs, list[Geometry]]:
+    """Return the outputs and geometries of all samples, without attention maps, which are too large to keep.
 
     Args:
         run: uint8 [N, H0, W0, 3] to outputs.
@@ -57,17 +57,17 @@ def predict_samples(
     """
     requests = (Request(str(s.path), s.path, s.box if boxes else None) for s in samples)
     batches: list[Outputs] = []
-    done = 0
-    for pixels, _ in prepared_batches(requests, input_size, batch, workers):
-        outputs = run(pixels)
+    geometries: list[Geometry] = []
+    for pixels, batch_geometries in prepared_batches(requests, input_size, batch, workers):
+        outputs, done = run(pixels), len(geometries)
         _check_finite(outputs, samples[done : done + len(pixels)], model)
         if watch is not None:
             watch(done, pixels, outputs)
         batches.append(replace(outputs, attention=None))
-        done += len(pixels)
+        geometries += batch_geometries
         if report is not None:
-            report(done, len(samples), "evaluating")
-    return Outputs.concatenate(batches)
+            report(len(geometries), len(samples), "evaluating")
+    return Outputs.concatenate(batches), geometries
 
 
 def _check_finite(outputs: Outputs, samples: list[Sample], model: str) -> None:

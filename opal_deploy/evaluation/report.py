@@ -1,7 +1,7 @@
 """The files of `evaluate --out`: evaluation.json, and tables and plots per model.
 
-Every model: confusion.csv, confusion.png, predictions.csv. With margins: risk_coverage.csv and .png. On the generated
-data set: slot_parts.csv. With --faithfulness: faithfulness.json and faithfulness.png.
+Every model: confusion.csv, confusion.png, predictions.csv. With margins: risk_coverage.csv and .png. With
+annotated parts: slot_parts.csv. With --faithfulness: faithfulness.json and faithfulness.png.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from opal_deploy.evaluation import risk
 from opal_deploy.evaluation.faithfulness import tables
 from opal_deploy.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.evaluation.metrics import confusion_matrix
-from opal_deploy.evaluation.pointing import EvidenceSummary, part_coverage_table
+from opal_deploy.evaluation.pointing import PointingGame, slot_table
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.records.names import escape_name
 from opal_deploy.statistics.risk import RiskCurve, Threshold
@@ -113,9 +113,9 @@ def write_risk(folder: Path, curve: RiskCurve, threshold: Threshold | None) -> N
     risk.draw_curve(curve, threshold, folder / RISK_IMAGE)
 
 
-def write_slot_parts(folder: Path, summary: EvidenceSummary) -> None:
-    """Write slot_parts.csv: per species and slot, how often each part is the most covered in right predictions."""
-    _write_rows(folder / SLOT_PARTS, *part_coverage_table(summary))
+def write_slot_parts(folder: Path, game: PointingGame) -> None:
+    """Write slot_parts.csv: per class and slot, how often its cell lies on each part in right predictions."""
+    _write_rows(folder / SLOT_PARTS, *slot_table(game))
 
 
 def write_faithfulness(folder: Path, faithfulness: Faithfulness, title: str) -> None:

@@ -16,6 +16,7 @@ from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.evaluation.predictions import predict_samples
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
 
 _NOT_CROPPED = "the protocol crops to the boxes; leave --no-boxes out"
@@ -30,6 +31,7 @@ class EvaluationResult:
         parts: the figures that need part locations; None without.
         labels: [N], class indices.
         outputs: of the model, without attention maps.
+        geometries: of the images.
         margins: [N], see `metrics.margins`; None for a model without anchors.
     """
 
@@ -37,6 +39,7 @@ class EvaluationResult:
     parts: PartFigures | None
     labels: NDArray[np.int64]
     outputs: Outputs
+    geometries: list[Geometry]
     margins: NDArray[np.float64] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
@@ -82,7 +85,7 @@ def evaluate_session(
             source = replace(source, unavailable={**reasons, **source.unavailable})
         meter = PartMeter(source, parts, labels, seed=seed)
         run = source.run
-    outputs = predict_samples(
+    outputs, geometries = predict_samples(
         run,
         samples,
         metadata.input_size,
@@ -97,4 +100,4 @@ def evaluate_session(
     top2_margins = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
     evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, top2_margins)
     part_figures = meter.figures(outputs.scores, outputs.argmax) if meter else None
-    return EvaluationResult(evaluation, part_figures, labels, outputs, top2_margins)
+    return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import ImageError
@@ -51,6 +53,13 @@ class Geometry:
             x0 + (col + 1) * cell_width,
             y0 + (row + 1) * cell_height,
         )
+
+    def cell_centres(self, grid: tuple[int, int]) -> NDArray[np.float64]:
+        """Return the centres (x, y) of all cells of a grid (H, W) in the same pixels: float64 [H * W, 2], row-major."""
+        (rows, cols), (x0, y0, x1, y1) = grid, self.crop
+        x = x0 + (np.arange(cols) + 0.5) * (x1 - x0) / cols
+        y = y0 + (np.arange(rows) + 0.5) * (y1 - y0) / rows
+        return np.stack([np.tile(x, rows), np.repeat(y, cols)], axis=1)
 
 
 def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:

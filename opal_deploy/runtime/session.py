@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import FloatArray, Outputs
 
 ImageBatch = NDArray[np.uint8]
 
@@ -68,6 +68,10 @@ class AttentionSession(Session, Protocol):
 
     def run_with_attention(self, images: ImageBatch) -> Outputs:
         """Return what `run` returns, with the attention maps, float32 [N, K, H, W]."""
+        ...
+
+    def run_normalised(self, images: FloatArray) -> Outputs:
+        """Return the same for float32 [N, 3, H0, W0], already normalised."""
         ...
 
 

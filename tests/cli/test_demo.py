@@ -27,19 +27,22 @@ def write_records(root: Path, images: list[Annotation], part: str | None, label:
         for annotation in images:
             box = [0, 0, 0.1, 0.1] if part is None else list(annotation.parts[part].box)
             record = {"image": str(root / "data" / annotation.image), "status": "ok", "evidence": [{"box": box}]}
+            record |= {"schema": 1, "width": annotation.width, "height": annotation.height}
             record["prediction"] = {"label": label or annotation.species}
             stream.write(json.dumps(record) + "\n")
     return [root / "data", root / "results.jsonl"]
 
 
-def test_boxes_on_a_part_count_where_it_distinguishes(tmp_path: Path, annotations: list[Annotation]) -> None:
+def test_evidence_on_a_part_counts_where_it_decides(tmp_path: Path, annotations: list[Annotation]) -> None:
     found = measure_evidence(*write_records(tmp_path, annotations, "crest"))
-    assert found.any_part == 1.0
-    assert found.distinguishing == np.mean([each.parts["crest"].distinguishing for each in annotations])
-
-    found = measure_evidence(*write_records(tmp_path, annotations, None))
-    assert (found.any_part, found.distinguishing) == (0.0, 0.0)
-    assert 0 < found.control_distinguishing < found.control_any < 1
+    crests = {name: part for name, parts in found.classes.items() for part in parts if part.part == "crest"}
+    assert all(crest.evidence == 1.0 for crest in crests.values())
+    assert {each.species: each.parts["crest"].distinguishing for each in annotations} == {
+        name: crest.deciding for name, crest in crests.items()
+    }
+    # other parts' boxes overlap the crest's
+    assert found.deciding_part is not None
+    assert found.deciding_part.hits.value >= np.mean([crest.deciding for crest in crests.values()])
 
 
 def test_wrong_answers_are_not_measured(tmp_path: Path, annotations: list[Annotation]) -> None:

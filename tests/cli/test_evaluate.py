@@ -380,8 +380,8 @@ def test_the_generated_set_has_parts_and_foreground(
 
     assert "random cells of the creature" in document["faithfulness"]["random_control"]
     # random weights predict at least one of twelve rightly here
-    assert document["generated_parts"]["images"] == round(12 * document["test_accuracy"]) > 0
-    assert "boxes on a distinguishing part" in printed.err
+    assert document["pointing_game"]["images"] == round(12 * document["test_accuracy"]) > 0
+    assert "on a deciding part" in printed.err
     assert {row["slot"] for row in _rows(out / "slot_parts.csv")} == {"0", "1"}
 
-    assert "generated_parts" not in metrics(data.root, path, parts=False)
+    assert "pointing_game" not in metrics(data.root, path, parts=False)

@@ -12,6 +12,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
 from opal_deploy.evaluation.faithfulness.measure import (
     check_evidence,
     max_forward_passes,
@@ -103,7 +104,8 @@ def painted(folder, cells):
 
 
 def _measure(session, samples, **options):
-    foreground = choose_foreground(samples, None, GRID, boxes=True)
+    annotations = Annotations([ImageAnnotation("shown")] * len(samples), "cells")
+    foreground = choose_foreground(annotations, GRID)
     chosen = options.pop("chosen", range(len(samples)))
     return measure_faithfulness(session, samples, list(chosen), foreground, **options)
 

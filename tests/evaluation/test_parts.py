@@ -331,7 +331,10 @@ def test_a_data_set_without_parts_is_refused(data, network):
 def test_the_command_gives_the_same_figures(birds, data, network, checkpoint, capsys):
     evaluate(birds, [checkpoint], dataset="cub", device="cpu", threads=1, as_json=True)
     document = json.loads(capsys.readouterr().out)
-    assert document.items() >= measure_parts(network, data).to_dict().items()
+    figures = measure_parts(network, data)
+    assert document.items() >= figures.to_dict().items()
+    # shares in JSON, percent as in the paper elsewhere
+    assert document["prototype_consistency"] == (figures.consistency or 0) / 100
     assert "test_top5" in document
 
     evaluate(birds, [checkpoint], device="cpu", threads=1, parts=False, as_json=True)

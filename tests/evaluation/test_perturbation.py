@@ -12,9 +12,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.faithfulness.measure import choose_samples
 from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, baseline_image, replace_cells
-from opal_deploy.evaluation.faithfulness.rankings import build_rankings, choose_foreground, evidence_cells
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.synthetic.dataset import Annotation, encode_runs
+from opal_deploy.evaluation.faithfulness.rankings import build_rankings, evidence_cells
 
 METADATA = Metadata(
     ("shown", "rival", "other"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32)
@@ -128,27 +126,6 @@ def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name):
         assert (first != baseline_image(smooth, name, (4, 4), seed=4, index=5)).any()
     if name == "blur":
         assert (first.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
-
-
-MASK = np.zeros((40, 80), np.bool_)
-MASK[:20, :20] = True
-
-
-@pytest.mark.parametrize(
-    ("box", "annotations", "boxes", "name", "cells"),
-    [
-        (None, None, True, "no foreground is known", list(range(16))),
-        ((20, 0, 60, 40), None, True, "cropped to their boxes", list(range(16))),
-        # cells of 20 x 10; the third column has a quarter of itself in the box, the fourth nothing
-        ((20, 10, 45, 40), None, False, "annotated box", [5, 6, 9, 10, 13, 14]),
-        ((0, 0, 80, 40), [Annotation("a.png", "x", 80, 40, {}, encode_runs(MASK))], False, "drawn masks", [0, 4]),
-    ],
-    ids=["unknown", "cropped", "box", "masks"],
-)
-def test_foreground(box, annotations, boxes, name, cells):
-    foreground = choose_foreground(_samples([0], box=box), annotations, (4, 4), boxes=boxes)
-    assert name in foreground.name
-    assert np.flatnonzero(foreground.cells(0, Geometry.whole(80, 40))).tolist() == cells
 
 
 def test_grad_cam_is_the_gradients_mean_times_the_features():

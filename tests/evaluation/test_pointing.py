@@ -1,7 +1,7 @@
-"""Boxes of explanations against the annotated parts of the generated data set, and their control."""
+"""The pointing game by hand: regions, expectations for random cells, what is counted and what is left out."""
 
+import json
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -9,124 +9,115 @@ import pytest
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import pointing
+from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Part, annotate
 from opal_deploy.evaluation.metrics import compute_metrics
-from opal_deploy.evaluation.pointing import cell_foreground, count_box_hits, summarize_hits
+from opal_deploy.evaluation.pointing import count_hits, play_pointing_game, play_with_records
 from opal_deploy.evaluation.session import EvaluationResult
-from opal_deploy.synthetic import Annotation, PartBox, build_annotation, draw_creature, generate_dataset, list_species
-from opal_deploy.synthetic.dataset import encode_runs
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry_from_size
+from opal_deploy.synthetic import generate_dataset, read_annotations
 
 GRID = (4, 4)
 METADATA = Metadata(("a", "b", "c"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, (64, 64))
-ON_BEAK, ON_TAIL, ON_BODY, OFF = (20, 20, 40, 40), (40, 40, 60, 60), (40, 20, 60, 40), (0, 0, 20, 20)
+# 80 x 80 pixels, cells of 20; the object is the four cells in the middle, the beak one of them, the tail another
+BEAK, TAIL = Part("beak", ((21, 21, 39, 39),), True), Part("tail", ((41, 41, 59, 59),), False)
+MIDDLE = ImageAnnotation("a", ((20, 20, 60, 60),), parts=(BEAK, TAIL))
+ON_BEAK, ON_TAIL, ON_BODY, OFF = (30, 30), (50, 50), (50, 30), (10, 10)
 
 
-def _mask(shape, rows, columns):
-    foreground = np.zeros(shape, np.bool_)
-    foreground[rows, columns] = True
-    return encode_runs(foreground)
-
-
-# 80 x 80 pixels, a 4 x 4 grid of 20-pixel cells; the creature fills the four cells in the middle
-BEAK = PartBox("hook", (22.0, 22.0, 38.0, 38.0), (30.0, 30.0), distinguishing=True, visible=True)
-TAIL = PartBox("paddle", (42.0, 42.0, 58.0, 58.0), (50.0, 50.0), distinguishing=False, visible=True)
-CREATURE = Annotation("x.png", "x", 80, 80, {"beak": BEAK, "tail": TAIL}, _mask((80, 80), slice(20, 60), slice(20, 60)))
-
-
-def test_boxes_are_counted_by_the_parts_they_cover():
-    hits = count_box_hits(CREATURE, [ON_BEAK, ON_TAIL, ON_BODY, OFF, ON_BEAK], GRID)
-    assert (hits.boxes, hits.distinguishing, hits.any_part) == (5, 2, 3)
-    assert hits.most_covered == ("beak", "tail", "none", "none", "beak")
-    hidden = {"beak": replace(BEAK, visible=False), "tail": TAIL}
-    hits = count_box_hits(replace(CREATURE, parts=hidden), [ON_BEAK], GRID)
-    assert (hits.distinguishing, hits.any_part, hits.control_distinguishing) == (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("box", "covered"),
-    [
-        ((22, 22, 30, 30), True),  # exactly a quarter
-        ((22, 22, 29.9, 30), False),
-        ((0, 0, 80, 80), True),
-        ((38, 22, 60, 38), False),  # side by side
-    ],
-)
-def test_a_quarter_of_the_part_is_enough(box, covered):
-    assert count_box_hits(CREATURE, [box], GRID).distinguishing == covered
-
-
-def test_the_control_is_by_cells_of_the_creature():
-    hits = count_box_hits(CREATURE, [], GRID)
-    assert (hits.control_distinguishing, hits.control_any, hits.boxes) == (1 / 4, 2 / 4, 0)
-    # no cell is full enough: the fullest
-    tiny = replace(CREATURE, runs=_mask((80, 80), slice(25, 30), slice(25, 30)))
-    assert count_box_hits(tiny, [], GRID).control_distinguishing == 1
-
-
-@pytest.mark.parametrize("grid", [(7, 7), (5, 7), (4, 4), (6, 5)])
-def test_control_is_the_mean_over_single_cells(grid):
-    """Brute force: ask for every foreground cell by itself, with foreground counted on a mask of finer pixels."""
-    kind = list_species(8)[5]
-    annotation = build_annotation(draw_creature(kind, np.random.default_rng(3), (160, 224)), "x.png", kind.name)
-    mask = annotation.foreground().repeat(grid[0], axis=0).repeat(grid[1], axis=1)
-    height, width = annotation.height / grid[0], annotation.width / grid[1]
-    covered = []
-    for row in range(grid[0]):
-        for column in range(grid[1]):
-            fine = mask[row * annotation.height :, column * annotation.width :]
-            if fine[: annotation.height, : annotation.width].mean() >= 0.25:
-                box = [column * width, row * height, (column + 1) * width, (row + 1) * height]
-                one = count_box_hits(annotation, [box], grid)
-                covered.append((one.distinguishing, one.any_part))
-    hits = count_box_hits(annotation, [], grid)
-    assert len(covered) > 2
-    assert (hits.control_distinguishing, hits.control_any) == pytest.approx(np.mean(covered, axis=0))
-    assert 0 < hits.control_distinguishing < hits.control_any
-
-
-def test_some_cell_covers_each_distinguishing_part():
-    grid = [(c * 32.0, r * 32.0, c * 32.0 + 32, r * 32.0 + 32) for r in range(7) for c in range(7)]
-    for seed in range(60):
-        kind = list_species(8)[seed % 8]
-        annotation = build_annotation(draw_creature(kind, np.random.default_rng(seed), (224, 224)), "x.png", kind.name)
-        for name in kind.distinguishing:
-            only = replace(annotation, parts={name: annotation.parts[name]})
-            assert count_box_hits(only, grid, (7, 7)).distinguishing >= 1
-
-
-def test_cell_foreground_is_exact_where_cells_cut_pixels():
-    annotation = Annotation("x.png", "x", 3, 3, {}, _mask((3, 3), slice(1, 2), slice(1, 2)))
-    np.testing.assert_allclose(cell_foreground(annotation, (2, 2)), np.full((2, 2), 0.25 / 2.25))
-
-
-def test_summary_weighs_images_by_their_boxes():
-    first = count_box_hits(CREATURE, [ON_BEAK, ON_BEAK, OFF], GRID)
-    second = replace(count_box_hits(CREATURE, [OFF], GRID), control_distinguishing=0.75)
-    summary = summarize_hits([first, second, count_box_hits(CREATURE, [], GRID)])
-    assert (summary.images, summary.boxes) == (3, 4)
-    assert (summary.distinguishing, summary.any_part) == (0.5, 0.5)
-    assert summary.control_distinguishing == (3 * 0.25 + 0.75) / 4
-    assert summary.slots == {"x": [{"beak": 0.5, "none": 0.5}, {"beak": 1.0}, {"none": 1.0}]}
+def test_hits_and_random_cells_are_counted_by_their_centres():
+    points = np.array([ON_BEAK, ON_TAIL, ON_BODY, OFF], np.float64)
+    hits = count_hits(MIDDLE, points, Geometry.whole(80, 80), GRID)
+    assert hits.in_object is not None
+    assert hits.in_object.tolist() == [True, True, True, False]
+    assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
+    assert (hits.random_object, hits.random_any, hits.random_deciding) == (4 / 16, 2 / 4, 1 / 4)
+    # the same object as a mask
+    mask = np.zeros((80, 80), np.bool_)
+    mask[20:60, 20:60] = True
+    masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, Geometry.whole(80, 80), GRID)
+    assert masked.in_object is not None
+    assert masked.in_object.tolist() == hits.in_object.tolist()
+    # an object between the centres leaves all cells to the control
+    nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), points, Geometry.whole(80, 80), GRID)
+    assert (nowhere.random_object, nowhere.random_any) == (0, 2 / 16)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("crop", "distance", "hit"),
     [
-        (partial(summarize_hits, []), "no boxes"),
-        (partial(count_box_hits, CREATURE, [], (0, 7)), "0x7 cells"),
-        *[
-            (partial(count_box_hits, CREATURE, b, GRID), r"expected \[B, 4\]")
-            for b in ([[1, 2, 3]], [1, 2], [[[1] * 4]])
-        ],
+        (None, 14.9, True),
+        (None, 15.1, False),
+        # half the image is scaled to the input: its pixels are twice as large there
+        ((0, 0, 112, 112), 7.4, True),
+        ((0, 0, 112, 112), 7.6, False),
     ],
 )
-def test_wrong_boxes_and_grids_are_refused(call, message):
-    with pytest.raises(UsageError, match=message):
-        call()
+def test_a_point_is_hit_within_the_margin_at_the_scale_of_the_input(crop, distance, hit):
+    parts = (Part("eye", ((10, 10), (60, 60))),)
+    points = np.array([[60 + distance, 60]])
+    annotation = ImageAnnotation("a", parts=parts)
+    assert annotation.on_parts(points, compute_geometry_from_size((224, 224), crop)).tolist() == [[hit]]
 
 
-# the generated data set in `evaluate`
+def test_centres_follow_the_crop():
+    centres = compute_geometry_from_size((100, 50), (20, 10, 60, 50)).cell_centres((2, 4))
+    assert centres.tolist() == [[25, 20], [35, 20], [45, 20], [55, 20], [25, 40], [35, 40], [45, 40], [55, 40]]
+
+
+def _result(cells, labels, predicted, size=64):
+    logits = -np.ones((len(labels), 3), np.float32)
+    logits[np.arange(len(labels)), predicted] = -0.1
+    outputs = Outputs(logits, cells.astype(np.int32), np.full(cells.shape, 0.5, np.float32))
+    geometries = [Geometry.whole(size, size)] * len(labels)
+    return EvaluationResult(compute_metrics(logits, labels), None, labels, outputs, geometries)
+
+
+def _play(images, cells, predicted):
+    """Play with images of class a, each with the cells of that class's two slots."""
+    slots = np.array([[*pair, 0, 0, 0, 0] for pair in cells])
+    result = _result(slots, np.zeros(len(images), np.int64), np.array(predicted), 80)
+    return play_pointing_game(result, Annotations(images, "cells"), METADATA)
+
+
+def test_images_are_the_unit_and_only_right_predictions_with_annotations_count():
+    on_beak, on_tail, off = 5, 10, 0
+    unseen = replace(MIDDLE, parts=(TAIL,))
+    game = _play(
+        [MIDDLE, MIDDLE, unseen, MIDDLE, ImageAnnotation("a")],
+        [[on_beak, on_tail], [on_beak, off], [on_beak, on_tail], [on_beak, on_beak], [on_beak, on_beak]],
+        [0, 0, 0, 1, 0],
+    )
+    assert game is not None
+    assert (game.images, game.unknown, game.cells) == (3, 1, 2)
+    assert game.object is not None
+    assert game.part is not None
+    assert game.deciding_part is not None
+    assert game.object.hits.value == pytest.approx(np.mean([1, 0.5, 1]))
+    assert game.part.hits.value == pytest.approx(np.mean([1, 0.5, 0.5]))
+    assert (game.part.hits.count, game.part.random) == (3, pytest.approx(np.mean([0.5, 0.5, 0.25])))
+    assert game.deciding_part.hits.value == pytest.approx(np.mean([0.5, 0.5, 0]))
+    beak, tail = game.classes["a"]
+    # where the beak is visible it is always hit, by the first slot
+    assert (beak.part, beak.deciding, beak.images, beak.evidence, beak.slots) == ("beak", True, 1.0, 0.5, (1.0, 0.0))
+    assert (tail.part, tail.images, tail.slots) == ("tail", pytest.approx(2 / 3), (0.0, pytest.approx(2 / 3)))
+    assert pointing.slot_table(game)[1] == [["a", 0, 1.0, 0.0], ["a", 1, 0.0, tail.slots[1]]]
+    document = json.loads(json.dumps(game.to_dict()))
+    assert (document["object"]["random"], document["images_without_annotation"]) == (0.25, 1)
+    text = list(pointing.format_game(game))
+    assert "in the object 83.3 % [" in text[0]
+    assert "1 right predictions without annotation left out" in text[1]
+    assert text[2] == "  a: beak 100 %, tail 67 % of its images; deciding: beak"
+
+    # objects without parts; no right prediction; no single cells
+    game = _play([replace(MIDDLE, parts=())], [[on_beak, off]], [0])
+    assert game is not None
+    assert (game.part, game.deciding_part, list(pointing.format_game(game))[2:]) == (None, None, [])
+    assert _play([MIDDLE], [[on_beak, off]], [1]) is None
+    nothing = _result(np.zeros((1, 6)), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    assert play_pointing_game(nothing, Annotations([MIDDLE], ""), replace(METADATA, evidence="map")) is None
 
 
 @pytest.fixture(scope="module")
@@ -136,63 +127,82 @@ def data(tmp_path_factory):
     return read_dataset(root)
 
 
-def _result(cells, labels, predicted):
-    logits = -np.ones((len(labels), 3), np.float32)
-    logits[np.arange(len(labels)), predicted] = -0.1
-    outputs = Outputs(logits, cells.astype(np.int32), np.full(cells.shape, 0.5, np.float32))
-    return EvaluationResult(compute_metrics(logits, labels), None, labels, outputs)
-
-
-def test_annotations_are_matched_row_for_row(data):
-    annotations = pointing.match_annotations(data, data.test[::-1])
-    assert [data.root / annotation.image for annotation in annotations] == [sample.path for sample in data.test[::-1]]
-    assert pointing.has_annotations(data)
-    assert not pointing.has_annotations(replace(data, root=data.root / "train"))
-    other = replace(data.test[0], path=data.root / "test" / "new.png")
-    with pytest.raises(UsageError, match=r"no annotation of test/new\.png; take the image out"):
-        pointing.match_annotations(data, [other])
-
-
-def test_boxes_of_right_predictions_are_judged_as_the_demo_judges_them(data):
+def test_records_and_outputs_of_creatures_give_the_same_game(data):
     labels = np.array([sample.label for sample in data.test])
-    cells = np.random.default_rng(0).integers(0, 16, (len(labels), 6))
+    annotations = annotate(data, data.test, boxes=True, parts=True)
+    # every slot looks at the cell that holds the centre of a deciding part
+    creatures = {str(data.root / each.image): each for each in read_annotations(data.root)}
+    cells = np.zeros((len(labels), 6), np.int64)
+    for row, sample in enumerate(data.test):
+        part = next(part for part in creatures[str(sample.path)].parts.values() if part.distinguishing)
+        cells[row] = int(part.centre[1] // 4) * 16 + int(part.centre[0] // 4)
     predicted = labels.copy()
     predicted[0] = (labels[0] + 1) % 3
-    annotations = pointing.match_annotations(data, data.test)
-    summary = pointing.evaluate_part_coverage(_result(cells, labels, predicted), annotations, METADATA)
+    metadata = replace(METADATA, grid=(16, 16))
+    game = play_pointing_game(_result(cells, labels, predicted), annotations, metadata)
+    assert game is not None
+    assert game.deciding_part is not None
+    assert game.deciding_part.hits.value > 2 * game.deciding_part.random > 0
+    assert {part.title for part in game.classes["bimlu"]} >= {"spike (crest)", "flippers (feet)"}
+    assert [part.part for part in game.classes["bimlu"] if part.deciding]
 
-    hits = []
-    for row in range(1, len(labels)):
-        places = [divmod(int(cell), 4) for cell in cells[row, labels[row] * 2 : labels[row] * 2 + 2]]
-        boxes = [[col * 16, r * 16, col * 16 + 16, r * 16 + 16] for r, col in places]
-        hits.append(count_box_hits(annotations[row], boxes, GRID))
-    assert summary == summarize_hits(hits)
-    assert summary is not None
-    assert (summary.images, summary.boxes) == (8, 16)
+    records = [{"image": "no such file", "status": "error"}]
+    for sample, row, predicted_class in zip(data.test, cells, predicted, strict=True):
+        y, x = 4 * (row[0] // 16), 4 * (row[0] % 16)
+        evidence = [{"box": [x, y, x + 4, y + 4]}] * 2
+        answer = {"label": data.class_names[predicted_class]}
+        records.append(
+            {"image": str(sample.path), "width": 64, "height": 64, "prediction": answer, "evidence": evidence}
+        )
+    assert play_with_records(records, creatures, (16, 16)) == game
 
-    header, rows = pointing.part_coverage_table(summary)
-    assert header[:2] == ["species", "slot"]
-    assert [row[:2] for row in rows] == [[species, slot] for species in summary.slots for slot in (0, 1)]
-    for row in rows:
-        assert sum(float(share) for share in row[2:]) == pytest.approx(1.0)
-    assert len(list(pointing.format_part_coverage(summary))) == 1 + 3
+    with pytest.raises(UsageError, match=r"no annotation of test/new\.png; take the image out, or leave"):
+        annotate(data, [replace(data.test[0], path=data.root / "test" / "new.png")], boxes=True, parts=True)
 
 
-def test_boxes_on_the_parts_beat_the_control(data):
-    labels = np.array([sample.label for sample in data.test])
-    annotations = pointing.match_annotations(data, data.test)
-    # every slot looks at the cell that holds the centre of a distinguishing part
-    cells = np.zeros((len(labels), 6), np.int64)
-    for row, annotation in enumerate(annotations):
-        part = next(part for part in annotation.parts.values() if part.distinguishing and part.visible)
-        cells[row] = int(part.centre[1] // 16) * 4 + int(part.centre[0] // 16)
-    summary = pointing.evaluate_part_coverage(_result(cells, labels, labels), annotations, METADATA)
-    assert summary is not None
-    assert summary.any_part == 1.0
-    assert summary.distinguishing > summary.control_distinguishing
+def _coco(path, names, categories):
+    """Write a COCO file with a box of 10 x 20 pixels at (5, 6) for each image."""
+    document = {
+        "images": [{"id": number, "file_name": name} for number, name in enumerate(names)],
+        "annotations": [
+            {"image_id": number, "category_id": number, "bbox": [5, 6, 10, 20]} for number, _ in enumerate(names)
+        ],
+        "categories": [{"id": number, "name": name} for number, name in enumerate(categories)],
+    }
+    path.write_text(json.dumps(document))
+    return path
 
-    # no right prediction, or no single cells: nothing to judge
-    wrong = _result(cells, labels, (labels + 1) % 3)
-    assert pointing.evaluate_part_coverage(wrong, annotations, METADATA) is None
-    average = replace(METADATA, evidence="map")
-    assert pointing.evaluate_part_coverage(_result(cells, labels, labels), annotations, average) is None
+
+def test_objects_of_a_coco_file_count_where_their_category_is_the_class_or_none_of_the_classes(data, tmp_path):
+    names = [f"{sample.path.parent.name}/{sample.path.name}" for sample in data.test]
+    classes = [sample.path.parent.name for sample in data.test]
+
+    def objects(categories, files=names):
+        path = _coco(tmp_path / "objects.json", files, categories)
+        annotations = annotate(data, data.test, boxes=True, parts=False, objects=path)
+        assert annotations.images[0].boxes in ((), ((5, 6, 15, 26),))
+        return [len(image.boxes) for image in annotations.images]
+
+    assert objects(["animal"] * 9) == [1] * 9
+    assert objects(classes) == [1] * 9
+    # the first image's class occurs, elsewhere; its own box is of something else
+    assert objects(["animal", *classes[1:]]) == [0] + [1] * 8
+    assert objects(["animal"], names[:1]) == [1] + [0] * 8
+    with pytest.raises(UsageError, match=r"objects\.json: it has no box of any of the 9 images, such as 0000\.png"):
+        objects(["animal"], ["other.png"])
+
+
+@pytest.mark.parametrize(
+    ("box", "boxes", "inside", "name"),
+    [
+        (None, True, None, "no foreground is known"),
+        ((20, 10, 60, 30), True, None, "images are cropped to their boxes"),
+        ((20, 10, 60, 30), False, [5, 6, 9, 10], "annotated box"),
+    ],
+)
+def test_foreground_by_what_the_data_set_knows(data, box, boxes, inside, name):
+    annotations = annotate(data, [Sample(data.test[0].path, 0, box)], boxes=boxes, parts=False)
+    foreground = annotations.images[0].foreground(Geometry.whole(80, 40), GRID)
+    assert name in annotations.foreground
+    assert np.flatnonzero(foreground).tolist() == (list(range(16)) if inside is None else inside)
+    assert annotations.known == (inside is not None)

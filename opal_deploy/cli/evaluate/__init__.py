@@ -46,8 +46,16 @@ def evaluate(
         bool | None,
         typer.Option(
             "--parts/--no-parts",
-            help="Prototype consistency, stability and part purity; on the generated set, which parts the boxes cover. "
-            "Default: where the data set has part locations.",
+            help="Prototype consistency, stability and part purity, and the pointing game on parts. "
+            "Default: where the data set has parts.",
+            show_default=False,
+        ),
+    ] = None,
+    annotations: Annotated[
+        Path | None,
+        typer.Option(
+            help="COCO file with the boxes of the objects that evidence should lie in (pointing game). "
+            "Default: the data set's own boxes or masks.",
             show_default=False,
         ),
     ] = None,
@@ -107,7 +115,7 @@ def evaluate(
     baselines = parse_baselines(fill)
     rate = None if target_error is None else parse_rate("--target-error", target_error)
     options = EvaluateOptions(
-        split, boxes, parts, seed, device, threads, batch, faithfulness, limit, baselines, rate
+        split, boxes, parts, annotations, seed, device, threads, batch, faithfulness, limit, baselines, rate
     )  # fmt: skip
     # a list to pop from, so that the session of a measured model is freed
     sessions = [open_model(model[0], device, threads)]

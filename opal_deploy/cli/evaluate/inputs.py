@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.datasets.cub import PartLocations
     from opal_deploy.datasets.samples import DataSet, Sample
+    from opal_deploy.evaluation.annotations import Annotations
     from opal_deploy.evaluation.faithfulness.perturbation import Baseline
     from opal_deploy.runtime.session import Session
-    from opal_deploy.synthetic import Annotation
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class EvaluateOptions:
         split: `train`, `val` or `test`.
         boxes: crop to the data set's boxes.
         parts: measure on part locations; None: where the data set has them.
+        annotations: COCO file with the boxes of the objects; None: what the data set knows.
         seed: of all random numbers.
         device, threads: of the runtime.
         batch: images a forward pass.
@@ -39,6 +40,7 @@ class EvaluateOptions:
     split: str
     boxes: bool
     parts: bool | None
+    annotations: Path | None
     seed: int
     device: str
     threads: int | None
@@ -57,13 +59,13 @@ class EvaluationInputs:
         root: of the data set.
         samples: at least one.
         part_locations: of a CUB data set; otherwise None.
-        annotations: of the generated data set; otherwise None.
+        annotations: of the samples, for the pointing game; they may know nothing.
     """
 
     root: Path
     samples: list[Sample]
     part_locations: PartLocations | None
-    annotations: list[Annotation] | None
+    annotations: Annotations
 
 
 def parse_baselines(names: Sequence[str] | None) -> tuple[Baseline, ...]:
@@ -163,19 +165,19 @@ def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, bo
 
 
 def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInputs:
-    """Return the samples of the split, with the annotations of parts that the options and the data set allow.
+    """Return the samples of the split, with the annotations that the options and the data set allow.
 
     Raises:
-        UsageError: the split is empty or too small for the error rate, or the data set has no parts, or damaged ones.
+        UsageError: the split is too small for the error rate, or annotations are missing or damaged.
     """
     from opal_deploy.datasets import cub
-    from opal_deploy.evaluation import pointing
+    from opal_deploy.evaluation.annotations import annotate, has_creatures
     from opal_deploy.evaluation.risk import check_support
 
     samples: list[Sample] = getattr(data_set, options.split)
     if options.target_error is not None:
         check_support(len(samples), options.target_error)
-    located, generated = cub.has_parts(data_set), pointing.has_annotations(data_set)
+    located, generated = cub.has_parts(data_set), has_creatures(data_set)
     if options.parts and not located and not generated:
         raise UsageError(
             f"{data_set.root}: it has no part locations (parts/part_locs.txt of CUB, parts.jsonl of the generated "
@@ -186,7 +188,7 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
         data_set.root,
         samples,
         cub.read_parts(data_set.root, samples) if use_parts and located else None,
-        pointing.match_annotations(data_set, samples) if use_parts and generated else None,
+        annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=options.annotations),
     )
 
 

@@ -1,4 +1,4 @@
-"""Measure one model: metrics, risk over coverage, coverage of parts and faithfulness, printed and written in turn."""
+"""Measure one model: metrics, risk over coverage, pointing game and faithfulness, printed and written in turn."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure_model(
         report.write_model(folder, evaluation, result.metadata, inputs.samples, inputs.root)
     print_metrics(result, options)
     _add_risk(result, options, folder)
-    _add_parts(result, inputs, folder)
+    _add_pointing(result, inputs, folder)
     if options.faithfulness:
         _add_faithfulness(result, session, inputs, options, folder)
     return result
@@ -85,21 +85,21 @@ def _add_risk(result: ModelResult, options: EvaluateOptions, folder: Path | None
         report.write_risk(folder, curve, threshold)
 
 
-def _add_parts(result: ModelResult, inputs: EvaluationInputs, folder: Path | None) -> None:
-    """Add the coverage of parts on the generated data set."""
+def _add_pointing(result: ModelResult, inputs: EvaluationInputs, folder: Path | None) -> None:
+    """Add the pointing game, where objects or parts are known."""
     from opal_deploy.evaluation import pointing, report
 
-    if inputs.annotations is None:
+    if not inputs.annotations.known or result.metadata.evidence != "exact":
         return
-    summary = pointing.evaluate_part_coverage(result.evaluation, inputs.annotations, result.metadata)
-    if summary is None:
-        print_message("boxes on parts: not measured, no right prediction has boxes of single cells")
+    game = pointing.play_pointing_game(result.evaluation, inputs.annotations, result.metadata)
+    if game is None:
+        print_message("pointing game: not played, no right prediction has an annotation")
         return
-    for line in pointing.format_part_coverage(summary):
+    for line in pointing.format_game(game):
         print_message(one_line(line))
-    result.extra[pointing.PARTS] = pointing.part_coverage_document(summary)
-    if folder is not None:
-        report.write_slot_parts(folder, summary)
+    result.extra[pointing.POINTING] = game.to_dict()
+    if folder is not None and game.part is not None:
+        report.write_slot_parts(folder, game)
 
 
 def _add_faithfulness(
@@ -121,7 +121,7 @@ def _add_faithfulness(
             session,
             inputs.samples,
             chosen,
-            choose_foreground(inputs.samples, inputs.annotations, session.metadata.grid, boxes=options.boxes),
+            choose_foreground(inputs.annotations, session.metadata.grid),
             boxes=options.boxes,
             baselines=options.baselines,
             heat_map=_grad_cam(result.path, options.device),

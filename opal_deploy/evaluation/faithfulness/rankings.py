@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, embedding
-from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.pointing import FOREGROUND, cell_foreground
-from opal_deploy.preprocess.geometry import Box, Geometry
-from opal_deploy.synthetic import Annotation
+from opal_deploy.evaluation.annotations import Annotations
+from opal_deploy.preprocess.geometry import Geometry
 
 CONTRIBUTION, REVERSE, RANDOM = "contribution", "reverse", "random"
 RUNNER_UP, ANOTHER, GRAD_CAM = "runner-up", "another class", "grad-cam"
@@ -125,50 +123,14 @@ class Foreground:
     cells: Callable[[int, Geometry], NDArray[np.bool_]]
 
 
-def choose_foreground(
-    samples: list[Sample], annotations: list[Annotation] | None, grid: tuple[int, int], *, boxes: bool
-) -> Foreground:
-    """Return the best known foreground: drawn masks, else boxes, else every cell.
-
-    A cell counts from a quarter of foreground on; an image without any such cell counts whole.
+def choose_foreground(annotations: Annotations, grid: tuple[int, int]) -> Foreground:
+    """Return the best known foreground of N images: cells whose centre lies in the object, else every cell.
 
     Args:
-        samples: N images.
-        annotations: of the generated set's N images; None for other sets.
+        annotations: of the N images.
         grid: (H, W).
-        boxes: images are cropped to their boxes, so that every cell is in the box.
     """
-    everywhere = np.ones(grid[0] * grid[1], np.bool_)
-    if annotations is not None:
-        masks = annotations
-        return Foreground(
-            "random cells of the creature (a quarter foreground or more, by the drawn masks)",
-            lambda index, _: _select_foreground(cell_foreground(masks[index], grid)),
-        )
-    if all(sample.box is None for sample in samples):
-        return Foreground("random cells of the whole image (no foreground is known)", lambda *_: everywhere)
-    if boxes:
-        return Foreground("random cells (images are cropped to their boxes)", lambda *_: everywhere)
-
-    def in_box(index: int, geometry: Geometry) -> NDArray[np.bool_]:
-        box = samples[index].box
-        return everywhere if box is None else _select_foreground(_share_in_box(box, geometry, grid))
-
-    return Foreground("random cells of the annotated box (a quarter inside or more)", in_box)
-
-
-def _select_foreground(shares: NDArray[np.float64]) -> NDArray[np.bool_]:
-    selected: NDArray[np.bool_] = (shares >= FOREGROUND - 1e-9).ravel()
-    return selected if selected.any() else np.ones_like(selected)
-
-
-def _share_in_box(box: Box, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Return the share of each cell of the whole image that lies in a box: [H, W]."""
-
-    def along(low: float, high: float, length: int, cells: int) -> NDArray[np.float64]:
-        edges = np.linspace(0, length, cells + 1)
-        shared = np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)
-        return np.asarray(shared.clip(min=0) * (cells / length), dtype=np.float64)
-
-    rows = along(box[1], box[3], geometry.height, grid[0])
-    return np.outer(rows, along(box[0], box[2], geometry.width, grid[1]))
+    return Foreground(
+        f"random {annotations.foreground}",
+        lambda index, geometry: annotations.images[index].foreground(geometry, grid),
+    )

@@ -1,8 +1,11 @@
 """Boxes and labels of images, read from files and found by the image's path.
 
 Boxes crop an image before the model looks. They come from a CSV file with the column `image` and either `x0,y0,x1,y1`
-or `x,y,width,height`, or from a COCO file: `images` with `file_name`, `annotations` with `bbox` [x, y, width, height],
-one an image. All are in pixels of the image as a viewer shows it.
+or `x,y,width,height`, or from a COCO file: `images` with `id` and `file_name`, `annotations` with `image_id` and `bbox`
+[x, y, width, height], one an image. All are in pixels of the image as a viewer shows it.
+
+Objects are what an image shows. They come from a COCO file (https://cocodataset.org/#format-data), any number an image;
+`category_id` and `categories` with `id` and `name` say what they are.
 
 Labels say what images really show. They are the names of the images' folders, or come from a CSV file with the columns
 `image` and `label`.
@@ -14,6 +17,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -96,7 +100,10 @@ def read_boxes(path: Path) -> Boxes:
             text = stream.read()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a CSV or COCO file") from None
-    rows = _read_coco(path, text) if text.lstrip().startswith("{") else _read_box_csv(path, text)
+    if text.lstrip().startswith("{"):
+        rows = [(name, thing.box) for name, thing in _parse_coco(path, text)]
+    else:
+        rows = _read_box_csv(path, text)
     by_name: dict[str, Box] = {}
     for name, box in rows:
         name = name.removeprefix("./")
@@ -135,15 +142,51 @@ def _parse_box_rows(path: Path, reader: csv.DictReader[str]) -> list[tuple[str, 
     return rows
 
 
-def _read_coco(path: Path, text: str) -> list[tuple[str, Box]]:
+@dataclass(frozen=True)
+class CocoObject:
+    """An annotation of a COCO file: the name of its category, empty if it has none, and its box."""
+
+    category: str
+    box: Box
+
+
+def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
+    """Read the objects of a COCO file by image; images without any are left out.
+
+    Raises:
+        UsageError: unreadable, other keys, or without any object.
+    """
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); expected a COCO file") from None
+    by_name: dict[str, list[CocoObject]] = {}
+    for name, thing in _parse_coco(path, text):
+        by_name.setdefault(name.removeprefix("./"), []).append(thing)
+    if not by_name:
+        raise UsageError(f"{path}: no boxes in it")
+    return PathLookup(by_name)
+
+
+def _parse_coco(path: Path, text: str) -> list[tuple[str, CocoObject]]:
     try:
         document: Any = json.loads(text)
         names = {image["id"]: str(image["file_name"]) for image in document["images"]}
-        annotations = document["annotations"]
-        return [(names[a["image_id"]], _to_corners([float(v) for v in a["bbox"]], has_size=True)) for a in annotations]
+        categories = {entry["id"]: str(entry["name"]) for entry in document.get("categories", [])}
+        return [
+            (
+                names[entry["image_id"]],
+                CocoObject(
+                    categories.get(entry.get("category_id"), ""),
+                    _to_corners([float(value) for value in entry["bbox"]], has_size=True),
+                ),
+            )
+            for entry in document["annotations"]
+        ]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"{path}: not a COCO file ({error!r}); expected images with id and file_name, annotations with bbox"
+            f"{path}: not a COCO file ({error!r}); expected images with id and file_name, annotations with image_id "
+            "and bbox"
         ) from None
 
 

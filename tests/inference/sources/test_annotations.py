@@ -72,7 +72,7 @@ def test_forms_of_boxes(tmp_path: Path, text: str) -> None:
         (boxes, HEADER + "a.jpg,1,2,3,4\na.jpg,1,2,3,4\n", "two boxes for a.jpg; expected one an image"),
         (boxes, HEADER.encode() + b"a" * 200_000 + b",1,2,3,4\n", "not a CSV file"),
         (boxes, "{", "not a COCO file"),
-        (boxes, "{}", "not a COCO file .*expected images with id and file_name, annotations with bbox"),
+        (boxes, "{}", "not a COCO file .*expected images with id and file_name, annotations with image_id and bbox"),
         (boxes, coco(images=[]), "not a COCO file"),
         (boxes, coco(images=["a.jpg"]), "not a COCO file"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3]}]), "not a COCO file"),

@@ -1,0 +1,230 @@
+"""Annotations that evidence is held against: the objects and parts of images, as masks, boxes and points.
+
+They come from the generated data set (masks of the creatures, boxes of their parts, and which parts decide), from CUB
+(boxes of the birds, points on their parts), from any other data set with boxes, and from COCO files. All are in pixels
+of the whole image as a viewer shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.datasets import cub
+from opal_deploy.datasets.samples import DataSet, Sample, display_path
+from opal_deploy.errors import UsageError
+from opal_deploy.inference.sources.annotations import read_objects
+from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.synthetic import Annotation, read_annotations
+from opal_deploy.synthetic.dataset import PARTS_FILE
+
+Points = NDArray[np.float64]
+"""Places in an image, (x, y) in its pixels: float64 [P, 2]."""
+
+MARGIN, MARGIN_SCALE = 15.0, 224
+"""Pixels by which a cell's centre may miss a part's point, where the model's view is scaled to so many pixels a side.
+
+The margin is that of the pointing game (Zhang et al. 2018; TorchRay's `PointingGame(tolerance=15)`).
+"""
+
+POINT_RULE = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
+BOX_RULE = "a part is hit within its box"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A visible part of an object.
+
+    Attributes:
+        name: such as `feet`.
+        places: where it is seen: boxes (x0, y0, x1, y1) around it or points (x, y) on it.
+        deciding: whether it tells the object's class from others; None where nobody knows.
+        variant: how this class's part is called, such as `boots`; empty where that is not known.
+    """
+
+    name: str
+    places: tuple[tuple[float, ...], ...]
+    deciding: bool | None = None
+    variant: str = ""
+
+
+@dataclass(frozen=True)
+class ImageAnnotation:
+    """What is known of one image; without objects and parts nothing is.
+
+    Attributes:
+        label: name of the image's class.
+        boxes: of the objects of that class.
+        mask: returns the object's pixels, bool [height, width]; used instead of `boxes` where there is one.
+        parts: the visible parts.
+    """
+
+    label: str
+    boxes: tuple[Box, ...] = ()
+    mask: Callable[[], NDArray[np.bool_]] | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def has_object(self) -> bool:
+        """Whether it is known where the object is."""
+        return self.mask is not None or bool(self.boxes)
+
+    def in_object(self, points: Points) -> NDArray[np.bool_]:
+        """Return which of P points lie in the object, bool [P]; none do where no object is known."""
+        if self.mask is None:
+            return np.asarray(_in_boxes(points, self.boxes).any(axis=1))
+        mask = self.mask()
+        columns, rows = np.floor(points).astype(np.intp).T
+        inside: NDArray[np.bool_] = (columns >= 0) & (columns < mask.shape[1]) & (rows >= 0) & (rows < mask.shape[0])
+        inside[inside] = mask[rows[inside], columns[inside]]
+        return inside
+
+    def on_parts(self, points: Points, geometry: Geometry) -> NDArray[np.bool_]:
+        """Return which of P points hit which of the Q parts, bool [P, Q].
+
+        Args:
+            points: P places.
+            geometry: of the image; its crop is scaled to the model's input, at whose scale the margin is given.
+        """
+        hits = np.zeros((len(points), len(self.parts)), np.bool_)
+        x0, y0, x1, y1 = geometry.crop
+        to_input = MARGIN_SCALE / np.array([x1 - x0, y1 - y0], np.float64)
+        for number, part in enumerate(self.parts):
+            hits[:, number] = _in_boxes(points, [place for place in part.places if len(place) == 4]).any(axis=1)
+            for place in (place for place in part.places if len(place) == 2):
+                hits[:, number] |= np.hypot(*((points - np.array(place)) * to_input).T) < MARGIN
+        return hits
+
+    def foreground(self, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.bool_]:
+        """Return the cells whose centre lies in the object, bool [H * W]; all cells where there is none."""
+        inside = self.in_object(geometry.cell_centres(grid))
+        return inside if inside.any() else np.ones_like(inside)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The annotations of a data set's N images.
+
+    Attributes:
+        images: N annotations, some of which may know nothing.
+        foreground: describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes".
+        part_rule: says when a part counts as hit; empty without parts.
+    """
+
+    images: list[ImageAnnotation]
+    foreground: str
+    part_rule: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is known of any image."""
+        return any(image.has_object or image.parts for image in self.images)
+
+
+def has_creatures(data: DataSet) -> bool:
+    """Return whether `data` is a generated data set, which has a parts file in its folder."""
+    try:
+        return (data.root / PARTS_FILE).is_file()
+    except OSError:
+        return False
+
+
+def annotate(
+    data: DataSet, samples: Sequence[Sample], *, boxes: bool, parts: bool, objects: Path | None = None
+) -> Annotations:
+    """Return what is known of N samples of a data set, row for row.
+
+    Args:
+        data: the data set.
+        samples: of that data set.
+        boxes: images are cropped to the samples' boxes, which then are the whole image and no longer an object in it.
+        parts: read the parts of CUB and of the generated set.
+        objects: COCO file whose boxes are the objects. Where it has the image's class as a category, only the boxes of
+            that category count, else all do.
+
+    Raises:
+        UsageError: the part annotations or the COCO file are damaged, or lack the samples.
+    """
+    labels = [data.class_names[sample.label] for sample in samples]
+    if parts and has_creatures(data):
+        found = annotate_creatures(_match_creatures(data, samples))
+    else:
+        cropped = boxes and any(sample.box is not None for sample in samples)
+        shown = [() if boxes or sample.box is None else (sample.box,) for sample in samples]
+        foreground = "cells of the whole image (no foreground is known)"
+        if cropped:
+            foreground = "cells (images are cropped to their boxes)"
+        elif any(shown):
+            foreground = "cells of the annotated box (their centre in it)"
+        found = Annotations([ImageAnnotation(label, box) for label, box in zip(labels, shown, strict=True)], foreground)
+        if parts and cub.has_parts(data):
+            found = _add_cub_parts(found, cub.read_parts(data.root, samples))
+    return found if objects is None else _replace_objects(found, objects, samples)
+
+
+def annotate_creatures(creatures: Sequence[Annotation]) -> Annotations:
+    """Return the annotations of generated images: their masks, and the boxes of their visible parts."""
+    images = []
+    for creature in creatures:
+        parts = tuple(
+            Part(name, (part.box,), part.distinguishing, part.variant)
+            for name, part in creature.parts.items()
+            if part.visible
+        )
+        images.append(ImageAnnotation(creature.species, mask=creature.foreground, parts=parts))
+    return Annotations(images, "cells of the creature (their centre in its drawn mask)", BOX_RULE)
+
+
+def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotation]:
+    by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
+    creatures = []
+    for sample in samples:
+        name = display_path(sample.path, data.root).replace("\\", "/")
+        if name not in by_image:
+            raise UsageError(
+                f"{data.root / PARTS_FILE}: it has no annotation of {name}; take the image out, or leave the parts "
+                "out with --no-parts"
+            )
+        creatures.append(by_image[name])
+    return creatures
+
+
+def _add_cub_parts(found: Annotations, located: cub.PartLocations) -> Annotations:
+    """Add the visible parts; the left and the right one are one part with two places, as in part purity."""
+    names = [name.removeprefix("left ").removeprefix("right ") for name in located.names]
+    images = []
+    for image, points, visible in zip(found.images, located.points.tolist(), located.visible.tolist(), strict=True):
+        places: dict[str, list[tuple[float, ...]]] = {}
+        for name, point, seen in zip(names, points, visible, strict=True):
+            if seen:
+                places.setdefault(name, []).append(tuple(point))
+        images.append(replace(image, parts=tuple(Part(name, tuple(where)) for name, where in places.items())))
+    return Annotations(images, found.foreground, POINT_RULE)
+
+
+def _replace_objects(found: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:
+    objects = read_objects(path)
+    matches = [objects.matches(sample.path.as_posix()) for sample in samples]
+    # a name that several entries may mean is no annotation
+    found_objects = [objects[names[0]] if len(names) == 1 else [] for names in matches]
+    categories = {thing.category for things in found_objects for thing in things}
+    images = []
+    for image, things in zip(found.images, found_objects, strict=True):
+        own = [thing for thing in things if thing.category == image.label or image.label not in categories]
+        images.append(replace(image, boxes=tuple(thing.box for thing in own), mask=None))
+    if not any(image.boxes for image in images):
+        raise UsageError(
+            f"{path}: it has no box of any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
+            "file_name that ends the image's path"
+        )
+    return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", found.part_rule)
+
+
+def _in_boxes(points: Points, boxes: Sequence[tuple[float, ...]]) -> NDArray[np.bool_]:
+    """Return which of P points lie in which of B boxes, bool [P, B]; left and top edges belong to a box."""
+    corners = np.array(boxes, np.float64).reshape(-1, 4)
+    return np.asarray(((points[:, None] >= corners[:, :2]) & (points[:, None] < corners[:, 2:])).all(axis=2))
