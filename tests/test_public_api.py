@@ -79,10 +79,7 @@ def as_(kind: str, path: Path) -> Any:
     return image if kind == "PIL" else np.asarray(image)
 
 
-KINDS = ["path", "str", "bytes", "PIL", "array"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["path", "str", "bytes", "PIL", "array"])
 def test_images_of_any_kind(model: Model, images: list[Path], kind: str) -> None:
     record, expected = model.explain(as_(kind, images[0])), model.explain(images[0])
     if kind not in ("path", "str"):
@@ -91,11 +88,12 @@ def test_images_of_any_kind(model: Model, images: list[Path], kind: str) -> None
         # pixels have no file
         expected["file_sha256"] = None
     assert record == expected
+    # one image is a record, many are a list
+    assert model.explain([as_(kind, images[0])]) == [record]
     assert model.explain([as_(kind, path) for path in images]) == [model.explain(as_(kind, path)) for path in images]
 
 
-def test_one_image_is_a_record_and_many_are_a_list(model: Model, images: list[Path]) -> None:
-    assert model.explain([images[0]]) == [model.explain(images[0])]
+def test_no_images_are_an_empty_list_and_a_stack_is_as_many_images(model: Model, images: list[Path]) -> None:
     assert model.explain([]) == []
     arrays = [as_("array", path) for path in images]
     assert model.explain(np.stack(arrays)) == model.explain(arrays)  # type: ignore[call-overload]
@@ -110,12 +108,9 @@ def test_boxes_crop_their_images(model: Model, images: list[Path]) -> None:
     assert (record["width"], record["height"]) == (96, 96)
     boxed = [model.explain(images[0]), model.explain(images[1], boxes=BOX)]
     assert model.explain(images[:2], boxes=[None, BOX]) == boxed
-
-
-@pytest.mark.parametrize("boxes", [[], [None] * 3])
-def test_boxes_that_do_not_match_the_images_are_refused(model: Model, images: list[Path], boxes: list[None]) -> None:
-    with pytest.raises(ValueError, match=f"{len(boxes)} boxes for 2 images; give one for each, None for none"):
-        model.explain(images[:2], boxes=boxes)
+    for boxes in ([], [None] * 3):
+        with pytest.raises(ValueError, match=f"{len(boxes)} boxes for 2 images; give one for each, None for none"):
+            model.explain(images[:2], boxes=boxes)
 
 
 def test_options_of_explain(model: Model, images: list[Path], tmp_path: Path) -> None:

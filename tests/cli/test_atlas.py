@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.calls import MAIN, read_results
+
 TRAINER = ("torch", "torchvision", "sklearn", "scipy", "matplotlib", "onnx")
-MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 PLAIN = ["set", "--plain", "--out", "a"]
 
 
@@ -78,7 +79,7 @@ def test_every_slot_has_its_patches(built: Path) -> None:
 
 def test_the_patches_are_those_that_infer_says_contributed_most(run: Callable, place: Path) -> None:
     run("infer", "set", "--out", "run")
-    records = [json.loads(line) for line in (place / "run/results.jsonl").read_text().splitlines()]
+    records = read_results(place / "run")
     for each in read_atlas(place)["classes"]:
         own = [record for record in records if record["prediction"]["class_id"] == each["class_id"]]
         for slot in each["slots"]:
@@ -88,37 +89,31 @@ def test_the_patches_are_those_that_infer_says_contributed_most(run: Callable, p
             assert [(f"set/{patch['image']}", patch["cell"]) for patch in slot["patches"]] == expected
 
 
-def test_a_data_set_that_the_trainer_reads_gives_its_training_images(run: Callable) -> None:
+def test_a_data_set_that_the_trainer_reads_gives_its_training_images_and_without_its_packages_folders_are_classes(
+    run: Callable,
+) -> None:
+    done = run("atlas", "set", "--out", "b", "--json", blocked=TRAINER)
+    assert "pip install 'opal-deploy[train]'" in done.stderr
+    assert json.loads(done.stdout)["data"]["images"] == 12
     pytest.importorskip("sklearn")
-    done = run("atlas", "set", "--out", "b", "--json")
+    done = run("atlas", "set", "--out", "c", "--json")
     assert json.loads(done.stdout)["data"]["images"] < 12
     assert "train split" in done.stderr
 
 
-def test_without_the_trainers_packages_folders_are_classes(run: Callable) -> None:
-    done = run("atlas", "set", "--out", "b", "--json", blocked=TRAINER)
-    assert "pip install 'opal-deploy[train]'" in done.stderr
-    assert json.loads(done.stdout)["data"]["images"] == 12
-
-
-def test_a_limit_is_one_of_each_label_and_a_failing_image_is_named(run: Callable, place: Path) -> None:
+def test_a_limit_is_one_of_each_label_and_what_was_left_out_is_said(
+    run: Callable, opal: Callable, exact_model: Path, place: Path
+) -> None:
+    done = run("atlas", "set", "--plain", "--out", "c", "--limit", "2", "--json")
+    assert json.loads(done.stdout)["data"]["images"] == 4
     (place / "set/ash/bad.png").write_bytes(b"no image")
     done = run("atlas", "set", "--plain", "--out", "b", "--limit", "7", "--json", code=3)
     assert "ash/bad.png" in done.stderr
     assert (place / "b/atlas.json").is_file()
-    done = run("atlas", "set", "--plain", "--out", "c", "--limit", "2", "--json")
-    assert json.loads(done.stdout)["data"]["images"] == 4
-
-
-def test_only_correct_says_how_many_were_left_out(opal: Callable, exact_model: Path, place: Path) -> None:
-    arguments = ["set", "--plain", "--out", "b", "--only-correct", "--json", "--model", exact_model]
-    done = opal("atlas", *arguments, cwd=place)
-    if done.returncode == 2:
-        assert "predicted wrong" in done.stderr
-        return
-    data = json.loads(done.stdout)["data"]
-    assert data["answered"] + data["wrong"] == data["images"] == 12
-    assert data["wrong"] > 0
+    # random weights predict no image rightly here, or nearly none
+    done = opal("atlas", *PLAIN, "--overwrite", "--only-correct", "--json", "--model", exact_model, cwd=place)
+    data = json.loads(done.stdout)["data"] if done.returncode != 2 else {}
+    assert "predicted wrong" in done.stderr or data["answered"] + data["wrong"] == data["images"] > data["answered"]
 
 
 def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_atlas(
@@ -156,8 +151,7 @@ def test_an_atlas_is_replaced_only_when_asked(run: Callable, place: Path) -> Non
     assert "an atlas is there already" in run("atlas", *PLAIN, "--top", "1", code=2).stderr
     assert (place / "a/atlas.json").read_bytes() == before
     run("atlas", *PLAIN, "--top", "1", "--overwrite")
-    named = {patch["file"] for patch in list_patches(read_atlas(place))}
-    assert {p.relative_to(place / "a").as_posix() for p in (place / "a/patches").rglob("*.jpg")} == named
+    assert (place / "a/atlas.json").read_bytes() != before
 
 
 @pytest.mark.parametrize(

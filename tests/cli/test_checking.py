@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-
-Opal = Callable[..., "subprocess.CompletedProcess[str]"]
+from tests.cli.calls import Opal, read_results
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +40,14 @@ def other_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
     sha256 = compute_sha256(exact_model)
-    lines = [json.loads(line) for line in (run / "explanations/results.jsonl").read_text("utf-8").splitlines()]
+    lines = read_results(run / "explanations")
     assert [line["file_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
     assert {line["model_sha256"] for line in lines} == {sha256}
     assert json.loads((run / "explanations/summary.json").read_text())["model"]["sha256"] == sha256
     done = opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert (report["records"], report["checked"], report["different"], report["findings"]) == (4, 4, 0, [])
-    assert report["model_sha256"] == sha256
+    expected = {"records": 4, "checked": 4, "different": 0, "findings": [], "model_sha256": sha256}
+    assert json.loads(done.stdout).items() >= expected.items()
     # a sample says how to take it again
     arguments = ["explanations/results.jsonl", "in", "--model", exact_model, "--sample", "2", "--seed", "5", "--json"]
     done = opal("verify", *arguments, cwd=run)
@@ -102,8 +99,7 @@ def test_models_that_differ_in_the_last_digits(opal: Opal, run: Path, exact_mode
     report = json.loads(done.stdout)
     # the broken file is broken for both
     assert report["changed"] == 3
-    assert report["kinds"]["same"] == 1
-    assert report["kinds"]["class"] == report["kinds"]["error"] == 0
+    assert [report["kinds"][kind] for kind in ("same", "class", "error")] == [1, 0, 0]
     assert 0 < report["largest_contribution_change"] < 2e-2
     assert (run / "page.html").read_text("utf-8").count("<img ") == 6
     done = opal("verify", "explanations", "--model", other_model, cwd=run)

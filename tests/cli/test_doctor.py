@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,13 +100,6 @@ def test_a_device_is_usable_or_refused_in_one_line(machine, document, installed,
         assert "\n" not in str(refusal.value)
 
 
-def test_require_still_writes_the_document_before_it_refuses(machine, capsys):
-    machine()
-    with pytest.raises(UsageError):
-        doctor(as_json=True, require=Device.any)
-    assert json.loads(capsys.readouterr().out)["usable"]["any"] is False
-
-
 @pytest.mark.parametrize("hidden", ["", "-1"])
 def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden):
     machine(*GPU_ONLY, driver=DRIVER, answer=CUDA)
@@ -116,9 +108,11 @@ def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden):
     assert (fact["gpu"], fact["advice"]) == (False, "unset CUDA_VISIBLE_DEVICES")
 
 
-def test_both_onnxruntimes_are_a_warning(machine, document):
-    machine("onnxruntime==1.31.1", *GPU_ONLY, driver=DRIVER, answer=CUDA)
-    (warning,) = document()[0]["warnings"]
+def test_both_onnxruntimes_are_a_warning_in_the_document_that_comes_before_a_refusal(machine, capsys):
+    machine("onnxruntime==1.31.1", *GPU_ONLY, driver=NO_DRIVER, answer=CUDA)
+    with pytest.raises(UsageError):
+        doctor(as_json=True, require=Device.gpu)
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert "overwrite each other's files" in warning
     assert "pip uninstall --yes onnxruntime onnxruntime-gpu" in warning
 
@@ -138,37 +132,30 @@ def test_people_read_stderr_and_find_what_never_ran(machine, capsys):
         assert line in written.err
 
 
-def test_tensorrt_without_its_libraries_is_incomplete(machine, document):
-    machine("tensorrt-cu13==11.4", driver=DRIVER)
-    _, fact = document("tensorrt")
-    assert fact["problem"].startswith("incomplete")
-    assert "$NVIDIA_INDEX" in fact["advice"]
-
-
-COMPLETE_TENSORRT = ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
+ALONE, LIBS = ("tensorrt-cu13==11.4",), ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
 
 
 @pytest.mark.parametrize(
-    ("installed", "driver", "answer", "usable", "problem"),
+    ("installed", "driver", "answer", "problem", "advice"),
     [
-        pytest.param(
-            (*COMPLETE_TENSORRT, "cuda.bindings==13"), DRIVER, {"version": "11.4"}, True, "", id="a GPU server"
-        ),
-        pytest.param(COMPLETE_TENSORRT, DRIVER, {"version": "11.4"}, False, "cuda-bindings", id="no device memory"),
-        pytest.param(COMPLETE_TENSORRT, NO_DRIVER, {"version": "11.4"}, False, "neither builds nor runs", id="no GPU"),
-        pytest.param(COMPLETE_TENSORRT, OLD_DRIVER, {"version": "11.4"}, False, "runs CUDA 12.4", id="an old driver"),
-        pytest.param(COMPLETE_TENSORRT, DRIVER, CRASH, False, "crashed with signal 11", id="the import crashes"),
+        pytest.param((*LIBS, "cuda.bindings==13"), DRIVER, {"version": "11.4"}, "", "", id="a GPU server"),
+        pytest.param(ALONE, DRIVER, None, "incomplete", "$NVIDIA_INDEX", id="no libraries"),
+        pytest.param(LIBS, DRIVER, {"version": "11.4"}, "cuda-bindings", "", id="no device memory"),
+        pytest.param(LIBS, NO_DRIVER, {"version": "11.4"}, "neither builds nor runs", "", id="no GPU"),
+        pytest.param(LIBS, OLD_DRIVER, {"version": "11.4"}, "runs CUDA 12.4", "", id="an old driver"),
+        pytest.param(LIBS, DRIVER, CRASH, "crashed with signal 11", "", id="the import crashes"),
     ],
 )
 def test_tensorrt_is_usable_where_all_of_it_is_there(
-    machine, document, monkeypatch, installed, driver, answer, usable, problem
+    machine, document, monkeypatch, installed, driver, answer, problem, advice
 ):
     machine(*installed, driver=driver)
     monkeypatch.setattr(diagnostics, "_run_program", lambda *_: answer)
     answer, fact = document("tensorrt")
-    assert fact["gpu"] is answer["usable"]["gpu"] is usable
+    assert fact["gpu"] is answer["usable"]["gpu"] is not bool(problem)
     assert problem in fact["problem"]
-    assert bool(fact["problem"]) is bool(fact["advice"]) is not usable
+    assert advice in fact["advice"]
+    assert bool(fact["problem"]) is bool(fact["advice"]) is bool(problem)
 
 
 @pytest.fixture
@@ -197,18 +184,16 @@ def test_a_broken_onnxruntime_is_an_answer(fake_onnxruntime, source, timeout, pr
     assert problem in answer["problem"]
 
 
-def test_an_onnxruntime_that_prints_is_understood(fake_onnxruntime):
+def test_an_onnxruntime_that_prints_is_understood_and_files_in_the_working_directory_are_not_imported(
+    fake_onnxruntime, tmp_path, monkeypatch
+):
     providers = "def get_available_providers():\n    return ['CPUExecutionProvider']\n"
     fake_onnxruntime("print('a banner', end='')\n__version__ = '9.9'\n" + providers)
     answer = diagnostics.query_onnxruntime()
     assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
-
-
-def test_files_in_the_working_directory_are_not_imported(fake_onnxruntime, tmp_path, monkeypatch):
-    fake_onnxruntime("raise SystemExit('the one of the working directory')")
     monkeypatch.delenv("PYTHONPATH")
     monkeypatch.chdir(tmp_path)
-    assert "working directory" not in str(diagnostics.query_onnxruntime())
+    assert diagnostics.query_onnxruntime() != answer
 
 
 def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path, monkeypatch):
@@ -217,16 +202,14 @@ def test_an_empty_folder_left_behind_is_not_an_installation(tmp_path, monkeypatc
     assert not diagnostics.is_importable("left_behind_by_pip")
 
 
-def test_neither_torch_nor_a_runtime_is_imported_and_it_is_fast():
+def test_neither_torch_nor_a_runtime_is_imported():
     code = (
         "import sys\n"
         "from opal_deploy.cli.doctor import doctor\n"
         "doctor(as_json=True)\n"
         "sys.exit(str(sorted({'torch', 'onnxruntime', 'tensorrt', 'onnx'} & set(sys.modules))))\n"
     )
-    started = time.perf_counter()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert child.stderr.strip() == "[]"
     assert json.loads(child.stdout)["schema"] == 1
-    assert time.perf_counter() - started < 20  # 0.4 s on a laptop; this catches an import of torch, not a busy machine

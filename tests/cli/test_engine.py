@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.runtime.nvml import read_driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+from tests.cli.calls import Opal
 
 pytestmark = [
     pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed"),
@@ -20,7 +21,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def built(opal: Any, exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(opal: Opal, exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an fp32 ONNX file, its fp16 file and an engine."""
     folder = tmp_path_factory.mktemp("built")
     shutil.copy(exact_model, folder / "ckpt.onnx")
@@ -36,7 +37,7 @@ def engine(built: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["infer", "verify", "evaluate", "bench"])
 def test_running_it_is_refused_in_one_line(
-    opal: Any, engine: Path, make_pictures: Any, tmp_path: Path, command: str
+    opal: Opal, engine: Path, make_pictures: Callable, tmp_path: Path, command: str
 ) -> None:
     for name in ("ash", "birch"):
         make_pictures(tmp_path / "in" / name, 8)
@@ -55,7 +56,7 @@ def test_running_it_is_refused_in_one_line(
 
 
 def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(
-    opal: Any, built: Path, make_pictures: Any, tmp_path: Path
+    opal: Opal, built: Path, make_pictures: Callable, tmp_path: Path
 ) -> None:
     make_pictures(tmp_path / "in", 2)
     done = opal("infer", tmp_path / "in", "--out", tmp_path / "out", cwd=built)
@@ -64,7 +65,7 @@ def test_infer_without_a_model_takes_the_onnx_file_and_says_why_not_the_engine(
     assert done.stderr.startswith(expected)
 
 
-def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Any, engine: Path, tmp_path: Path) -> None:
+def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Opal, engine: Path, tmp_path: Path) -> None:
     shown = opal("inspect", engine).stderr
     for part in ("tensorrt-rtx 1.", "sm80, batches 1:2:4", "ckpt.fp16.onnx", "unverified", "matches the file"):
         assert part in shown
@@ -78,7 +79,7 @@ def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Any, eng
 
 
 def test_infer_refuses_a_model_that_is_not_the_pinned_one(
-    opal: Any, built: Path, make_pictures: Any, tmp_path: Path
+    opal: Opal, built: Path, make_pictures: Callable, tmp_path: Path
 ) -> None:
     make_pictures(tmp_path / "in", 1)
     model = built / "ckpt.onnx"

@@ -5,21 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from opal_deploy import load
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.errors import UsageError
-
-if TYPE_CHECKING:
-    from opal_deploy.model.config import HeadConfig
 
 Metrics = Callable[..., Any]
 LABELS = ["0", "1", "2", "3"]
@@ -61,21 +56,20 @@ def model(tmp_path_factory: pytest.TempPathFactory, exact_model: Path) -> Path:
 @pytest.fixture(scope="module")
 def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the linear baseline with the folder's class names."""
-    from opal_deploy.model.config import LINEAR_BASELINE
-
-    return _save(tmp_path_factory.mktemp("linear") / "linear.pt", LINEAR_BASELINE, LABELS)
+    return _save(tmp_path_factory.mktemp("linear") / "linear.pt", LABELS)
 
 
-def _save(path: Path, head: HeadConfig, class_names: list[str]) -> Path:
-    """Write a checkpoint of random weights."""
+def _save(path: Path, class_names: list[str], prototypes: int | None = None) -> Path:
+    """Write a checkpoint of random weights, of the linear baseline unless it has prototypes."""
     import torch
 
     from opal_deploy.bench.targets.networks import update_batch_norms
     from opal_deploy.model.checkpoint import Checkpoint, save
-    from opal_deploy.model.config import NetworkConfig
+    from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
     from opal_deploy.synthetic import example_images
 
+    head = LINEAR_BASELINE if prototypes is None else HeadConfig(prototypes_per_class=prototypes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(class_names), (96, 96), head))
@@ -98,14 +92,6 @@ def metrics(capsys: pytest.CaptureFixture[str]) -> Metrics:
         return json.loads(capsys.readouterr().out)
 
     return run
-
-
-@pytest.fixture
-def no_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail the test as soon as a model runs."""
-    from opal_deploy.evaluation import session
-
-    monkeypatch.setattr(session, "evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran"))
 
 
 def test_checkpoint_and_export_agree_in_one_table_and_a_list(
@@ -159,13 +145,12 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
         taken_for = [row["predicted"] for row in predictions if row["label"] == label]
         assert counts[number] == [taken_for.count(other) for other in LABELS]
 
-    wrong = 0
     rows = _rows(out / "risk_coverage.csv")
-    at = {int(row["answered"]): row for row in rows}
-    for number, row in enumerate(sorted(predictions, key=lambda row: -float(row["margin"])), start=1):
-        wrong += row["correct"] == "0"
-        if number in at:
-            assert (int(at[number]["wrong"]), float(at[number]["min_margin"])) == (wrong, float(row["margin"]))
+    ranked = sorted(predictions, key=lambda row: -float(row["margin"]))
+    for row in rows:
+        answered = ranked[: int(row["answered"])]
+        assert int(row["wrong"]) == sum(each["correct"] == "0" for each in answered)
+        assert not answered or float(row["min_margin"]) == float(answered[-1]["margin"])
     assert int(rows[-1]["answered"]) == document["test_risk"]["images"] == 12
     assert document["test_risk"]["error"] == pytest.approx(1 - document["test_accuracy"])
     # random weights: whether anything supports even this depends on them, but the document has a reason where not
@@ -179,10 +164,17 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
         metrics(folder, model, out=out)
 
 
-def test_a_model_without_prototypes_has_neither_collapse_nor_cosines(
-    folder: Path, linear: Path, metrics: Metrics, tmp_path: Path
+def test_a_model_without_prototypes_has_neither_collapse_nor_cosines_and_its_crop_is_compared_with_the_data(
+    folder: Path, linear: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "spatial_prototype_collapse" not in metrics(folder, linear, out=tmp_path / "out", dataset="imagefolder")
+    from opal_deploy.model import checkpoint as checkpoints
+
+    path = tmp_path / "cropped.pt"
+    checkpoints.save(path, replace(checkpoints.load(linear), crop="boxes"))
+    evaluate(folder, [path], threads=1, out=tmp_path / "out", dataset="imagefolder", as_json=True)
+    printed = capsys.readouterr()
+    assert f"warning: {path} says it was trained on images cropped" in printed.err
+    assert "spatial_prototype_collapse" not in json.loads(printed.out)
     predictions = _rows(tmp_path / "out" / "predictions.csv")
     assert {(row["cosine"], row["margin"]) for row in predictions} == {("", "")}
 
@@ -193,47 +185,32 @@ def test_a_model_without_prototypes_has_neither_collapse_nor_cosines(
         ({"dataset": "birds"}, "no data set is called 'birds'"),
         ({"parts": True}, r"no part locations .*; leave --parts out"),
         ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),
-        ({"out": "{folder}/train/metrics"}, "would become part of the data set"),
+        ({"out": "data/train/metrics"}, "would become part of the data set"),
         ({"fill": ["grey"]}, "--fill 'grey': expected blur, mean, noise"),
         ({"target_error": "often"}, "--target-error 'often': expected a percentage"),
         ({"target_error": "5%"}, "12 labelled images cannot show .* even without a wrong answer 59 are needed"),
-    ],
-    ids=["data set", "parts", "second model", "out", "fill", "no percentage", "too few images"],
-)
-@pytest.mark.usefixtures("no_model_runs")
-def test_a_wrong_call_is_refused_before_any_model_runs(
-    folder: Path, model: Path, metrics: Metrics, options: dict[str, Any], message: str
-) -> None:
-    options = dict(options)
-    if "out" in options:
-        options["out"] = Path(options["out"].format(folder=folder))
-    models = [model, *([Path(options.pop("second"))] if "second" in options else [])]
-    with pytest.raises(UsageError, match=message):
-        metrics(folder, *models, **options)
-    assert not (folder / "train" / "metrics").exists()
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
         (
-            ["0", "1", "3", "2"],
+            {"second": ["0", "1", "3", "2"]},
             "4 classes each, but number 3 is '3' to the model and '2' in the data set; they must be",
         ),
-        (["0", "1", "2"], r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
+        ({"second": ["0", "1", "2"]}, r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
     ],
-    ids=["another order", "another number"],
 )
-@pytest.mark.usefixtures("no_model_runs")
-def test_other_classes_are_refused_before_any_model_runs(
-    folder: Path, model: Path, metrics: Metrics, tmp_path: Path, names: list[str], message: str
-) -> None:
-    from opal_deploy.model.config import LINEAR_BASELINE
-
-    other = _save(tmp_path / "other.pt", LINEAR_BASELINE, names)
+def test_a_wrong_call_is_refused_before_any_model_runs(
+    folder: Path, model: Path, metrics: Metrics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(
+        "opal_deploy.evaluation.session.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
+    )
+    out = folder.parent / options["out"] if "out" in options else tmp_path / "out"
+    second = options.get("second")
+    if isinstance(second, list):
+        second = _save(tmp_path / "other.pt", second)
+    given = {name: value for name, value in options.items() if name not in ("second", "out")}
     with pytest.raises(UsageError, match=message):
-        metrics(folder, model, other, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        metrics(folder, model, *([] if second is None else [Path(second)]), out=out, **given)
+    assert not out.exists()
 
 
 def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(
@@ -243,35 +220,12 @@ def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(
         metrics(tmp_path / "no data", linear, faithfulness=True)
 
 
-def test_progress_is_shown_to_the_end(
-    folder: Path, model: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from opal_deploy.cli import console
-    from opal_deploy.cli.evaluate import measure
-
-    evaluate_command = sys.modules["opal_deploy.cli.evaluate"]
-    shown: dict[str, list[tuple[int, int | None]]] = {"reading": [], "evaluating": []}
-
-    @contextmanager
-    def progress(title: str) -> Iterator[console.Advance]:
-        yield lambda done, total=None, note="": shown[title].append((done, total))
-
-    for module in (evaluate_command, measure):
-        monkeypatch.setattr(module, "progress", progress)
-    metrics(folder, model)
-    assert shown["reading"][-1] == (36, 36)
-    assert shown["evaluating"][-1] == (12, 12)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_refused(
-    folder: Path, linear: Path, metrics: Metrics, tmp_path: Path, value: float
-) -> None:
+def test_logits_that_are_not_finite_are_refused(folder: Path, linear: Path, metrics: Metrics, tmp_path: Path) -> None:
     from opal_deploy.model import checkpoint as checkpoints
 
     diverged = checkpoints.load(linear)
     for parameter in diverged.network.parameters():
-        parameter.data[...] = value
+        parameter.data[...] = float("nan")
     checkpoints.save(tmp_path / "diverged.pt", diverged)
     with pytest.raises(UsageError, match=r"diverged.pt: its logits for .*test/0/\d+.* are not finite") as caught:
         metrics(folder, tmp_path / "diverged.pt", out=tmp_path / "out")
@@ -290,9 +244,13 @@ def test_logits_that_are_not_finite_are_refused(
     ],
 )
 def test_another_crop_than_in_training_is_a_warning(
-    folder: Path, capsys: pytest.CaptureFixture[str], trained: str | None, cropped: Any, boxes: bool,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    trained: str | None,
+    cropped: Any,
+    boxes: bool,
     warning: str | None,
-) -> None:  # fmt: skip
+) -> None:
     from opal_deploy.cli.evaluate.inputs import warn_crop_mismatch
     from opal_deploy.datasets.registry import read_dataset
 
@@ -302,27 +260,14 @@ def test_another_crop_than_in_training_is_a_warning(
     assert all(line.startswith("warning: model.pt says it was trained on ") for line in lines)
 
 
-def test_the_crop_of_a_checkpoint_is_compared_with_the_data_set(
-    folder: Path, model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    from opal_deploy.model import checkpoint as checkpoints
-
-    path = tmp_path / "model.pt"
-    checkpoints.save(path, replace(checkpoints.load(model.with_suffix(".pt")), crop="boxes"))
-    evaluate(folder, [path], threads=1)
-    assert f"warning: {path} says it was trained on images cropped" in capsys.readouterr().err
-
-
 def test_names_that_are_not_utf8_are_written_as_infer_writes_them(
     folder: Path, metrics: Metrics, tmp_path: Path
 ) -> None:
-    from opal_deploy.model.config import LINEAR_BASELINE
-
     names = ["0", "1", "2", "cl\udcff"]
     root = shutil.copytree(folder, tmp_path / "data")
     for split in ("train", "val", "test"):
         (root / split / "3").rename(root / split / names[3])
-    metrics(root, _save(tmp_path / "odd.pt", LINEAR_BASELINE, names), out=tmp_path / "out")
+    metrics(root, _save(tmp_path / "odd.pt", names), out=tmp_path / "out")
 
     predictions = _rows(tmp_path / "out" / "predictions.csv")
     assert [row["image"].split("/")[1] for row in predictions if row["label"] not in LABELS] == [r"cl\xff"] * 3
@@ -367,13 +312,12 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
 def test_the_generated_set_has_parts_and_foreground(
     metrics: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from opal_deploy.model.config import HeadConfig
     from opal_deploy.synthetic import generate_dataset
 
     data = generate_dataset(
         tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
     )
-    path, out = _save(tmp_path / "model.pt", HeadConfig(prototypes_per_class=2), list(data.classes)), tmp_path / "out"
+    path, out = _save(tmp_path / "model.pt", list(data.classes), 2), tmp_path / "out"
     evaluate(data.root, [path], threads=1, faithfulness=True, limit=2, fill=["mean"], out=out, as_json=True)
     printed = capsys.readouterr()
     document = json.loads(printed.out)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
+from tests.cli.calls import Opal, one_line
 
 needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 SMALL = ("--batch", "1:2:4", "--threads", "1")
@@ -32,7 +29,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Any, folder: Path) -> None:
+def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Opal, folder: Path) -> None:
     done = opal("export", "c.onnx", "--precision", "fp16", "--json", "--threads", "1", cwd=folder)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -42,61 +39,33 @@ def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Any, folder
     assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 
-def _write_foreign(path: Path) -> None:
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
-    onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
-
-
-def _write_noise(path: Path) -> None:
-    path.write_bytes(random.Random(0).randbytes(5000))
-
-
-KINDS = "expected a checkpoint (.pt, .pth) or one of our .onnx files"
-
-
 @pytest.mark.parametrize(
-    ("name", "write", "message"),
-    [
-        ("nowhere.pt", lambda path: None, "nowhere.pt: no such file"),
-        ("c.pth", _write_noise, "c.pth: "),
-        ("c.onnx", _write_noise, "not an ONNX file"),
-        ("c.onnx", _write_foreign, "without opal metadata"),
-        ("c.engine", _write_noise, KINDS),
-        ("c", _write_noise, KINDS),
-    ],
-)
-def test_a_source_that_is_no_model_is_one_line(
-    opal: Any, tmp_path: Path, name: str, write: Callable[[Path], None], message: str
-) -> None:
-    write(tmp_path / name)
+    ("name", "message"),
+    [("nowhere.pt", "nowhere.pt: no such file"), ("c.onnx", "not an ONNX file"), ("c.pth", "c.pth: "),
+     ("c.engine", "expected a checkpoint (.pt, .pth) or one of our .onnx files")],
+)  # fmt: skip
+def test_a_source_that_is_no_model_is_one_line(opal: Opal, tmp_path: Path, name: str, message: str) -> None:
+    for noise in ("c.onnx", "c.pth", "c.engine"):
+        (tmp_path / noise).write_bytes(bytes(range(256)) * 20)
     before = names(tmp_path)
-    done = opal("export", name, "--precision", "fp16", cwd=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("opal-deploy: ")
-    assert message in line
+    assert message in one_line(opal("export", name, "--precision", "fp16", cwd=tmp_path))
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "classes",
-    ["a\nb\n", "a\nb\nc\nd\ne\n", "a\na\nb\nc\n", "", None],
-    ids=["too few classes", "too many", "a class twice", "none", "an option for the authors' files"],
-)
-def test_options_that_do_not_fit_the_checkpoint_are_one_line(
-    opal: Any, exact_model: Path, tmp_path: Path, classes: str | None
-) -> None:
-    (tmp_path / "names.txt").write_text(classes or "")
-    option = ("--distance", "l1") if classes is None else ("--classes", "names.txt")
-    done = opal("export", exact_model.with_suffix(".pt"), *option, "--out", "c.onnx", cwd=tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("opal-deploy: ")
-    assert not (tmp_path / "c.onnx").exists()
+def test_options_that_do_not_fit_the_checkpoint_are_one_line(opal: Opal, exact_model: Path, tmp_path: Path) -> None:
+    def refuse(*options: str) -> None:
+        one_line(opal("export", exact_model.with_suffix(".pt"), *options, "--out", "c.onnx", cwd=tmp_path))
+        assert not (tmp_path / "c.onnx").exists()
+
+    # too few, too many, one twice, none
+    for classes in ("a\nb\n", "a\nb\nc\nd\ne\n", "a\na\nb\nc\n", ""):
+        (tmp_path / "names.txt").write_text(classes)
+        refuse("--classes", "names.txt")
+    # an option for the authors' files
+    refuse("--distance", "l1")
 
 
-def test_no_verify_is_on_record_and_infer_repeats_it(opal: Any, folder: Path, make_pictures: Any) -> None:
+def test_no_verify_is_on_record_and_infer_repeats_it(opal: Opal, folder: Path, make_pictures: Callable) -> None:
     exported = opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder)
     assert "NOT VERIFIED: exported with --no-verify" in exported.stderr
     make_pictures(folder / "in", 1)
@@ -106,7 +75,7 @@ def test_no_verify_is_on_record_and_infer_repeats_it(opal: Any, folder: Path, ma
     assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stderr
 
 
-def test_files_that_are_being_written_are_no_models(opal: Any, folder: Path, make_pictures: Any) -> None:
+def test_files_that_are_being_written_are_no_models(opal: Opal, folder: Path, make_pictures: Callable) -> None:
     shutil.copy(folder / "c.onnx", folder / ".a.onnx.x1.part.onnx")
     (folder / ".b.engine").write_bytes(b"half")
     make_pictures(folder / "in", 1)
@@ -115,42 +84,45 @@ def test_files_that_are_being_written_are_no_models(opal: Any, folder: Path, mak
     assert done.stderr.startswith("Model: c.onnx ")
 
 
+# ---- engines
+
+
 @needs_rtx
-class TestEngines:
-    def test_export_trt_then_infer_explain(
-        self, opal: Any, exact_model: Path, make_pictures: Any, tmp_path: Path
-    ) -> None:
-        """The two commands that everybody types first, exactly as written."""
-        shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "ckpt.pt")
-        make_pictures(tmp_path / "images", 3)
-        exported = opal("export", "ckpt.pt", "--trt", cwd=tmp_path)
-        assert exported.returncode == 0, exported.stderr
-        assert "Wrote ckpt.onnx" in exported.stderr
-        assert "Wrote ckpt.fp16.onnx" in exported.stderr
-        assert "Building for sm80 with TensorRT for RTX" in exported.stderr
-        assert "unverified: it was never run on hardware" in exported.stderr
-        assert exported.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --explain"
-        inferred = opal("infer", "images/", "--explain", cwd=tmp_path)
-        assert inferred.returncode == 0, inferred.stderr
-        assert "not ckpt.fp16.sm80.rtx.engine (" in inferred.stderr
-        assert "3 images in" in inferred.stderr
-        assert (tmp_path / "explanations" / "report.html").is_file()
+def test_export_trt_then_infer_explain(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path: Path) -> None:
+    # the two commands that everybody types first, exactly as written
+    shutil.copy(exact_model.with_suffix(".pt"), tmp_path / "ckpt.pt")
+    make_pictures(tmp_path / "images", 3)
+    exported = opal("export", "ckpt.pt", "--trt", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    for text in ("Wrote ckpt.onnx", "Wrote ckpt.fp16.onnx", "Building for sm80 with TensorRT for RTX",
+                 "unverified: it was never run on hardware"):  # fmt: skip
+        assert text in exported.stderr
+    assert exported.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --explain"
+    inferred = opal("infer", "images/", "--explain", cwd=tmp_path)
+    assert inferred.returncode == 0, inferred.stderr
+    assert "not ckpt.fp16.sm80.rtx.engine (" in inferred.stderr
+    assert "3 images in" in inferred.stderr
+    assert (tmp_path / "explanations" / "report.html").is_file()
 
-    def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kept_the_next_time(
-        self, opal: Any, folder: Path
-    ) -> None:
-        call = ("export", "c.onnx", "--trt", "--target", "a100", "--target", "l4", "--json", *SMALL)
-        done = opal(*call, cwd=folder, blocked=("torch", "torchvision"))
-        assert done.returncode == 0, done.stderr
-        document = json.loads(done.stdout)
-        assert [file["path"] for file in document["files"]] == ["c.fp16.onnx"]
-        assert [engine["target"]["sm"] for engine in document["engines"]] == ["sm80", "sm89"]
-        assert {engine["state"]["state"] for engine in document["engines"]} == {"unverified"}
-        assert "Kept c.fp16.sm80.rtx.engine" in opal(*call, cwd=folder).stderr
 
-    def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(self, folder: Path) -> None:
-        # the signal comes at a moment when native code is running
-        program = """
+@needs_rtx
+def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kept_the_next_time(
+    opal: Opal, folder: Path
+) -> None:
+    call = ("export", "c.onnx", "--trt", "--target", "a100", "--target", "l4", "--json", *SMALL)
+    done = opal(*call, cwd=folder, blocked=("torch", "torchvision"))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [file["path"] for file in document["files"]] == ["c.fp16.onnx"]
+    assert [engine["target"]["sm"] for engine in document["engines"]] == ["sm80", "sm89"]
+    assert {engine["state"]["state"] for engine in document["engines"]} == {"unverified"}
+    assert "Kept c.fp16.sm80.rtx.engine" in opal(*call, cwd=folder).stderr
+
+
+@needs_rtx
+def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(folder: Path) -> None:
+    # the signal comes at a moment when native code is running
+    program = """
 import os, signal, sys
 from opal_deploy.export.tensorrt import builder
 make = builder._make_monitor
@@ -162,36 +134,32 @@ builder._make_monitor = interrupting
 sys.argv = ["opal-deploy", *sys.argv[1:]]
 from opal_deploy.cli import main; main()
 """
-        command = [sys.executable, "-c", program, "export", "c.onnx", "--trt", *SMALL]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 130, done.stderr
-        assert "interrupted" in done.stderr
-        assert names(folder) == ["c.onnx"]
+    command = [sys.executable, "-c", program, "export", "c.onnx", "--trt", *SMALL]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130, done.stderr
+    assert "interrupted" in done.stderr
+    assert names(folder) == ["c.onnx"]
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--target", "a100"], "--target: about engines; add --trt"),
-            (["--precision", "fp16", "--optimization-level", "0"], "--optimization-level: about engines; add --trt"),
-            (["--trt", "--out", "x.engine"], "--out x.engine: with --trt a folder is expected"),
-            (["--trt", "--target", "h100"], "sm90 (H100, H200)"),
-            (["--trt", "--batch", "9:1:2"], "expected 1 <= MIN <= OPT <= MAX"),
-            (["--trt", "--workspace", "99999999999G"], "expected between 1M and 1024G"),
-            (["--trt", "--precision", "int8"], "--precision int8 needs --calibrate DIR"),
-            (["--trt", "--calibrate", "."], "only int8 is calibrated"),
-            (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
-            (["--trt", "--timing-cache", "."], "--timing-cache"),
-            (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
-            (["--trt", "--precision", "fp32", "--input", "float32"], "inputs and outputs are fixed in an ONNX"),
-            (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),
-        ],
-        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-    )
-    def test_a_call_that_makes_no_sense_is_one_line(
-        self, opal: Any, folder: Path, arguments: list[str], message: str
-    ) -> None:
-        done = opal("export", "c.onnx", *arguments, cwd=folder)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert message in done.stderr.splitlines()[-1]
-        assert names(folder) == ["c.onnx"]
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "a100"], "--target: about engines; add --trt"),
+        (["--trt", "--out", "x.engine"], "--out x.engine: with --trt a folder is expected"),
+        (["--trt", "--target", "h100"], "sm90 (H100, H200)"),
+        (["--trt", "--precision", "int8"], "--precision int8 needs --calibrate DIR"),
+        (["--trt", "--calibrate", "."], "only int8 is calibrated"),
+        (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
+        (["--trt", "--timing-cache", "."], "--timing-cache"),
+        (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
+        (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+@needs_rtx
+def test_a_call_that_makes_no_sense_is_one_line(opal: Opal, folder: Path, arguments: list[str], message: str) -> None:
+    done = opal("export", "c.onnx", *arguments, cwd=folder)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr.splitlines()[-1]
+    assert names(folder) == ["c.onnx"]

@@ -1,7 +1,8 @@
-"""`opal-deploy infer` end to end: exit codes, messages, files, signals."""
+"""`opal-deploy infer` end to end: exit codes, messages, files, names, and what it leaves beside its records."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -12,12 +13,7 @@ from typing import Any
 
 import pytest
 
-Opal = Callable[..., subprocess.CompletedProcess[str]]
-MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
-
-
-def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
+from tests.cli.calls import MAIN, Opal, one_line, read_results
 
 
 @pytest.fixture
@@ -37,15 +33,6 @@ def infer(opal: Opal, exact_model: Path, tmp_path: Path) -> Opal:
     return run
 
 
-def one_line(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
-    """The only line of a refused call."""
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("opal-deploy: ")
-    return line
-
-
 def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "ckpt.onnx").write_bytes(exact_model.read_bytes())
     done = opal("infer", "in/", "--explain", cwd=tmp_path)
@@ -53,7 +40,7 @@ def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pic
     assert "Model: ckpt.onnx" in done.stderr
     assert "4 images in" in done.stderr
     out = tmp_path / "explanations"
-    assert [Path(record["image"]).name for record in records(out)] == ["000.png", "001.png", "002.png", "003.png"]
+    assert [Path(r["image"]).name for r in read_results(out)] == ["000.png", "001.png", "002.png", "003.png"]
     assert len(list((out / "overlays").iterdir())) == 4
     assert (out / "report.html").read_text(encoding="utf-8").count('src="data:image/jpeg;base64,') == 4
 
@@ -68,7 +55,7 @@ def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, t
     for text in ("6 images in", "2 error, 4 ok", "not_an_image: 1", "empty_file: 1",
                  "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)"):  # fmt: skip
         assert text in done.stderr
-    assert len(records(tmp_path / "out")) == 6
+    assert len(read_results(tmp_path / "out")) == 6
     assert (tmp_path / "out/report.html").read_text(encoding="utf-8").count('src="overlays/') == 4
 
 
@@ -77,7 +64,7 @@ def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, 
     done = infer("in/*[13].png", "--min-margin", "2", "--top", "2", "--json")
     assert done.returncode == 0, done.stderr
     assert "2 abstained" in done.stderr
-    found = [(record["image"], record["status"], len(record["top"])) for record in records(tmp_path / "out")]
+    found = [(record["image"], record["status"], len(record["top"])) for record in read_results(tmp_path / "out")]
     assert found == [("in/001.png", "abstained", 2), ("in/003.png", "abstained", 2)]
     document = json.loads(done.stdout)
     assert (document["images"], document["statuses"], document["errors"]) == (2, {"abstained": 2}, {})
@@ -91,36 +78,29 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path,
     parts = [infer("in", "--boxes", "boxes.csv", "--shard", f"{n}/2", out=f"out{n}") for n in (1, 2)]
     assert sorted(part.returncode for part in parts) == [0, 3]
     assert "no_box: 1" in parts[0].stderr + parts[1].stderr
-    found = records(tmp_path / "out1") + records(tmp_path / "out2")
+    found = read_results(tmp_path / "out1") + read_results(tmp_path / "out2")
     assert sorted(record["image"] for record in found) == [f"in/00{n}.png" for n in range(4)]
-    # more shards than images
-    assert infer("in", "--shard", "9/9", out="none").returncode == 0
-    assert records(tmp_path / "none") == []
     for slot in (slot for record in found for slot in record.get("evidence", [])):
         assert slot["box"][0] >= 10
         assert slot["box"][3] <= 80
+    # more shards than images
+    assert infer("in", "--shard", "9/9", out="none").returncode == 0
+    assert read_results(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none/"], "none/: no such file or folder"),
         (["in", "misspelt"], "misspelt: no such file or folder"),
         (["empty"], "empty: no images in it or below; expected files such as .jpg or .png"),
-        (["*.jpg"], "*.jpg: nothing matches"),
         (["-"], "standard input named no image; expected one path a line"),
         (["in", "--shard", "0/3"], "shard '0/3': expected i/n with i from 1 to n, such as 1/4"),
-        (["in", "--shard", "4/3"], "shard '4/3': expected i/n"),
         (["in", "--shard", "²/3"], "shard '²/3': expected i/n"),
         (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),
-        (["in", "--boxes", "bad.csv"], "bad.csv: columns a, b; expected image with x0,y0,x1,y1"),
         (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
         (["in", "--device", "0,0"], "device '0,0': expected"),
         (["in", "--report-images", "server"], "expected embed (in the page) or files"),
-        (
-            ["in", "--labels", "none.csv"],
-            "--labels none.csv: cannot be read (No such file or directory); expected `folders`",
-        ),
+        (["in", "--labels", "none.csv"], "--labels none.csv: cannot be read"),
         (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
         (["in", "--max-errors", "5 %%"], "--max-errors '5 %%': expected a number of images, or a share such as 5%"),
         (["in", "--decode", "slow"], "--decode 'slow': expected default, exact, fast"),
@@ -131,18 +111,18 @@ def test_a_wrong_call_is_answered_in_one_line_and_leaves_nothing(
     infer: Opal, pictures: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     assert message in one_line(infer(*arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_an_out_that_is_a_file_is_a_wrong_call_also_with_debug(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer: Opal, pictures: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     done = infer(pictures, "--debug", out="file/out")
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "opal-deploy: file/out: cannot be written (Not a directory); give another --out" in last
+    assert "--overwrite without --out" in one_line(infer(pictures, "--overwrite", out=None))
 
 
 def _corrupt(path: Path, model: Path) -> None:
@@ -151,23 +131,22 @@ def _corrupt(path: Path, model: Path) -> None:
     path.write_bytes(data)
 
 
-BAD_MODELS: dict[str, tuple[str, Callable[[Path, Path], object], str]] = {
-    "missing": ("m.onnx", lambda path, model: None, "no such model; expected a file of `opal-deploy export`"),
-    "folder": ("m.onnx", lambda path, model: path.mkdir(), "a folder; give the model's file"),
-    "bit flipped": ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
-    "cut short": ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),
-    "empty": ("m.onnx", lambda path, model: path.write_bytes(b""), "the file is empty; export or copy it again"),
-    "text": ("m.onnx", lambda path, model: path.write_text("hello"), "not an ONNX file"),
-    "another suffix": ("m.bin", lambda path, model: path.write_text("hello"), "not a model that this version runs"),
-    "bad checkpoint": ("m.pt", lambda path, model: path.write_text("hello"), "m.pt: "),
-}
-
-
-@pytest.mark.parametrize("name", BAD_MODELS)
+@pytest.mark.parametrize(
+    ("file", "write", "message"),
+    [
+        ("m.onnx", lambda path, model: None, "no such model; expected a file of `opal-deploy export`"),
+        ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
+        ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),
+        ("m.onnx", lambda path, model: path.write_bytes(b""), "the file is empty; export or copy it again"),
+        ("m.onnx", lambda path, model: path.write_text("hello"), "not an ONNX file"),
+        ("m.bin", lambda path, model: path.write_text("hello"), "not a model that this version runs"),
+        ("m.pt", lambda path, model: path.write_text("hello"), "m.pt: "),
+    ],
+    ids=["missing", "bit flipped", "cut short", "empty", "text", "another suffix", "bad checkpoint"],
+)
 def test_what_is_no_model_is_refused_before_anything_is_written(
-    infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path, name: str
+    infer: Opal, exact_model: Path, pictures: Path, tmp_path: Path, file: str, write: Callable, message: str
 ) -> None:
-    file, write, message = BAD_MODELS[name]
     write(tmp_path / file, exact_model)
     assert message in one_line(infer(pictures, model=tmp_path / file))
     assert not (tmp_path / "out").exists()
@@ -176,41 +155,31 @@ def test_what_is_no_model_is_refused_before_anything_is_written(
 def test_without_a_model_it_says_how_to_get_one(
     infer: Opal, exact_model: Path, map_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    assert "no exported model in the working directory; give one with --model" in one_line(infer(pictures, model=None))
     (tmp_path / "ckpt.pt").write_bytes(b"")
     assert "export one first: opal-deploy export ckpt.pt" in one_line(infer(pictures, model=None))
-    (tmp_path / "foreign.onnx").write_bytes(b"x")
-    assert "foreign.onnx is not one of ours, or damaged" in one_line(infer(pictures, model=None))
     for model in (exact_model, map_model):
         (tmp_path / model.name).write_bytes(model.read_bytes())
     line = one_line(infer(pictures, model=None))
     assert "exact.onnx (of exact.pt), map.onnx (of map.pt); choose one with --model" in line
 
 
-def test_a_linear_baseline_classifies_and_explains_nothing(
-    infer: Opal, linear_model: Path, pictures: Path, tmp_path: Path
+def test_what_models_without_single_cells_can_and_cannot_do(
+    infer: Opal, map_model: Path, linear_model: Path, pictures: Path, tmp_path: Path
 ) -> None:
     line = one_line(infer(pictures, "--explain", model=linear_model))
     assert "a dense layer mixes all channels and no evidence can be shown; leave out --explain" in line
     assert "no margin; leave out --min-margin" in one_line(infer(pictures, "--min-margin", "0.1", model=linear_model))
     assert infer(pictures, model=linear_model).returncode == 0
-    assert records(tmp_path / "out")[0]["prediction"]["cosine"] is None
+    assert read_results(tmp_path / "out")[0]["prediction"]["cosine"] is None
 
-
-def test_explaining_a_model_that_averages_reports_that_overlays_lack_boxes(
-    infer: Opal, map_model: Path, pictures: Path, tmp_path: Path
-) -> None:
-    done = infer(pictures, "--explain", model=map_model)
+    done = infer(pictures, "--explain", model=map_model, out="map")
     assert done.returncode == 0
     assert "no single cell is its evidence, so overlays show no boxes" in done.stderr
-    assert (tmp_path / "out/report.html").is_file()
+    assert (tmp_path / "map/report.html").is_file()
 
 
 def test_a_bug_is_called_one(infer: Opal, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> None:
-        raise KeyError("x\ny")
-
-    monkeypatch.setattr("opal_deploy.inference.run.run.run", run)
+    monkeypatch.setattr("opal_deploy.inference.run.run.run", lambda *_, **__: {}["x\ny"])
     done = infer(pictures)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
@@ -242,7 +211,7 @@ def test_every_odd_image_gets_its_record_and_memory_is_bounded(
     assert "Warning:" not in done.stderr
     # in kilobytes
     assert int(done.stdout) < 1_000_000
-    found = records(tmp_path / "out")
+    found = read_results(tmp_path / "out")
     assert len(found) == 149
     assert [record["image"] for record in found] == sorted(record["image"] for record in found)
     assert {record["error"]["code"] for record in found if record["status"] == "error"} <= KNOWN_CODES
@@ -267,4 +236,73 @@ def test_names_on_stdin_need_not_be_utf8_and_a_closed_stdout_changes_no_exit_cod
     os.close(writer)
     assert done.returncode == 0, done.stderr
     assert b"rror" not in done.stderr
-    assert [record["image"] for record in records(tmp_path / "out")] == ["in/002.png", "a\\xff.png", "in/000.png"]
+    assert [record["image"] for record in read_results(tmp_path / "out")] == ["in/002.png", "a\\xff.png", "in/000.png"]
+
+
+# ---- beside the records
+
+
+@pytest.fixture
+def labelled(pictures: Path) -> Path:
+    """Two folders named for classes and one for none of them, two images in each, one of them broken."""
+    for number, name in enumerate(("ash/0", "birch/2", "birch/3", "lion/4")):
+        (pictures / name).parent.mkdir(exist_ok=True)
+        (pictures / f"{number:03}.png").rename(pictures / f"{name}.png")
+    (pictures / "lion/5.png").write_bytes((pictures / "ash/0.png").read_bytes())
+    (pictures / "ash/1.png").write_bytes(b"no")
+    return pictures
+
+
+def test_everything_beside_the_records_agrees_with_them(
+    infer: Opal, labelled: Path, exact_model: Path, tmp_path: Path
+) -> None:
+    done = infer(labelled, "--labels", "folders", "--format", "csv", "--format", "parquet", "--json")
+    assert done.returncode == 3, done.stderr
+    found = read_results(tmp_path / "out")
+    assert [record["truth"] for record in found] == ["ash"] * 2 + ["birch"] * 2 + ["lion"] * 2
+
+    correct = sum(r["truth"] == r["prediction"]["label"] for r in found if "prediction" in r and r["truth"] != "lion")
+    assert f"Accuracy: {correct / 3:.2%} of 3 predictions" in done.stderr
+    assert "1 labelled images failed and are not counted" in done.stderr
+    assert "2 images have a label that is no class of the model (lion)" in done.stderr
+
+    text = (tmp_path / "out/summary.json").read_text()
+    document = json.loads(text)
+    assert json.loads(done.stdout) == document
+    counts = {"failed": 1, "label_is_no_class": 2, "without_label": 0}
+    expected = {
+        "complete": True, "stopped": None, "images": 6, "new_images": 6, "statuses": {"error": 1, "ok": 5},
+        "errors": {"not_an_image": 1}, "resumed": [],
+        "accuracy": {"accuracy": correct / 3, "correct": correct, "wrong": 3 - correct, **counts},
+    }  # fmt: skip
+    assert {key: document[key] for key in expected} == expected
+    assert sum(entry["images"] for entry in document["classes"]) == 5
+    assert document["model"]["file"] == exact_model.name
+    assert len(document["model"]["sha256"]) == 64
+    assert "cpu" in document["runtime"].lower()
+    assert document["images_per_second"] == pytest.approx(6 / document["seconds"])
+    assert {"decode", "compute", "write"} <= {row["stage"] for row in document["time"]["stages"]}
+    assert document["started"] <= document["ended"]
+    # nobody's folders
+    assert document["command"].startswith("opal-deploy infer in --labels folders --format csv")
+    assert str(tmp_path) not in text
+
+    with (tmp_path / "out/results.csv").open(encoding="utf-8", newline="") as stream:
+        rows = [(row["image"], row["truth"]) for row in csv.DictReader(stream)]
+    assert rows == [(record["image"], record["truth"]) for record in found]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(tmp_path / "out/results.parquet").to_pylist()
+    assert [row["cosine"] for row in table] == [r.get("prediction", {}).get("cosine") for r in found]
+
+
+def test_labels_from_a_file_say_which_images_have_none_and_decoders_answer_the_same_images(
+    infer: Opal, labelled: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "labels.csv").write_text("image,label\nash/0.png,birch\nbirch/2.png,birch\n")
+    for decode in ("exact", "fast"):
+        done = infer(labelled, "--labels", "labels.csv", "--overwrite", "--decode", decode, "--explain")
+        assert done.returncode == 3, done.stderr
+        found = read_results(tmp_path / "out")
+        assert [record.get("truth") for record in found] == ["birch", None, "birch", None, None, None]
+        assert "4 images have no label" in done.stderr
+        assert [record["status"] for record in found].count("ok") == sum("overlay" in r for r in found) == 5

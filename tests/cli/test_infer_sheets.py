@@ -15,15 +15,10 @@ from typing import Any
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
+from tests.cli.calls import MAIN, Opal, one_line, read_results
 
-Opal = Callable[..., subprocess.CompletedProcess[str]]
-MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 IMAGES, BROKEN = 8, 3
 BEAKS = "".join(f"[{label}]\n0 = 'beak'\n2 = 'wing tip'\n" for label in ("ash", "birch"))
-
-
-def records(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
 
 
 def configuration(out: Path) -> dict[str, Any]:
@@ -58,7 +53,7 @@ def out(place: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def infer(opal: Opal, exact_model: Path, out: Path) -> Opal:
-    def run(*arguments: str | Path, model: Path = exact_model, command: str = "infer", code: int = 3) -> Any:
+    def run(*arguments: str, model: Path = exact_model, command: str = "infer", code: int = 3) -> Any:
         call = [command, "in/", "--model", model, "--threads", "1", "--out", out.name, *arguments]
         done = opal(*call, cwd=out.parent)
         assert done.returncode == code, done.stderr
@@ -90,12 +85,11 @@ def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place
     expected = explained()
     assert len(expected) == IMAGES - 1
     assert files(place / "sheets/sheets") == expected
-    found = records(place / "sheets")
+    found = read_results(place / "sheets")
     names = [record.pop("sheet", None) for record in found]
     assert names == [None if n == BROKEN else f"sheets/{n:06}-{n:03}.png.png" for n in range(IMAGES)]
-    assert found == records(place / "plain")
-    assert not (place / "sheets/overlays").exists()
-    assert not (place / "sheets/report.html").exists()
+    assert found == read_results(place / "plain")
+    assert {name.partition("/")[0] for name in files(place / "sheets")} == {"results.jsonl", "sheets"}
     assert set(files(place / "plain")) == {"results.jsonl"}
     assert {"sheets", "heatmap", "atlas", "slot_names"}.isdisjoint(configuration(place / "plain"))
 
@@ -110,7 +104,7 @@ def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records
     assert found == explained("--atlas", "atlas")
     # the rows make each sheet another one
     assert all(found[name] != plain for name, plain in files(place / "sheets/sheets").items())
-    for record, plain in zip(records(out), records(place / "plain"), strict=True):
+    for record, plain in zip(read_results(out), read_results(place / "plain"), strict=True):
         if "evidence" in record:
             named = record["prediction"]["label"] in ("ash", "birch")
             expected = ["beak", None, "wing tip"] if named else [None] * 3
@@ -124,31 +118,22 @@ def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records
 
 
 def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer: Opal, place: Path, out: Path) -> None:
-    labels = {record["prediction"]["label"] for record in records(place / "plain") if "prediction" in record}
+    labels = {record["prediction"]["label"] for record in read_results(place / "plain") if "prediction" in record}
     tables = (f"[{json.dumps(label, ensure_ascii=False)}]\n1 = 'tail'\n" for label in labels)
     out.with_name("names.toml").write_text("".join(tables), "utf-8")
     infer("--slot-names", "names.toml")
     assert set(files(out)) == {"results.jsonl"}
-    for record in records(out):
+    for record in read_results(out):
         assert [slot.get("name") for slot in record.get("evidence", [])] in ([None, "tail", None], [])
 
 
-@pytest.mark.slow
-def test_heatmaps_of_an_export_that_has_them_are_on_the_sheets(
-    infer: Opal, explained: Callable, exact_model: Path, place: Path, out: Path
+def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(
+    infer: Opal, explained: Callable, exact_model: Path, out: Path
 ) -> None:
-    from opal_deploy.export.checkpoint_source import CheckpointSource
-    from opal_deploy.export.exporter import export
-    from opal_deploy.export.options import ExportOptions, ExportTargets
-    from opal_deploy.model.checkpoint import load
-
-    checkpoint, model = exact_model.with_suffix(".pt"), out.with_name("maps.onnx")
-    options = ExportOptions(attention=True, threads=1)
-    export(CheckpointSource(load(checkpoint), checkpoint), ExportTargets({"fp32": model}), options)
+    model = exact_model.with_suffix(".pt")
     infer("--heatmap", model=model)
     found = files(out / "sheets")
     assert found == explained("--heatmap", model=model)
-    assert all(found[name] != plain for name, plain in files(place / "sheets/sheets").items())
     # the maps are there, and are not shown unasked
     infer("--sheets", "--overwrite", model=model)
     assert all(sheet != found[name] for name, sheet in files(out / "sheets").items())
@@ -173,8 +158,7 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_written(
     atlas.write_text(json.dumps(document))
     out.with_name("oak.toml").write_text("[oak]\n")
     before = sorted(out.parent.rglob("*"))
-    (line,) = infer(*arguments.split(), code=2).stderr.splitlines()
-    assert complaint in line
+    assert complaint in one_line(infer(*arguments.split(), code=2))
     assert sorted(out.parent.rglob("*")) == before
 
 
@@ -211,10 +195,9 @@ def test_killed_between_two_sheets_it_ends_like_a_run_that_was_not(
     infer: Opal, exact_model: Path, place: Path, out: Path
 ) -> None:
     call = ["infer", "in/", "--model", str(exact_model), "--threads", "1", "--out", "out", "--sheets"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", KILL + MAIN, *call]
-    died = subprocess.run(
-        command, cwd=out.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120
-    )
+    died = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, timeout=120)
     assert died.returncode == -signal.SIGKILL
     assert list((out / "sheets").glob(".*.part"))
     infer("--sheets")
@@ -234,10 +217,3 @@ def test_a_run_with_other_drawings_is_another_run(infer: Opal, begun: Path, argu
     before = files(begun)
     assert difference in infer(*arguments.split(), code=2).stderr.splitlines()[-1]
     assert files(begun) == before
-
-
-def test_overwriting_takes_the_sheets_away(infer: Opal, place: Path, out: Path) -> None:
-    shutil.copytree(place / "sheets", out)
-    infer("--overwrite")
-    assert files(out) == files(place / "plain")
-    assert not (out / "sheets").exists()

@@ -26,18 +26,11 @@ def test_anything_else_is_refused_in_one_line(text: str) -> None:
         parse_rate("--x", text)
 
 
-def test_a_margin_is_taken_as_it_is(exact_model: Path) -> None:
-    assert parse_min_margin("0.05", exact_model, read_metadata(exact_model)) == 0.05
-
-
-def test_text_that_is_neither_a_margin_nor_a_rate_is_refused(exact_model: Path) -> None:
+def test_a_margin_is_taken_as_it_is_and_other_text_refused(exact_model: Path) -> None:
+    metadata = read_metadata(exact_model)
+    assert parse_min_margin("0.05", exact_model, metadata) == 0.05
     with pytest.raises(UsageError, match=r"expected a margin such as 0.05, or an error rate such as 5%"):
-        parse_min_margin("some", exact_model, read_metadata(exact_model))
-
-
-def test_a_model_without_validation_images_says_how_to_choose(exact_model: Path) -> None:
-    with pytest.raises(UsageError, match=r"remembers no validation images.*--target-error 5%"):
-        parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk={}))
+        parse_min_margin("some", exact_model, metadata)
 
 
 def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model: Path) -> None:
@@ -51,7 +44,8 @@ def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model:
     assert 0 < expected <= 0.11
 
 
-def test_a_rate_that_too_few_images_cannot_support_is_refused(exact_model: Path) -> None:
-    summary = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
-    with pytest.raises(UsageError, match="20 validation images"):
-        parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk=summary))
+def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model: Path) -> None:
+    few = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
+    for risk, message in ((few, "20 validation images"), ({}, r"remembers no validation images.*--target-error 5%")):
+        with pytest.raises(UsageError, match=message):
+            parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk=risk))

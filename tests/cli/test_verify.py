@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import compute_sha256
+from tests.cli.calls import Opal, one_line
 
 CPU = ("--device", "cpu", "--threads", "1")
 
 
-def test_an_intact_file_passes(opal: Any, exact_model: Path) -> None:
+def test_an_intact_file_passes(opal: Opal, exact_model: Path) -> None:
     digest = compute_sha256(exact_model)
     done = opal("verify", exact_model, *CPU, "--json", "--expect-sha256", digest.upper())
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_an_intact_file_passes(opal: Any, exact_model: Path) -> None:
     ],
 )
 def test_another_file_is_refused_in_one_line(
-    opal: Any, exact_model: Path, tmp_path: Path, change: str, code: int, message: str
+    opal: Opal, exact_model: Path, tmp_path: Path, change: str, code: int, message: str
 ) -> None:
     path, content = tmp_path / "m.onnx", bytearray(exact_model.read_bytes())
     content[len(content) // 4] ^= 0x10 if change == "flipped" else 0
@@ -47,7 +47,4 @@ def test_another_file_is_refused_in_one_line(
         onnx.save(model, path)
         onnx_file.embed_digest(path)
     done = opal("verify", path, *CPU, *(["--expect-sha256", "0" * 64] if change == "none" else []))
-    assert done.returncode == code
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("opal-deploy: ")
-    assert message in line
+    assert message in one_line(done, code)

@@ -54,26 +54,18 @@ def test_hadolint_finds_nothing() -> None:
 )
 def test_a_lock_holds_what_pyproject_asks_for(lock: str, groups: list[list[str]]) -> None:
     versions = {**locked(lock), **locked("tensorrt.txt")}
-
     for requirement in (Requirement(text) for group in groups for text in group):
         assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_tensorrt_and_its_libraries_have_one_version() -> None:
+def test_the_image_holds_no_torch_one_onnxruntime_one_tensorrt_and_this_version() -> None:
     assert locked("tensorrt.txt")["tensorrt-cu13-libs"] == locked("gpu.txt")["tensorrt-cu13"]
-
-
-def test_the_image_holds_no_torch_and_one_onnxruntime() -> None:
     assert not locked("gpu.txt").keys() & {"torch", "torchvision", "onnxruntime", "pip", "setuptools"}
-
-
-def test_the_image_has_the_version_of_the_package() -> None:
     assert f"ARG VERSION={__version__}\n" in DOCKERFILE
 
 
 def test_the_health_check_is_a_command_that_exists(opal) -> None:  # type: ignore[no-untyped-def]
     (call,) = re.findall(r"^HEALTHCHECK.*CMD (\[.*\])$", DOCKERFILE.replace("\\\n", " "), re.MULTILINE)
-
     program, *arguments = json.loads(call)
     assert program == "opal-deploy"
     assert opal(*arguments).returncode in (0, 2)
@@ -87,21 +79,11 @@ def test_the_index_serves_every_locked_file_for_the_image(name: str, tmp_path: P
     # pip compares each file with its hashes; about 1.7 GB for gpu.txt
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
     command += ["--no-deps", "--require-hashes", "--requirement", str(ROOT / "requirements" / name)]
-    command += [
-        "--implementation",
-        "cp",
-        "--python-version",
-        "3.12",
-        "--abi",
-        "cp312",
-        "--abi",
-        "abi3",
-        "--abi",
-        "none",
-    ]
+    command += ["--implementation", "cp", "--python-version", "3.12"]
+    for abi in ("cp312", "abi3", "none"):
+        command += ["--abi", abi]
     for tag in ["_2_28", "_2_27", "_2_17", "2014", "_2_12", "2010", "_2_5", "1"]:
         command += ["--platform", f"manylinux{tag}_x86_64"]
     answer = subprocess.run([*command, "--dest", str(tmp_path)], capture_output=True, text=True, check=False)
-
     assert answer.returncode == 0, answer.stderr
     assert len(list(tmp_path.iterdir())) == len(locked(name))

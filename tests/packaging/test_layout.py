@@ -19,7 +19,6 @@ def test_a_top_level_package_is_reached_by_a_tracked_symbolic_link(package: str)
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
-
     assert listed.stdout.startswith("120000 ")
     assert (ROOT / "opal_deploy" / package).readlink() == Path("..") / package
 
@@ -29,7 +28,6 @@ def test_links_point_to_files_that_exist(page: Path) -> None:
     targets = [t.partition("#")[0] for t in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")) if "://" not in t]
     # two pages are generated when the site is built
     generated = {ROOT / "docs/reference/cli.md", ROOT / "docs/reference/records.md"}
-
     missing = [t for t in targets if t and not (page.parent / t).exists()]
     assert [t for t in missing if (page.parent / t).resolve() not in generated] == []
 
@@ -60,13 +58,7 @@ def test_commands_and_options_that_the_pages_name_exist() -> None:
 
 
 def test_source_files_that_the_pages_name_exist() -> None:
-    named = {
-        name
-        for page in PAGES
-        for name in re.findall(
-            r"`((?:opal_deploy|export|train|bench|model|runtime|preprocess)/[\w/.]*)`", page.read_text("utf-8")
-        )
-    }
-
+    pattern = r"`((?:opal_deploy|export|train|bench|model|runtime|preprocess)/[\w/.]*)`"
+    named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert named
     assert [n for n in sorted(named) if not (ROOT / n).exists() and not (ROOT / "opal_deploy" / n).exists()] == []

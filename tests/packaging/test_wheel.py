@@ -61,94 +61,56 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binaries
 
 
-def names(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        return archive.namelist()
-
-
-def test_the_file_name_says_pure_python_and_the_version(wheel: Path) -> None:
+def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_and_nothing_else(wheel: Path) -> None:
     assert wheel.name == f"opal_deploy-{__version__}-py3-none-any.whl"
-
-
-def test_nothing_but_opal_deploy_lands_in_site_packages(wheel: Path) -> None:
-    assert {name.split("/")[0] for name in names(wheel)} == {"opal_deploy", f"opal_deploy-{__version__}.dist-info"}
-
-
-def test_every_tracked_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(f"opal_deploy-{__version__}.dist-info/METADATA").decode("utf-8").splitlines()
+    assert {name.split("/")[0] for name in names} == {"opal_deploy", f"opal_deploy-{__version__}.dist-info"}
     tracked = run("git", "ls-files", *SOURCES[3:], cwd=ROOT).stdout.split()
     code = (".py", ".json", ".toml", ".jinja", ".css", ".js")
     expected = {name.removeprefix("opal_deploy/") for name in tracked if name.endswith(code) and "results" not in name}
-
     assert expected
-    assert {f"opal_deploy/{name}" for name in expected} - set(names(wheel)) == set()
+    assert {f"opal_deploy/{name}" for name in expected} - set(names) == set()
+    assert "opal_deploy/py.typed" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    extras = {"cpu", "gpu", "trt", "trt-rtx", "train", "export", "bench", "docs", "dev", "all-cpu"}
+    assert extras <= declared.keys()
+    assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata)
 
 
-def test_type_checkers_find_the_marker_and_lawyers_the_licence(wheel: Path) -> None:
-    assert "opal_deploy/py.typed" in names(wheel)
-    assert any(name.endswith("/LICENSE") for name in names(wheel))
-
-
-def test_installing_it_brings_no_runtime_and_no_torch(installed: Path, tmp_path: Path) -> None:
+def test_installing_it_brings_no_runtime_and_no_torch_and_nothing_is_missing(installed: Path, tmp_path: Path) -> None:
     answer = run(installed / "python", "-m", "pip", "list", "--format", "json", cwd=tmp_path)
     found = {package["name"].lower() for package in json.loads(answer.stdout)}
-
     assert "opal-deploy" in found
     assert not found & {"torch", "torchvision", "onnx", "onnxruntime", "onnxruntime-gpu", "scikit-learn", "matplotlib"}
-
-
-def test_pip_finds_nothing_missing(installed: Path, tmp_path: Path) -> None:
     run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
 
 
-def test_help_lists_the_commands(installed: Path, tmp_path: Path) -> None:
+def test_help_and_doctor_answer(installed: Path, tmp_path: Path) -> None:
     answer = run(installed / "opal-deploy", "--help", cwd=tmp_path)
-
     for command in ("train", "evaluate", "export", "infer", "bench", "inspect", "verify", "doctor", "demo"):
         assert f" {command} " in answer.stdout + answer.stderr, command
-
-
-def test_doctor_answers_and_says_what_to_install(installed: Path, tmp_path: Path) -> None:
     answer = run(installed / "opal-deploy", "doctor", cwd=tmp_path)
-
     assert answer.stdout == ""
     assert "pip install 'opal-deploy[cpu]'" in answer.stderr
     assert "CUDA session: never run on hardware" in answer.stderr
-
-
-def test_doctor_writes_json(installed: Path, tmp_path: Path) -> None:
     document = json.loads(run(installed / "opal-deploy", "doctor", "--json", cwd=tmp_path).stdout)
-
     assert document["opal_deploy"] == __version__
     assert document["usable"] == {"cpu": False, "gpu": False, "any": False}
 
 
-def test_a_health_check_without_a_runtime_fails_in_one_line(installed: Path, tmp_path: Path) -> None:
-    answer = run(installed / "opal-deploy", "doctor", "--json", "--require", "any", cwd=tmp_path, check=False)
-
-    assert answer.returncode == 2
-    assert len(answer.stderr.splitlines()) == 1
-    assert "pip install 'opal-deploy[cpu]'" in answer.stderr
-
-
-def test_infer_without_a_runtime_names_the_extra_in_one_line(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "call", [["doctor", "--json", "--require", "any"], ["infer", "images", "--model", "model.onnx"]], ids=" ".join
+)
+def test_without_a_runtime_a_command_names_the_extra_in_one_line(
+    installed: Path, tmp_path: Path, call: list[str]
+) -> None:
     (tmp_path / "images").mkdir()
     run(installed / "python", "-c", IMAGE, cwd=tmp_path)
     (tmp_path / "model.onnx").write_bytes(b"\x08\x0a")
-    answer = run(installed / "opal-deploy", "infer", "images", "--model", "model.onnx", cwd=tmp_path, check=False)
-
+    answer = run(installed / "opal-deploy", *call, cwd=tmp_path, check=False)
     assert answer.returncode == 2
     assert len(answer.stderr.splitlines()) == 1
     assert "pip install 'opal-deploy[cpu]'" in answer.stderr
-
-
-@pytest.mark.parametrize(
-    "extra", ["cpu", "gpu", "trt", "trt-rtx", "train", "export", "bench", "docs", "dev", "all-cpu"]
-)
-def test_extras_are_declared(wheel: Path, extra: str) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        lines = archive.read(metadata).decode("utf-8").splitlines()
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-
-    assert extra in declared
-    assert f"Provides-Extra: {extra}" in lines

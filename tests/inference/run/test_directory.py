@@ -117,7 +117,8 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path: Path) -> None:
     begin(tmp_path, finish=True)
-    for name in ("report.html", "results.csv", "overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "mine.txt"):
+    drawings = ("overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "sheets/000000-a.png")
+    for name in ("report.html", "results.csv", *drawings, "mine.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     (tmp_path / ".results.parquet.abc.part.parquet").write_text("half")

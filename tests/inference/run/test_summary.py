@@ -88,12 +88,6 @@ def test_more_errors_than_the_limit_stop_the_run(limit: str, good: int, bad: int
         ErrorLimit.parse(limit).check(summary)
 
 
-def test_the_most_frequent_code_is_named() -> None:
-    summary = summary_of(failed("a_code"), failed("b_code"), failed("b_code"))
-    with pytest.raises(StoppedEarly, match=r"most often b_code \(2\); look at these images, or raise the limit"):
-        ErrorLimit.parse("2").check(summary)
-
-
 @pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "%", "101%", "-1%", "nan%", "inf%", "5 %%"])
 def test_a_limit_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="expected a number of images, or a share such as 5%"):
