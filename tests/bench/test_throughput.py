@@ -34,9 +34,8 @@ def test_each_batch_size_has_a_measurement_and_so_has_the_best(fake_target: Any,
     assert offline.figures["best_batch"].value == 2
     best = rows[1]
     assert offline.figures["images_per_second"] == best.figures["images_per_second"]
-    assert best.figures["images_per_second"].value == pytest.approx(500)
+    assert best.figures["images_per_second"].repeats == pytest.approx((500, 500))
     assert best.figures["p50_ms"].value == pytest.approx(4)
-    assert len(best.figures["images_per_second"].repeats) == 2
     assert "uint8 batch" in best.timed
     assert best.settings["warm_up_iterations"] >= 3
     assert best.settings["buffers"] == 2
@@ -85,9 +84,7 @@ def test_latency_has_percentiles(fake_target: Any, fake_time: Any) -> None:
     model = fake_target(lambda _: 0.01 if next(calls) % 10 == 9 else 0.001, fake_time.spend)
     (measurement,) = measure_latency(model, [3], TimingOptions(0, 40, 2, 0, 1))
     figures = measurement.figures
-    assert measurement.kind == "latency"
-    assert figures["p50_ms"].value == pytest.approx(1)
-    assert figures["p95_ms"].value == pytest.approx(10)
+    assert (figures["p50_ms"].value, figures["p95_ms"].value) == pytest.approx((1, 10))
     assert figures["p50_ms"].value < figures["mean_ms"].value < figures["p99_ms"].value
     assert figures["images_per_second"].value == pytest.approx(3 / 0.0019, rel=0.01)
 

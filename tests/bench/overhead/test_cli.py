@@ -75,7 +75,7 @@ def test_text_shows_the_operations_and_names_the_conventions(opal: Opal) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--check --classes 10", "--check with another backbone, head, size or number of classes"),
+        ("--check --classes 10", "--check with another backbone"),
         ("--chart image.gif", "expected a name that ends in .svg or .png"),
         ("--chart nowhere/a.svg", "no such folder"),
         ("--without legs", "--without 'legs': expected one of projection, cws, gmp, anchors"),

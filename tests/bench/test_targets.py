@@ -115,29 +115,14 @@ def test_the_linear_head_has_the_same_backbone(network: NamedNetwork) -> None:
     assert load_network(linear, EAGER).metadata.outputs == ("logits",)
 
 
-@pytest.mark.parametrize(
-    ("head", "name"),
-    [
-        (HeadConfig(), "opal"),
-        (HeadConfig(distance="l1"), "opal l1"),
-        (LINEAR_BASELINE, "linear"),
-        (HeadConfig(pooling="avg"), "projection+cws+anchors+avg"),
-        (HeadConfig(cws=False), "projection+anchors+max"),
-    ],
-)
-def test_heads_have_names(head: HeadConfig, name: str) -> None:
-    assert head_name(head.to_dict()) == name
+def test_heads_have_names() -> None:
+    heads = HeadConfig(), HeadConfig(distance="l1"), LINEAR_BASELINE, HeadConfig(pooling="avg"), HeadConfig(cws=False)
+    names = ["opal", "opal l1", "linear", "projection+cws+anchors+avg", "projection+anchors+max"]
+    assert [head_name(head.to_dict()) for head in heads] == names
 
 
-@pytest.mark.parametrize(
-    ("runtime", "device"),
-    [
-        ("eager", "cpu"),
-        ("onnxruntime", "cpu"),
-        pytest.param("eager", "cuda", marks=pytest.mark.gpu),
-        pytest.param("onnxruntime", "cuda", marks=pytest.mark.gpu),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("runtime", ["eager", "onnxruntime"])
 def test_the_stages_of_a_batch_are_timed(
     exact_model: Path, network: NamedNetwork, images: Any, runtime: Any, device: str
 ) -> None:
@@ -174,7 +159,9 @@ def test_a_setup_that_does_not_fit_is_refused_in_one_line(network: NamedNetwork,
     assert "/tmp" not in str(error.value)
 
 
-def test_other_files_and_precisions_are_refused(exact_model: Path, tmp_path: Path) -> None:
+def test_other_files_precisions_and_machines_are_refused(
+    network: NamedNetwork, exact_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UsageError, match="it is fp32, and --precision asks for fp16"):
         load_file(exact_model, replace(CPU, precision="fp16"))
     with pytest.raises(ArtifactError, match=r"missing\.onnx: no such model"):
@@ -182,9 +169,6 @@ def test_other_files_and_precisions_are_refused(exact_model: Path, tmp_path: Pat
     (tmp_path / "a.txt").touch()
     with pytest.raises(ArtifactError, match=r"a\.txt: not a model that can be timed"):
         load_file(tmp_path / "a.txt", CPU)
-
-
-def test_an_engine_needs_a_gpu(network: NamedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "visible_driver", lambda: Driver(problem="no driver"))
     with pytest.raises(OpalError, match="tensorrt: no GPU here"):
         load_network(network, Setup("tensorrt"))

@@ -23,8 +23,6 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import backbone_macs
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 
-LAYER = Layer("x", "conv", macs=1000, inputs=30, outputs=20, weights=70)
-
 
 class Product(nn.Module):
     """A product of two activations."""
@@ -59,20 +57,16 @@ def test_layers_are_named_for_their_modules_and_no_hooks_stay_behind() -> None:
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
 
 
-@pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("tf32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1)])
-def test_activations_grow_with_the_batch_and_weights_do_not(precision: str, size: int) -> None:
-    assert LAYER.bytes_moved(1, precision) == (50 + 70) * size
-    assert LAYER.bytes_moved(8, precision) == (8 * 50 + 70) * size
-
-
-def test_intensity_rises_with_the_batch_to_that_of_the_activations() -> None:
-    assert LAYER.intensity(1, "fp32") == 2 * 1000 / (120 * 4)
-    assert LAYER.intensity(10**9, "fp32") == pytest.approx(2 * 1000 / (50 * 4))
-
-
-def test_an_unknown_precision_is_refused() -> None:
+def test_activations_grow_with_the_batch_and_weights_do_not() -> None:
+    layer = Layer("x", "conv", macs=1000, inputs=30, outputs=20, weights=70)
+    for precision, size in (("fp32", 4), ("tf32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1)):
+        assert layer.bytes_moved(1, precision) == (50 + 70) * size
+        assert layer.bytes_moved(8, precision) == (8 * 50 + 70) * size
+    # the intensity rises to that of the activations
+    assert layer.intensity(1, "fp32") == 2 * 1000 / (120 * 4)
+    assert layer.intensity(10**9, "fp32") == pytest.approx(2 * 1000 / (50 * 4))
     with pytest.raises(UsageError, match="precision 'fp8': expected one of"):
-        LAYER.bytes_moved(1, "fp8")
+        layer.bytes_moved(1, "fp8")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "convnext_tiny"])
@@ -80,22 +74,18 @@ def test_a_backbone_has_the_macs_of_the_other_counter(name: str) -> None:
     assert count_backbone_work(name, (224, 224)).macs == backbone_macs(name, (224, 224))
 
 
-def test_a_head_is_its_projection_or_its_dense_layer() -> None:
-    (projection,) = count_head_work("resnet18", 1000, HeadConfig(prototypes_per_class=3), (160, 192)).layers
+def test_a_head_is_its_projection_or_its_dense_layer_and_a_network_the_sum() -> None:
+    work = count_head_work("resnet18", 1000, HeadConfig(prototypes_per_class=3), (160, 192))
+    (projection,) = work.layers
     macs, inputs, outputs = 30 * 512 * 3000, 30 * 512, 30 * 3000
     assert projection == Layer("projection", projection.operation, macs, inputs, outputs, 3000 * 513)
     (dense,) = count_head_work("resnet18", 10, LINEAR_BASELINE, (224, 224)).layers
     assert dense == Layer("classifier", "linear", 5120, 512, 10, 5130)
-
-
-def test_a_network_is_the_sum_of_backbone_and_head() -> None:
-    body = count_backbone_work("resnet18", (224, 224))
-    head = count_head_work("resnet18", 9, HeadConfig(), (224, 224))
-    both = body + head
-    assert both.name == "resnet18 + opal"
-    assert both.macs == body.macs + head.macs
+    body = count_backbone_work("resnet18", (160, 192))
+    both = body + work
+    assert (both.name, both.macs) == ("resnet18 + opal", body.macs + macs)
     for precision in BYTES_PER_ELEMENT:
-        assert both.bytes_moved(4, precision) == body.bytes_moved(4, precision) + head.bytes_moved(4, precision)
+        assert both.bytes_moved(4, precision) == body.bytes_moved(4, precision) + work.bytes_moved(4, precision)
     assert both.intensity(4, "fp16") == both.flops(4) / both.bytes_moved(4, "fp16")
 
 
@@ -103,8 +93,8 @@ def test_an_artifact_is_what_its_metadata_names(exact_model: Path) -> None:
     metadata = read_metadata(exact_model)
     work = count_model_work(metadata)
     linear = count_model_work(replace(metadata, head=LINEAR_BASELINE.to_dict()))
-    assert work is not None
-    assert linear is not None
+    assert work
+    assert linear
     body = count_backbone_work(metadata.backbone, metadata.input_size)
     assert work.macs - body.macs == body.layers[-1].outputs * metadata.num_prototypes
     assert (work.name, linear.name) == ("shufflenet_v2_x0_5 + opal", "shufflenet_v2_x0_5 + linear")
