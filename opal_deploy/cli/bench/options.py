@@ -30,6 +30,15 @@ Json = Annotated[bool, typer.Option("--json", help="Write the result to stdout a
 JsonLines = Annotated[bool, typer.Option("--json", help="Write the measurements to stdout, one line of JSON each.")]
 Out = Annotated[Path | None, typer.Option(help="Add the measurements to this file, one line of JSON each.")]
 
+# of what is counted and not timed
+Counted = Annotated[
+    list[str] | None,
+    typer.Option("--backbone", help="torchvision's name, repeatable; default: the paper's nine.", show_default=False),
+]
+CountedPrototypes = Annotated[int, typer.Option("--prototypes", min=1, help="m, prototypes per class.")]
+CountedSize = Annotated[str, typer.Option("--size", help="Input in pixels: 224, or height x width.")]
+ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw it: a name that ends in .svg or .png.")]
+
 _MODEL_PANEL, _TIMING_PANEL = "What is timed", "How"
 Models = Annotated[
     list[Path] | None,

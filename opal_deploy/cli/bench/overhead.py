@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, write_measurement
+from opal_deploy.cli.bench import options
 from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
@@ -21,16 +20,13 @@ _PARTS = ("projection", "cws", "gmp", "anchors")
 
 
 def overhead(
-    backbone: Annotated[
-        list[str] | None,
-        typer.Option(help="torchvision's name, repeatable; default: the paper's nine.", show_default=False),
-    ] = None,
+    backbone: options.Counted = None,
     classes: Annotated[
         list[int] | None,
         typer.Option(min=2, help="C, repeatable; default: those of the paper's data sets.", show_default=False),
     ] = None,
-    prototypes: Annotated[int, typer.Option(min=1, help="m, prototypes per class.")] = 5,
-    size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
+    prototypes: options.CountedPrototypes = 5,
+    size: options.CountedSize = "224",
     stride: Annotated[
         list[int] | None,
         typer.Option(
@@ -52,9 +48,9 @@ def overhead(
     output: Annotated[
         Literal["text", "json", "csv", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
     ] = "text",
-    chart: Annotated[Path | None, typer.Option(help="Draw it: a name that ends in .svg or .png.")] = None,
-    out: Out = None,
-    as_json: JsonLines = False,
+    chart: options.ChartFile = None,
+    out: options.Out = None,
+    as_json: options.JsonLines = False,
 ) -> None:
     """The paper's computational overhead: parameters and operations of backbones, linear heads and OPAL heads."""
     for package in ("torch", "torchvision"):
@@ -87,7 +83,7 @@ def overhead(
     )
     measurements = list(build_measurements(table))
     for measurement in measurements if out is not None or as_json else ():
-        write_measurement(measurement, out, as_json=as_json)
+        options.write_measurement(measurement, out, as_json=as_json)
     cells = papers.compare_with_paper(table, paper) if check else None
     if output == "json":
         print_json(formatting.to_json(table, cells))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.bench.options import JsonLines, Out, write_measurement
+from opal_deploy.cli.bench import options
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
 
 
 def roofline(
-    backbone: Annotated[
-        list[str] | None,
-        typer.Option(help="torchvision's name, repeatable; default: the paper's nine.", show_default=False),
-    ] = None,
+    backbone: options.Counted = None,
     classes: Annotated[int, typer.Option(min=2, help="C.")] = 200,
-    prototypes: Annotated[int, typer.Option(min=1, help="m, prototypes per class.")] = 5,
-    size: Annotated[str, typer.Option(help="Input in pixels: 224, or height x width.")] = "224",
+    prototypes: options.CountedPrototypes = 5,
+    size: options.CountedSize = "224",
     batch: Annotated[int, typer.Option(min=1, help="Images a forward pass.")] = 64,
     precision: Annotated[
         Literal["fp32", "tf32", "fp16", "bf16", "int8"] | None,
@@ -51,9 +48,9 @@ def roofline(
     output: Annotated[
         Literal["text", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
     ] = "text",
-    chart: Annotated[Path | None, typer.Option(help="Draw it: a name that ends in .svg or .png.")] = None,
-    out: Out = None,
-    as_json: JsonLines = False,
+    chart: options.ChartFile = None,
+    out: options.Out = None,
+    as_json: options.JsonLines = False,
 ) -> None:
     """The work of each network, and the most images a second that a device could do of it: its roofline."""
     for package in ("torch", "torchvision"):
@@ -92,7 +89,7 @@ def roofline(
         )
     measurements = list(build_measurements(points, case, ceilings))
     for measurement in measurements if out is not None or as_json else ():
-        write_measurement(measurement, out, as_json=as_json)
+        options.write_measurement(measurement, out, as_json=as_json)
     if not as_json:
         header, rows = format_rows(points, ceilings)
         print(format_table(header, rows, left=2, markdown=output == "markdown"), flush=True)
@@ -134,7 +131,7 @@ def _measure_ceiling(
 
     precisions = default_precisions(device) if precision is None else (precision,)
     measurement = measure_ceiling(CeilingOptions(device, precisions, threads))
-    write_measurement(measurement, out, as_json=as_json)
+    options.write_measurement(measurement, out, as_json=as_json)
     for name, figure in measurement.figures.items():
         spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
         print_message(f"{name}: {figure.value:.3f} {figure.unit}, best of {len(figure.repeats)}{spread}")
