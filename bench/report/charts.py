@@ -66,10 +66,7 @@ def _draw_throughput(measurements: Sequence[Measurement]) -> Iterator[Chart]:
         "Throughput against batch",
         "Upright lines: from the slowest to the fastest repeat, or the interval.",
         ("batch", Scale(batches[0], batches[-1], logarithmic=True)),
-        (
-            "images/s",
-            Scale.from_zero(ends),
-        ),
+        ("images/s", Scale.from_zero(ends)),
         ticks=batches[:: 1 + len(batches) // 9],
     )
     for series, (label, figures) in enumerate(curves.items()):

@@ -157,10 +157,8 @@ def start_chart(
     elements = [_write(0, 16, title), _write(0, 34, note, color=SOFT), _write(WIDTH, bottom + 34, x[0], "end", SOFT)]
     for tick in ticks or x[1].ticks():
         at, _ = place(tick, y[1].low if y else 0)
-        elements += [
-            Element([(at, _TITLE), (at, bottom)]),
-            _write(at, bottom + 15, format_number(tick), "middle", SOFT),
-        ]
+        elements.append(Element([(at, _TITLE), (at, bottom)]))
+        elements.append(_write(at, bottom + 15, format_number(tick), "middle", SOFT))
     if y:
         elements.append(_write(0, _TITLE + 8, y[0], color=SOFT))
     for tick in y[1].ticks() if y else ():
