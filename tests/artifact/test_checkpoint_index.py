@@ -77,14 +77,13 @@ def test_code_is_refused_and_not_run(tmp_path):
             read_index(path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99])
-def test_a_truncated_file_is_refused_in_one_line(network, tmp_path, share):
+def test_a_truncated_file_is_refused_in_one_line(network, tmp_path):
     path = _save(tmp_path / "c.pt", network.state_dict())
     content = path.read_bytes()
-    path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(ArtifactError) as error:
-        read_index(path)
-    assert "\n" not in str(error.value)
+    for share in (0.0, 0.2, 0.5, 0.9, 0.99):
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(ArtifactError, match=r"\A.*\Z"):
+            read_index(path)
 
 
 def test_a_flipped_bit_never_ends_in_another_error(tmp_path):
@@ -102,21 +101,16 @@ def test_a_flipped_bit_never_ends_in_another_error(tmp_path):
 
 
 def test_other_zips_and_files_are_refused(tmp_path):
-    other = io.BytesIO()
+    other, legacy, path = io.BytesIO(), io.BytesIO(), tmp_path / "c.pt"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("readme.txt", "no checkpoint")
-    legacy = io.BytesIO()
     torch.save({"x": torch.zeros(1)}, legacy, _use_new_zipfile_serialization=False)
-    path = tmp_path / "c.pt"
     for content in (other.getvalue(), legacy.getvalue(), b"text", b""):
         path.write_bytes(content)
         with pytest.raises(ArtifactError, match="PyTorch checkpoint"):
             read_index(path)
-
-
-def test_a_missing_file_and_what_is_no_dictionary_are_refused(tmp_path):
     with pytest.raises(ArtifactError, match=r"nowhere\.pt"):
         read_index(tmp_path / "nowhere.pt")
     for document in ([1], "text", 3):
         with pytest.raises(ArtifactError, match="expected a dictionary"):
-            read_index(_save(tmp_path / "c.pt", document))
+            read_index(_save(path, document))

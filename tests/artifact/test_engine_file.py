@@ -5,23 +5,9 @@ from dataclasses import replace
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import Sidecar, read_sidecar, write_sidecar
+from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError
-
-
-@pytest.fixture(scope="module")
-def sidecar(exported):
-    return Sidecar(
-        engine={"file": "c.engine", "sha256": "0" * 64, "bytes": 6},
-        builder={"name": "tensorrt", "version": "11"},
-        target={"sm": "sm80"},
-        options={"batch": [1, 2, 4], "workspace": 1 << 30, "refit": True},
-        onnx={"file": "c.onnx", "sha256": "0" * 64},
-        key="",
-        built={"when": "", "seconds": 1, "opal_deploy": ""},
-        state={"state": "unverified"},
-        metadata=onnx_file.read_metadata(exported),
-    )
+from tests.builders import build_sidecar
 
 
 @pytest.fixture
@@ -29,6 +15,12 @@ def engine(tmp_path):
     path = tmp_path / "c.engine"
     path.write_bytes(b"a plan")
     return path
+
+
+@pytest.fixture
+def sidecar(exported, engine):
+    options = {"batch": [1, 2, 4], "workspace": 1 << 30, "refit": True}
+    return build_sidecar(engine, onnx_file.read_metadata(exported), options=options)
 
 
 def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engine, sidecar):

@@ -48,9 +48,8 @@ def test_a_failure_leaves_what_was_there(tmp_path, error):
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path):
-    with pytest.raises(UsageError, match="No space left") as error:
+    with pytest.raises(UsageError, match=r"\A.*No space left.*\Z"):
         _fail_halfway(tmp_path / "f", OSError(28, "No space left on device"))
-    assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,18 +1,15 @@
 """Real lists and photographs, where they lie beside the project."""
 
-from pathlib import Path
-
 import pytest
 
-SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
+from tests.conftest import SHARED_DATA
 
 
 @pytest.fixture(scope="session")
 def shared_data():
     def find(name):
-        folder = SHARED_DATA / name
-        if not folder.is_dir():
-            pytest.skip(f"no {folder}")
-        return folder
+        if not (SHARED_DATA / name).is_dir():
+            pytest.skip(f"no {SHARED_DATA / name}")
+        return SHARED_DATA / name
 
     return find

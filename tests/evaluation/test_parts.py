@@ -99,11 +99,9 @@ def test_purity(points, visible, names, scores, cells, expected):
 
 
 def test_merged_parts_keep_the_order_of_their_first_mention():
-    names = ("back", "left eye", "nape", "right eye")
     present, visible = np.array([[False, False, True, True]]), np.array([[True, False, True, True]])
-    merged, seen = merge_sides(names, present, visible)
-    assert merged.tolist() == [[False, True, True]]
-    assert seen.tolist() == [[True, True, True]]
+    merged, seen = merge_sides(("back", "left eye", "nape", "right eye"), present, visible)
+    assert (merged.tolist(), seen.tolist()) == ([[False, True, True]], [[True, True, True]])
 
 
 # whole models
@@ -237,8 +235,6 @@ def test_network_checkpoint_and_export_agree(data, network, checkpoint, exported
     assert deployed.evaluation.accuracy == reference.evaluation.accuracy
     assert expected.unavailable == {}
     # otherwise the agreement would be one of nothing with nothing
-    assert expected.consistency is not None
-    assert expected.purity is not None
     assert 0.0 < expected.consistency < 100.0
     assert expected.purity > 0.0
 
@@ -290,42 +286,29 @@ def test_a_figure_that_cannot_be_measured_has_a_reason(exported, changes, reason
     assert from_session(session).unavailable == reasons
 
 
-def test_uncropped_images_are_not_measured(data, exported):
+def test_what_can_be_measured_is_measured_all_the_same(data, exported):
     parts = _measure(exported, data, boxes=False).parts
-    assert parts is not None
     assert (parts.consistency, parts.stability, parts.purity) == (None, None, None)
     assert set(parts.unavailable.values()) == {"the protocol crops to the boxes; leave --no-boxes out"}
-
-
-def test_the_other_figures_are_measured(data, exported):
-    everything = _measure(exported, data).parts
     metadata = replace(exported.metadata, input_kind="uint8")
-    session = SimpleNamespace(metadata=metadata, run=exported.run, description="")
-    parts = _measure(session, data).parts
-    assert everything is not None
-    assert parts is not None
-    assert parts == replace(everything, stability=None, unavailable=parts.unavailable)
+    parts = _measure(SimpleNamespace(metadata=metadata, run=exported.run, description=""), data).parts
+    assert parts == replace(_measure(exported, data).parts, stability=None, unavailable=parts.unavailable)
     assert parts.to_dict()["prototype_stability"] is None
     assert list(parts.to_dict()["unavailable"]) == ["prototype_stability"]
 
 
-@pytest.mark.parametrize(
-    ("head", "size", "message"),
-    [
-        (HeadConfig(prototypes_per_class=M), 96, r"its input is 96x96 .* train it with --size 224"),
-        (LINEAR_BASELINE, 224, r"no prototypes \(evidence none\)"),
-    ],
-)
-def test_a_network_without_figures_is_refused(data, head, size, message):
-    with pytest.raises(UsageError, match=message):
-        measure_parts(OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", data.num_classes, (size, size), head)), data)
+def test_a_network_without_figures_and_data_without_parts_or_tests_are_refused(data, network):
+    def of(head, side):
+        return OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", data.num_classes, (side, side), head))
 
-
-def test_a_data_set_without_parts_is_refused(data, network):
-    with pytest.raises(UsageError, match=r"no part locations \(parts/part_locs.txt of CUB\)"):
-        measure_parts(network, replace(data, layout="imagefolder"))
-    with pytest.raises(UsageError, match="no test images"):
-        measure_parts(network, replace(data, test=[]))
+    for refused, samples, message in (
+        (of(HeadConfig(prototypes_per_class=M), 96), data, r"its input is 96x96 .* train it with --size 224"),
+        (of(LINEAR_BASELINE, 224), data, r"no prototypes \(evidence none\)"),
+        (network, replace(data, layout="imagefolder"), r"no part locations \(parts/part_locs.txt of CUB\)"),
+        (network, replace(data, test=[]), "no test images"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            measure_parts(refused, samples)
 
 
 def test_the_command_gives_the_same_figures(birds, data, network, checkpoint, capsys):
@@ -350,7 +333,5 @@ def test_the_real_birds(cub_mini):
     figures = measure_parts(_network(data.num_classes, HeadConfig()), few)
     assert figures.images == len(few.test) == 16
     assert figures.prototypes == 5 * len({sample.label for sample in few.test})
-    for figure in (figures.consistency, figures.stability, figures.purity):
-        assert figure is not None
-        assert 0.0 <= figure <= 100.0
+    assert all(0.0 <= figure <= 100.0 for figure in (figures.consistency, figures.stability, figures.purity))
     assert figures.purity

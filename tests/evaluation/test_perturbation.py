@@ -6,13 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.faithfulness.gradcam import GradCam
 from opal_deploy.evaluation.faithfulness.measure import choose_samples
 from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, baseline_image, replace_cells
 from opal_deploy.evaluation.faithfulness.rankings import build_rankings, evidence_cells
+from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
 
 METADATA = Metadata(
     ("shown", "rival", "other"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32)
@@ -33,9 +38,7 @@ def test_samples_are_chosen_evenly_over_classes(limit):
     counts = Counter(labels[index] for index in chosen)
     open_classes = [counts[label] for label, size in ((0, 10), (1, 3), (2, 10)) if counts[label] < size]
     assert max(counts.values()) - min(open_classes) <= 1
-
-
-def test_samples_are_chosen_evenly_within_a_class_and_never_more_than_there_are():
+    # evenly within a class, and never more than there are
     assert choose_samples(_samples([0] * 12), 4) == [0, 3, 6, 9]
     assert choose_samples(_samples([1, 0, 1]), 10) == [0, 1, 2]
 
@@ -129,18 +132,10 @@ def test_a_baseline_keeps_the_mean_colour_and_is_reproducible(name):
 
 
 def test_grad_cam_is_the_gradients_mean_times_the_features():
-    import torch
-
-    from opal_deploy.evaluation.faithfulness.gradcam import GradCam
-    from opal_deploy.model.config import HeadConfig, NetworkConfig
-    from opal_deploy.model.network import OpalNetwork
-    from opal_deploy.preprocess.resize import normalise
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = OpalNetwork(
-            NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), HeadConfig(prototypes_per_class=2))
-        ).eval()
+        config = NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), HeadConfig(prototypes_per_class=2))
+        network = OpalNetwork(config).eval()
     images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
     classes = np.array([2, 0])
     heat_map = GradCam(network)(images, classes)

@@ -36,11 +36,17 @@ class TestFromOnnx:
         assert metadata.source == source.source
         assert verify_test_vectors(OnnxSession(fp16, device="cpu", threads=2), "c.fp16.onnx")
 
-    def test_a_damaged_source_is_refused(self, fp32, write_onnx, tmp_path):
-        content = bytearray(fp32.read_bytes())
-        content[len(content) // 3] ^= 1
+    @pytest.mark.parametrize("damage", ["flipped", "truncated", "foreign"])
+    def test_a_source_that_is_not_ours_is_refused(self, fp32, write_onnx, tmp_path, damage):
+        content, foreign = fp32.read_bytes(), onnx.load(fp32)
+        del foreign.metadata_props[:]
+        damaged = {
+            "flipped": content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
+            "truncated": content[: len(content) // 2],
+            "foreign": foreign.SerializeToString(),
+        }
         path = tmp_path / "c.onnx"
-        path.write_bytes(content)
+        path.write_bytes(damaged[damage])
         with pytest.raises(ArtifactError):
             write_onnx(path, tmp_path / "c.fp16.onnx", "fp16")
         assert [p.name for p in tmp_path.iterdir()] == ["c.onnx"]

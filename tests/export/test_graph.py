@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto
@@ -35,12 +34,6 @@ def graph(exported):
     return onnx.load(exported.path)
 
 
-def _run(path, count):
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(None, {"images": example_images(count, 64, 96)}), strict=True))
-
-
 class TestResNet18:
     def test_inputs_and_outputs_are_the_contracts_and_the_cast_comes_first(self, graph):
         (images,) = graph.graph.input
@@ -55,11 +48,6 @@ class TestResNet18:
         assert outputs == [
             ("logits", TensorProto.FLOAT), ("argmax", TensorProto.INT32), ("scores", TensorProto.FLOAT),
         ]  # fmt: skip
-
-    @pytest.mark.parametrize("count", [1, 3, 16])
-    def test_any_batch_size_runs(self, exported, count):
-        shapes = {name: value.shape for name, value in _run(exported.path, count).items()}
-        assert shapes == {"logits": (count, 4), "argmax": (count, 20), "scores": (count, 20)}
 
     def test_it_is_one_valid_file_of_versions_and_operators_that_runtimes_take(self, exported, graph):
         onnx.checker.check_model(graph, full_check=True)
@@ -112,12 +100,13 @@ class TestResNet18:
         np.testing.assert_allclose(stored.outputs.logits, outputs.logits, rtol=1e-6)
 
     def test_normalisation_is_in_the_graph(self, exported, resnet18):
-        pixels = example_images(3, 64, 96)
+        pixels = example_images(16, 64, 96)
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         images = ((torch.from_numpy(pixels) / 255 - mean) / std).permute(0, 3, 1, 2)
         with torch.no_grad():
             expected = resnet18.network(images)
-        np.testing.assert_allclose(_run(exported.path, 3)["logits"], expected, atol=1e-5)
+        logits = OnnxSession(exported.path, device="cpu", threads=2).run(pixels).logits
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

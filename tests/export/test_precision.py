@@ -46,25 +46,26 @@ class TestFp16:
         assert sizes[0] < 0.55 * sizes[1]
 
 
-def _graph(**weights):
-    """normalised -> Mul(w) -> projected, with w read outside the body too."""
-    graph = helper.make_graph(
-        [
-            helper.make_node("Identity", ["images"], ["normalised"]),
-            helper.make_node("Mul", ["normalised", "w"], ["projected"]),
-            helper.make_node("Add", ["projected", "w"], ["logits"]),
-        ],
-        "g",
-        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N"])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N"])],
-        [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in weights.items()],
-    )
+def _model(nodes, output, initializers=()):
+    """A graph from `images` [N] to one output [N]."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N"]) for name in ("images", output)]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def _graph(weight):
+    """normalised -> Mul(w) -> projected, with w read outside the body too."""
+    nodes = [
+        helper.make_node("Identity", ["images"], ["normalised"]),
+        helper.make_node("Mul", ["normalised", "w"], ["projected"]),
+        helper.make_node("Add", ["projected", "w"], ["logits"]),
+    ]
+    return _model(nodes, "logits", [numpy_helper.from_array(np.array([weight], np.float32), "w")])
 
 
 class TestCast:
     def test_a_weight_that_the_head_reads_too_gets_a_narrow_copy_and_the_original_stays(self):
-        model = _graph(w=[2.0])
+        model = _graph(2.0)
         before = model.SerializeToString()
         half = to_fp16(model)
         assert model.SerializeToString() == before
@@ -74,10 +75,10 @@ class TestCast:
 
     def test_a_weight_beyond_float16_is_refused_by_name(self):
         with pytest.raises(ArtifactError, match="weight w reaches 1e\\+05"):
-            to_fp16(_graph(w=[1e5]))
+            to_fp16(_graph(1e5))
 
     def test_a_graph_that_does_not_name_its_body_is_refused(self):
-        model = _graph(w=[2.0])
+        model = _graph(2.0)
         model.graph.node[1].output[0] = model.graph.node[2].input[0] = "other"
         with pytest.raises(ArtifactError, match="projected"):
             to_fp16(model)
@@ -95,17 +96,12 @@ class TestSimulation:
 
     @staticmethod
     def square_root_of_square():
-        graph = helper.make_graph(
-            [
-                helper.make_node("Identity", ["images"], ["normalised"]),
-                helper.make_node("Mul", ["normalised", "normalised"], ["squared"]),
-                helper.make_node("Sqrt", ["squared"], ["projected"]),
-            ],
-            "g",
-            [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N"])],
-            [helper.make_tensor_value_info("projected", TensorProto.FLOAT, ["N"])],
-        )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        nodes = [
+            helper.make_node("Identity", ["images"], ["normalised"]),
+            helper.make_node("Mul", ["normalised", "normalised"], ["squared"]),
+            helper.make_node("Sqrt", ["squared"], ["projected"]),
+        ]
+        return _model(nodes, "projected")
 
     def test_an_overflow_that_onnx_runtime_hides_on_cpus_shows(self):
         half = to_fp16(self.square_root_of_square())
@@ -121,14 +117,12 @@ class TestSimulation:
         narrow = values.astype(dtype)
         squared = (narrow.astype(np.float32) ** 2).astype(dtype)
         expected = np.sqrt(squared.astype(np.float32)).astype(dtype).astype(np.float32)
-        found = self.run(simulate_low_precision(convert(self.square_root_of_square())), list(values))
+        narrow_model = convert(self.square_root_of_square())
+        found = self.run(simulate_low_precision(narrow_model), list(values))
         np.testing.assert_array_equal(found, expected)
         assert (np.abs(expected - values) > 0).any()
-
-    def test_values_keep_their_names(self):
-        half = to_fp16(self.square_root_of_square())
-        made = {name for node in simulate_low_precision(half).graph.node for name in node.output}
-        assert {name for node in half.graph.node for name in node.output} <= made
+        made = {name for node in simulate_low_precision(narrow_model).graph.node for name in node.output}
+        assert {name for node in narrow_model.graph.node for name in node.output} <= made
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +133,11 @@ def bf16(make_checkpoint, write_onnx, tmp_path_factory):
 
 class TestBf16:
     def test_the_backbone_is_bfloat16_and_the_projection_float32(self, bf16):
-        types = _types(onnx.load(bf16))
-        convolutions = [types[n.output[0]] for n in onnx.load(bf16).graph.node if n.op_type == "Conv"]
-        assert convolutions == [TensorProto.BFLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT]
-
-    def test_its_operators_take_bfloat16(self, bf16):
         model = onnx.load(bf16)
-        assert model.opset_import[0].version == 22
-        assert model.ir_version == 10
+        types = _types(model)
+        convolutions = [types[n.output[0]] for n in model.graph.node if n.op_type == "Conv"]
+        assert convolutions == [TensorProto.BFLOAT16, TensorProto.BFLOAT16, TensorProto.FLOAT]
+        assert (model.opset_import[0].version, model.ir_version) == (22, 10)
         onnx.checker.check_model(model, full_check=True)
 
     def test_onnx_runtime_refuses_it_in_one_line_that_says_what_it_is_for(self, bf16):
@@ -159,5 +150,5 @@ class TestBf16:
         assert reports[0]["max_cosine"] < reports[1]["max_cosine"] < 5e-2
 
     def test_a_weight_beyond_float16_is_no_hindrance(self):
-        cast = to_bf16(_graph(w=[1e5]))
+        cast = to_bf16(_graph(1e5))
         assert TensorProto.BFLOAT16 in {tensor.data_type for tensor in cast.graph.initializer}

@@ -48,8 +48,6 @@ class TestVariants:
     def test_a_part_that_does_not_exist_is_refused(self, wrong):
         with pytest.raises(UsageError):
             HeadConfig(**wrong)
-
-    def test_one_class_is_no_classifier(self):
         with pytest.raises(UsageError, match="at least 2"):
             NetworkConfig("resnet18", 1)
 

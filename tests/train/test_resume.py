@@ -264,16 +264,12 @@ def test_what_killed_writers_left_is_taken_away(squares, ended):
 
 
 @pytest.fixture(scope="module")
-def folder(squares):
-    return squares.root
-
-
-@pytest.fixture(scope="module")
-def commanded(folder, tmp_path_factory):
+def commanded(squares, tmp_path_factory):
     """An uninterrupted run from the command line, and its seconds from its first file to its end."""
     out = tmp_path_factory.mktemp("commanded") / "run"
-    process = _start(folder, out)
-    began = _wait_for_its_first_file(process, out)
+    process = _start(squares.root, out)
+    _wait_for(out / "config.json", process)
+    began = time.monotonic()
     assert process.wait() == 0
     return out, time.monotonic() - began
 
@@ -288,41 +284,38 @@ def _start(folder, out):
     return subprocess.Popen([*map(str, command)], env=environment, stderr=subprocess.DEVNULL)
 
 
-def _wait_for_its_first_file(process, out):
+def _wait_for(path, process):
     """Importing torch takes seconds: what is to be hit is what comes after."""
-    started = time.monotonic()
-    while not (out / "config.json").exists() and process.poll() is None and time.monotonic() - started < 60:
+    while not path.exists():
+        assert process.poll() is None
         time.sleep(0.01)
-    return time.monotonic()
 
 
-def _kill_and_resume(folder, out, kills, seed, longest_s):
-    """Starts the command again and again and kills it, then lets it finish; how many were killed while they ran."""
-    moments = random.Random(seed)
-    killed = 0
-    for _ in range(kills):
-        process = _start(folder, out)
-        _wait_for_its_first_file(process, out)
-        time.sleep(moments.uniform(0.0, longest_s))
-        process.kill()
-        killed += process.wait() == -signal.SIGKILL
-    assert _start(folder, out).wait() == 0
-    return killed
-
-
-def test_kill_9_and_resume_from_the_command_line(folder, commanded, tmp_path):
-    whole, seconds = commanded
-    assert _kill_and_resume(folder, tmp_path / "run", kills=1, seed=1, longest_s=seconds) == 1
-    assert _outcome(tmp_path / "run") == _outcome(whole)
+def test_kill_9_and_resume_from_the_command_line(squares, commanded, tmp_path):
+    run = tmp_path / "run"
+    process = _start(squares.root, run)
+    _wait_for(run / "last.pt", process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert _start(squares.root, run).wait() == 0
+    assert _outcome(run) == _outcome(commanded[0])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_kill_9_twenty_times_at_random_moments(folder, commanded, tmp_path):
-    (whole, seconds), killed = commanded, 0
-    for series in range(12):
-        killed += _kill_and_resume(folder, tmp_path / f"{series}", kills=2, seed=series, longest_s=seconds)
-        assert _outcome(tmp_path / f"{series}") == _outcome(whole)
+def test_kill_9_twenty_times_at_random_moments(squares, commanded, tmp_path):
+    (whole, seconds), moments, killed = commanded, random.Random(0), 0
+    for series in range(30):
+        out = tmp_path / f"{series}"
+        for _ in range(2):
+            process = _start(squares.root, out)
+            _wait_for(out / "config.json", process)
+            time.sleep(moments.uniform(0.0, seconds))
+            process.kill()
+            # on a machine that is less busy than it was, a run may have ended by itself
+            killed += process.wait() == -signal.SIGKILL
+        assert _start(squares.root, out).wait() == 0
+        assert _outcome(out) == _outcome(whole)
         if killed >= 20:
             return
-    pytest.fail(f"only {killed} of 24 runs were hit while they ran")
+    pytest.fail(f"only {killed} of 60 runs were hit while they ran")

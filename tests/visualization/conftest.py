@@ -14,17 +14,9 @@ GRID = (5, 5)
 
 @pytest.fixture(scope="session")
 def make_record():
-    def make(
-        size,
-        cells=((0, 0), (2, 3), (4, 4)),
-        scores=None,
-        *,
-        image="a/b.jpg",
-        labels=("Sooty Albatross", "Crested Auklet"),
-        distance="l2",
-        min_margin=None,
-    ):
+    def make(size, cells=((0, 0), (2, 3), (4, 4)), scores=None, *, min_margin=None, distance="l2", **names):
         """Class 0 wins with its slots at `cells` of a 5 x 5 grid; class 1 scores low."""
+        labels = names.get("labels", ("Sooty Albatross", "Crested Auklet"))
         m = len(cells)
         metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet50", GRID, (224, 224))
         own = np.full(m, 0.9) if scores is None else np.asarray(scores)
@@ -33,6 +25,7 @@ def make_record():
             np.array([[row * GRID[1] + col for row, col in cells] + [0] * m], dtype=np.int32),
             np.concatenate([own, np.full(m, 0.1)])[None].astype(np.float32),
         )
+        image = names.get("image", "a/b.jpg")
         return build_record(image, Geometry.whole(*size), outputs, 0, metadata, min_margin=min_margin)
 
     return make

@@ -62,9 +62,9 @@ def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slot
 
 def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):
     overlay = draw_overlay(Image.new("RGB", SIZE, "#777"), make_record(SIZE, [(2, 2)] * 3))
-    above = [overlay.getpixel((x, 146)) for x in range(200, 300)]
-    order = [c for c in above if c in {slot_color(i) for i in range(3)}]
-    assert list(dict.fromkeys(order)) == [slot_color(0), slot_color(1), slot_color(2)]
+    colors = [slot_color(slot) for slot in range(3)]
+    above = dict.fromkeys(overlay.getpixel((x, 146)) for x in range(200, 300))
+    assert [color for color in above if color in colors] == colors
 
 
 @pytest.mark.parametrize("cell", [(0, 0), (0, 4), (4, 0), (4, 4)])
@@ -84,17 +84,12 @@ def test_only_tiny_images_are_enlarged(size, scale):
     assert display_scale(*size) == scale
 
 
-ODD_SIZES = [(1, 1), (2, 3), (1, 1000), (1000, 1), (13, 169), (169, 13), (64, 64), (2000, 161), (161, 2000)]
-
-
-@pytest.mark.parametrize("size", ODD_SIZES, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 1000), (1000, 1), (13, 169), (64, 64), (161, 2000)], ids=str)
 def test_odd_sizes_do_not_raise(make_record, size):
     for slots in (1, 2, 10, 40):
         cells = [(i * 7 % 5, i * 3 % 5) for i in range(slots)]
         overlay = draw_overlay(photograph(size), make_record(size, cells))
-        width, height = photograph_size(*size)
-        assert overlay.size[0] >= width
-        assert overlay.size[1] >= height
+        assert min(np.subtract(overlay.size, photograph_size(*size))) >= 0
 
 
 def test_an_enlarged_image_keeps_every_pixel(make_record):
@@ -108,6 +103,9 @@ def test_the_legend_stands_beside_a_tall_image_and_under_a_wide_one(make_record)
     wide, tall = (draw_overlay(photograph(s), make_record(s)).size for s in ((600, 300), (300, 600)))
     assert wide[0] == tall[1] == 600
     assert min(wide[1], tall[0]) > 300
+    # an abstention is written there
+    unsure = draw_overlay(photograph((600, 300)), make_record((600, 300), min_margin=1.5)).size
+    assert unsure[1] > wide[1]
 
 
 @pytest.mark.parametrize(
@@ -118,11 +116,6 @@ def test_any_label_and_every_distance_can_be_drawn(make_record, label, distance)
     record = make_record(SIZE, labels=(label, "b"), distance=distance)
     overlay = draw_overlay(Image.new("L", SIZE), record)
     assert (overlay.size[0], overlay.mode) == (SIZE[0], "RGB")
-
-
-def test_an_abstention_is_written_on_the_legend(make_record):
-    sure, unsure = (draw_overlay(photograph(SIZE), make_record(SIZE, min_margin=m)) for m in (None, 1.5))
-    assert unsure.size[1] > sure.size[1]
 
 
 def test_without_evidence_the_photograph_has_no_boxes(answer_without_evidence):

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from opal_deploy.visualization.palette import BASE_COLORS, contrast_ratio, slot_color, text_color, to_hex
+from opal_deploy.visualization.palette import BASE_COLORS, contrast_ratio, slot_color, text_color
 
 # Machado, Oliveira & Fernandes (2009), severity 1.0, on linear RGB
 DEFICIENCIES = {
@@ -39,7 +39,3 @@ def test_the_first_24_slots_have_colours_of_their_own_and_every_slot_has_one():
 
 def test_numbers_on_the_colours_can_be_read():
     assert all(contrast_ratio(text_color(slot_color(i)), slot_color(i)) >= 4.5 for i in range(24))
-
-
-def test_css_writes_six_hexadecimal_digits():
-    assert to_hex((0, 114, 178)) == "#0072b2"

@@ -126,13 +126,16 @@ def statistics(images=10, own=0.9, part=0.3, share=0.2):
     return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
 
 
+WELL, LITTLE, ONE_PLACE = statistics(), statistics(part=0.01), statistics(share=0.6)
+
+
 @pytest.mark.parametrize(
     ("slots", "findings"),
     [
-        ([statistics(), statistics()], []),
-        ([statistics(own=0.05), statistics()], ["shares_its_cell 0"]),
-        ([statistics(), statistics(part=0.01)], ["adds_little 1"]),
-        ([statistics(), statistics(share=0.6)], ["one_place 1"]),
+        ([WELL, WELL], []),
+        ([statistics(own=0.05), WELL], ["shares_its_cell 0"]),
+        ([WELL, LITTLE], ["adds_little 1"]),
+        ([WELL, ONE_PLACE], ["one_place 1"]),
         (
             [statistics(own=0.05), statistics(share=0.6, part=0.01)],
             ["shares_its_cell 0", "adds_little 1", "one_place 1"],

@@ -92,10 +92,6 @@ def names(page):
     return page.locator("#cards h3").all_text_contents()
 
 
-def status(page):
-    return page.locator("#found")
-
-
 def read_cards(page):
     # closed parts of drawn cards are made when they are opened
     return page.evaluate("""async () => {
@@ -124,7 +120,7 @@ def test_cards_start_with_the_least_certain_and_are_drawn_as_in_the_file(open_pa
     assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
     assert image_widths(page) == [300] * 48
     written = read_cards(page)
-    expect(status(page)).to_have_text("62 images, 1 to 48 here")
+    expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
     page.select_option("#sort", "input")
     assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
     page.select_option("#sort", "class")
@@ -141,19 +137,11 @@ def test_cards_start_with_the_least_certain_and_are_drawn_as_in_the_file(open_pa
 
 
 FILTERS = [
-    ("search", "BIRDS/1", 10),
-    ("search", "nowhere", 0),
-    ("class", "Albatross (30)", 30),
-    ("truth", "Auklet (27)", 27),
-    ("verdict", "differ", 3),
-    ("verdict", "agree", 57),
-    ("verdict", "no label", 2),
-    ("status", "answered (56)", 56),
-    ("status", "abstained (4)", 4),
-    ("status", "failed: truncated_image (1)", 1),
-    ("low", "0.85", 6),
+    ("search", "BIRDS/1", 10), ("search", "nowhere", 0), ("class", "Albatross (30)", 30), ("truth", "Auklet (27)", 27),
+    ("verdict", "differ", 3), ("verdict", "agree", 57), ("verdict", "no label", 2), ("status", "answered (56)", 56),
+    ("status", "abstained (4)", 4), ("status", "failed: truncated_image (1)", 1), ("low", "0.85", 6),
     ("high", "0.35", 5),
-]
+]  # fmt: skip
 
 
 def test_each_filter_leaves_what_matches_it(open_page, report):
@@ -163,10 +151,10 @@ def test_each_filter_leaves_what_matches_it(open_page, report):
             page.fill(f"#{field}", value)
         else:
             page.select_option(f"#{field}", label=value)
-        assert status(page).text_content().startswith(f"{count} image"), (field, value)
+        assert page.locator("#found").text_content().startswith(f"{count} image"), (field, value)
         assert len(names(page)) == min(count, 48), (field, value)
         page.locator("button[type=reset]").dispatch_event("click")
-        expect(status(page)).to_have_text("62 images, 1 to 48 here")
+        expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
     page.click(".matrix [data-truth=Albatross][data-class=Auklet] button")
     expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
 
@@ -198,6 +186,14 @@ def test_keys_lead_through_the_images(open_page, report):
     expect(page.locator("#help")).to_be_visible()
 
 
+def test_the_appearance_can_be_chosen(open_page, report):
+    page = open_page(report)
+    light, dark = "rgb(251, 251, 249)", "rgb(22, 22, 21)"
+    for theme, background in (("dark", dark), ("light", light), ("", light)):
+        page.select_option("#theme", theme)
+        expect(page.locator("body")).to_have_css("background-color", background)
+
+
 def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, report):
     for fragment in ("#i=7", "#name=birds%2F07.jpg", "#name=birds/07.jpg"):
         page = open_page(report, fragment)
@@ -206,7 +202,7 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, rep
         expect_open(page, None)
     for fragment in ("#i=999", "#name=%E0%A4%A", "#i=<script>"):
         page = open_page(report, fragment)
-        expect(status(page)).to_contain_text("not shown here")
+        expect(page.locator("#found")).to_contain_text("not shown here")
         expect_open(page, None)
         assert page.problems == []
 
@@ -327,14 +323,6 @@ def test_a_sheet_is_printed_alone_and_photographs_whole(open_page, write_report,
         expect(page.locator(selector)).to_be_hidden()
 
 
-def test_the_appearance_can_be_chosen(open_page, report):
-    page = open_page(report)
-    light, dark = "rgb(251, 251, 249)", "rgb(22, 22, 21)"
-    for theme, background in (("dark", dark), ("light", light), ("", light)):
-        page.select_option("#theme", theme)
-        expect(page.locator("body")).to_have_css("background-color", background)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not here: npm install axe-core, or AXE_CORE=.../axe.min.js")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -358,9 +346,9 @@ def test_ten_thousand_images_can_be_looked_through(open_page, write_report, make
     record, margins = make_record(SIZE), [(i * 7919 % 10_000) / 10_000 for i in range(10_000)]
     records = ({**record, "image": f"birds/{i:05}.jpg", "margin": margin} for i, margin in enumerate(margins))
     page = open_page(write_report(records, image_mode="files"))
-    expect(status(page)).to_have_text("10,000 images, 1 to 48 here")
+    expect(page.locator("#found")).to_have_text("10,000 images, 1 to 48 here")
     expect(page.locator("#cards article")).to_have_count(48)
     page.fill("#search", "birds/0999")
-    expect(status(page)).to_have_text("10 images of 10,000")
+    expect(page.locator("#found")).to_have_text("10 images of 10,000")
     page.evaluate("location.hash = '#i=9999'")
     expect_open(page, "birds/09999.jpg")

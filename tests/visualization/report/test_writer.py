@@ -181,9 +181,7 @@ def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_r
     page = write([{**make_record(SIZE), "overlay": name} for name in names], image_mode="files")
     assert re.findall(r'<img [^>]*src="([^"]*)"', page) == names[:2]
     assert "d.jpg" not in page
-
-
-def test_few_images_are_embedded():
+    # few images are embedded
     assert [choose_image_mode(count) for count in (0, 200, 201)] == ["embed", "embed", "files"]
 
 
@@ -238,11 +236,8 @@ def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path, make_rec
             call()
 
 
-def test_a_report_of_no_images_is_a_page(write):
+def test_a_page_of_no_images_and_one_of_a_model_without_evidence_say_so(write, answer_without_evidence):
     assert "No image has an answer." in Elements(write([])).text
-
-
-def test_a_model_without_evidence_has_cards_that_say_so(write, answer_without_evidence):
     overlay = draw_overlay(Image.new("RGB", SIZE), answer_without_evidence)
     text = Elements(write([(answer_without_evidence, overlay)])).text
     assert "This model has no exact evidence" in text
