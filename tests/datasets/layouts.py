@@ -1,5 +1,6 @@
 """Writers of small data sets in their official layouts, with images whose bytes no other has."""
 
+import errno
 import itertools
 
 import numpy as np
@@ -20,6 +21,18 @@ def draw(path, size=(16, 12), format=None):
 def write_lines(path, lines):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def deny(monkeypatch, owner, call, name):
+    """Let one file or folder be unreadable: tests may run as root, whom no mode keeps out."""
+    original = getattr(owner, call)
+
+    def refuse(path, *args, **options):
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path, *args, **options)
+
+    monkeypatch.setattr(owner, call, refuse)
 
 
 def write_class_folders(root, names="ab", count=5):

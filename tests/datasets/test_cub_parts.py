@@ -1,6 +1,5 @@
 """CUB's part tables: which row belongs to which image, and where a part lies on the cropped input."""
 
-import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from opal_deploy.datasets.cub import PartLocations, has_parts, read_parts
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
-from tests.datasets.layouts import write_cub, write_parts
+from tests.datasets.layouts import deny, write_cub, write_parts
 
 
 def _one(point, box):
@@ -88,13 +87,6 @@ def test_a_bad_table_is_refused_in_one_line(tmp_path, table, old, new, message):
 @pytest.mark.parametrize("call", ["is_file", "read_text"])
 def test_unreadable_parts_are_named(tmp_path, monkeypatch, call):
     data = read_dataset(write_parts(tmp_path))
-    original = getattr(Path, call)
-
-    def refuse(path, *args, **options):
-        if path.name == "part_locs.txt":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return original(path, *args, **options)
-
-    monkeypatch.setattr(Path, call, refuse)
+    deny(monkeypatch, Path, call, "part_locs.txt")
     with pytest.raises(UsageError, match=r"part_locs.txt: cannot be read \(Permission denied\); .*--no-parts$"):
         _ = has_parts(data) and read_parts(tmp_path, data.test)

@@ -1,13 +1,12 @@
 """Folders of images, one a class."""
 
-import errno
 import os
 
 import pytest
 
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
-from tests.datasets.layouts import draw, write_class_folders
+from tests.datasets.layouts import deny, draw, write_class_folders
 
 
 class TestImageFolder:
@@ -101,13 +100,6 @@ class TestNothingIsPassedOverInSilence:
     def test_a_folder_that_cannot_be_read_is_an_error(self, tmp_path, monkeypatch):
         write_class_folders(tmp_path)
         (tmp_path / "a" / "locked").mkdir()
-        scandir = os.scandir
-
-        def refuse(path):
-            if str(path).endswith("locked"):
-                raise PermissionError(errno.EACCES, "Permission denied", path)
-            return scandir(path)
-
-        monkeypatch.setattr(os, "scandir", refuse)
+        deny(monkeypatch, os, "scandir", "locked")
         with pytest.raises(UsageError, match=r"1 folder cannot be read: a/locked .Permission denied."):
             read_dataset(tmp_path)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import builtins
-import errno
+import importlib.util
 import io
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,9 @@ import torchvision.datasets
 from scipy.io import savemat
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import MissingExtra, UsageError
 from tests.datasets import layouts
-from tests.datasets.layouts import annotate_cars, annotate_dog, draw, write_lines
+from tests.datasets.layouts import annotate_cars, annotate_dog, deny, draw, write_lines
 
 
 @dataclass(frozen=True)
@@ -431,19 +432,31 @@ def test_missing_annotation_of_a_missing_image_is_not_reported(tmp_path):
 
 
 def test_unreadable_list_is_named_by_the_users_path(tmp_path, monkeypatch):
-    root, original = _write("pets", tmp_path), builtins.open
-
-    def refuse(path, *args, **options):
-        if str(path).endswith("trainval.txt"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return original(path, *args, **options)
-
-    monkeypatch.setattr(builtins, "open", refuse)
-    monkeypatch.setattr(io, "open", refuse)
-    with pytest.raises(UsageError) as caught:
+    root = _write("pets", tmp_path)
+    for owner in (builtins, io):
+        deny(monkeypatch, owner, "open", "trainval.txt")
+    # not by that of the folder of links that torchvision reads
+    with pytest.raises(UsageError, match=rf"\A(?!.*opal-deploy-).*{root}/annotations/trainval.txt"):
         read_dataset(root)
-    assert str(root / "annotations" / "trainval.txt") in str(caught.value)
-    assert "opal-deploy-" not in str(caught.value)
+
+
+def test_a_relative_folder_is_read_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(_write("dtd", tmp_path))
+    data = read_dataset(Path())
+    # the paths are the user's, not those of the folder of links that torchvision reads
+    assert all(sample.path.is_relative_to(data.root) for sample in data.test)
+    assert all(sample.path.is_file() for sample in data.test)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["cars", "dogs"])
+def test_without_scipy_the_extra_is_named(name, tmp_path, monkeypatch):
+    root, find_spec = _write(name, tmp_path), importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else find_spec(name))
+    with pytest.raises(MissingExtra, match=r"needs scipy.*opal-deploy\[train\]"):
+        read_dataset(root)
 
 
 def test_a_thousand_wnids_are_recognized(tmp_path):

@@ -11,7 +11,6 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     Evaluation,
     accuracy,
-    collapse_per_image,
     compare_outputs,
     compute_metrics,
     confusion_matrix,
@@ -43,20 +42,6 @@ METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact",
 )
 def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, expected):
     assert spatial_prototype_collapse(np.array(cells, np.int32), np.array(labels), m) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("m", [2, 3, 5, 10])
-def test_collapse_is_the_papers_formula(m):
-    """SPC(x) = 1 - (|{(u_k, v_k): k in K_c}| - 1) / (|K_c| - 1), word by word."""
-    rng = np.random.default_rng(0)
-    argmax = rng.integers(0, 9, (40, 6 * m), dtype=np.int32)
-    labels = rng.integers(0, 6, 40)
-    expected = []
-    for cells, label in zip(argmax, labels, strict=True):
-        places = {divmod(int(cells[k]), 3) for k in range(label * m, label * m + m)}
-        expected.append(1 - (len(places) - 1) / (m - 1))
-    assert collapse_per_image(argmax, labels, m) == pytest.approx(np.array(expected))
-    assert spatial_prototype_collapse(argmax, labels, m) == pytest.approx(np.mean(expected))
 
 
 def test_accuracy_is_a_share():

@@ -31,11 +31,6 @@ def _images_drawn_once():
 
 
 @pytest.fixture(scope="session")
-def make_checkpoint():
-    return build_checkpoint
-
-
-@pytest.fixture(scope="session")
 def overflowing():
     """A tiny network whose activations overflow float16 although no weight does."""
     checkpoint = build_checkpoint(seed=3)
@@ -67,9 +62,3 @@ def write_onnx():
 def fp32(write_onnx, tmp_path_factory):
     """`c.onnx` of a tiny network; whoever writes beside it copies it first."""
     return write_onnx(build_checkpoint(seed=8), tmp_path_factory.mktemp("fp32") / "c.onnx").path
-
-
-@pytest.fixture(scope="session")
-def photographs(cub_mini):
-    """A folder of photographs, one subfolder a class."""
-    return cub_mini / "images"

@@ -15,6 +15,7 @@ from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.options import ExportOptions, plan_targets
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
+from tests.builders import build_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +78,16 @@ class TestFromOnnx:
 
 
 class TestFromACheckpoint:
-    def test_its_body_is_cast_and_verified_against_pytorch(self, make_checkpoint, write_onnx, tmp_path):
-        done = write_onnx(make_checkpoint(seed=8), tmp_path / "c.onnx", "fp16", input_kind="float32")
+    def test_its_body_is_cast_and_verified_against_pytorch(self, write_onnx, tmp_path):
+        done = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", "fp16", input_kind="float32")
         assert done.metadata.verification["reference"].startswith("PyTorch")
         weights = {t.data_type for t in onnx.load(done.path).graph.initializer if "body" in t.name}
         assert weights == {TensorProto.FLOAT16}
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
-    def test_real_architectures_pass_in_half_precision(self, make_checkpoint, write_onnx, tmp_path, name):
-        assert write_onnx(make_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
+    def test_real_architectures_pass_in_half_precision(self, write_onnx, tmp_path, name):
+        assert write_onnx(build_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
 
 
 def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_same(fp32, write_onnx, tmp_path):
@@ -96,14 +97,14 @@ def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_sa
     assert verify_test_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")
 
 
-def test_a_checkpoint_that_is_named_like_a_precision_is_refused(make_checkpoint):
+def test_a_checkpoint_that_is_named_like_a_precision_is_refused():
     with pytest.raises(UsageError, match="its name ends like a precision"):
-        plan_targets(CheckpointSource(make_checkpoint(), Path("c.fp16.pt")), "fp32")
+        plan_targets(CheckpointSource(build_checkpoint(), Path("c.fp16.pt")), "fp32")
 
 
 @pytest.fixture(scope="module")
-def candidate(make_checkpoint):
-    return CheckpointSource(make_checkpoint(), Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
+def candidate():
+    return CheckpointSource(build_checkpoint(), Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
 
 
 class TestPlaces:

@@ -21,6 +21,7 @@ from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
+from tests.builders import build_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +147,9 @@ def _added_epsilons(model):
 
 
 @pytest.mark.parametrize("head", [*ANCHORED, *WITHOUT_ANCHORS], ids=_id)
-def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(
-    make_checkpoint, write_onnx, tensorrt, tmp_path, head
-):
+def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(write_onnx, tensorrt, tmp_path, head):
     single = head.prototypes_per_class == 1
-    checkpoint = make_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
+    checkpoint = build_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
     done = write_onnx(checkpoint, tmp_path / "c.onnx")
     names = ("logits", "argmax", "scores") if head.anchors else ("logits",)
     assert (done.metadata.outputs, done.metadata.distance) == (names, head.distance)
@@ -179,9 +178,9 @@ def _assert_reproduces_torch(done, checkpoint):
 
 
 @pytest.mark.parametrize("cws", [True, False])
-def test_attention_is_output_on_request(make_checkpoint, write_onnx, tensorrt, tmp_path, cws):
+def test_attention_is_output_on_request(write_onnx, tensorrt, tmp_path, cws):
     # without the softmax, attention and projection are one tensor under two names
-    done = write_onnx(make_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", attention=True)
+    done = write_onnx(build_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", attention=True)
     outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(2, 64, 96))
     assert outputs.attention is not None
     assert outputs.attention.shape == (2, 20, 2, 3)
@@ -191,9 +190,9 @@ def test_attention_is_output_on_request(make_checkpoint, write_onnx, tensorrt, t
         assert [output.name for output in network.outputs] == ["logits", "argmax", "scores", "attention"]
 
 
-def test_an_image_without_any_feature_gets_the_bias_and_not_nan(make_checkpoint, write_onnx, tmp_path):
+def test_an_image_without_any_feature_gets_the_bias_and_not_nan(write_onnx, tmp_path):
     # all features zero: the norm is zero, and only its epsilon keeps 0 / 0 out of the graph
-    checkpoint = make_checkpoint(head=HeadConfig(projection=False, cws=False, pooling="avg", anchors=False))
+    checkpoint = build_checkpoint(head=HeadConfig(projection=False, cws=False, pooling="avg", anchors=False))
     with torch.no_grad():
         for parameter in checkpoint.network.backbone.parameters():
             parameter.zero_()
@@ -205,8 +204,8 @@ def test_an_image_without_any_feature_gets_the_bias_and_not_nan(make_checkpoint,
 @pytest.mark.parametrize(
     ("size", "kind"), [((160, 32), "uint8"), ((32, 32), "float32")], ids=["uint8", "one cell, float32"]
 )
-def test_a_size_and_kind_of_input_export(make_checkpoint, write_onnx, tensorrt, tmp_path, size, kind):
-    checkpoint = make_checkpoint(size=size)
+def test_a_size_and_kind_of_input_export(write_onnx, tensorrt, tmp_path, size, kind):
+    checkpoint = build_checkpoint(size=size)
     done = write_onnx(checkpoint, tmp_path / "c.onnx", input_kind=kind)
     assert (done.metadata.input_size, done.metadata.input_kind) == (size, kind)
     (images,) = onnx.load(done.path).graph.input
@@ -218,8 +217,8 @@ def test_a_size_and_kind_of_input_export(make_checkpoint, write_onnx, tensorrt, 
 
 
 @pytest.mark.parametrize("part", ["parameters", "buffers"])
-def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(make_checkpoint, part):
-    network = make_checkpoint(sharp=False).network
+def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(part):
+    network = build_checkpoint(sharp=False).network
     if part == "parameters":
         with torch.device("meta"):
             network.head = OpalHead(2048, 60_000, network.config.head)
@@ -240,8 +239,8 @@ def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(make_checkp
         "convnext_tiny", "convnext_small", "convnext_base",
     ],
 )  # fmt: skip
-def test_a_random_checkpoint_of_a_backbone_passes_the_gate(make_checkpoint, write_onnx, tmp_path, name):
-    done = write_onnx(make_checkpoint(name, size=(224, 224), sharp=False), tmp_path / "c.onnx")
+def test_a_random_checkpoint_of_a_backbone_passes_the_gate(write_onnx, tmp_path, name):
+    done = write_onnx(build_checkpoint(name, size=(224, 224), sharp=False), tmp_path / "c.onnx")
     assert done.comparison
     # a gate that had to be widened says so
     gate = done.metadata.verification["gate"]

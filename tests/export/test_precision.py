@@ -11,6 +11,7 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.precision import simulate_low_precision, to_bf16, to_fp16
 from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.builders import build_checkpoint
 
 
 def _types(model):
@@ -126,8 +127,8 @@ class TestSimulation:
 
 
 @pytest.fixture(scope="module")
-def bf16(make_checkpoint, write_onnx, tmp_path_factory):
-    path = write_onnx(make_checkpoint(seed=8), tmp_path_factory.mktemp("bf16") / "c.bf16.onnx", "bf16").path
+def bf16(write_onnx, tmp_path_factory):
+    path = write_onnx(build_checkpoint(seed=8), tmp_path_factory.mktemp("bf16") / "c.bf16.onnx", "bf16").path
     return path
 
 

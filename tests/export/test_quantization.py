@@ -19,11 +19,12 @@ from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
 from opal_deploy.model.checkpoint import build_metadata
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
 from opal_deploy.synthetic import example_images
+from tests.builders import build_checkpoint
 
 
 @pytest.fixture(scope="module")
-def quantised(make_checkpoint):
-    checkpoint = make_checkpoint("resnet18", size=(64, 64))
+def quantised():
+    checkpoint = build_checkpoint("resnet18", size=(64, 64))
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
     return model, to_int8(model, example_images(16, 64, 64), build_metadata(checkpoint))
 
@@ -73,12 +74,12 @@ class TestImages:
     @pytest.mark.data
     @pytest.mark.parametrize("way", ["none", "a link", "relative"])
     def test_those_that_judge_are_not_those_that_it_was_calibrated_with_by_any_name(
-        self, fp32, photographs, tmp_path, monkeypatch, way
+        self, fp32, cub_mini, tmp_path, monkeypatch, way
     ):
-        (tmp_path / "link").symlink_to(photographs)
-        monkeypatch.chdir(photographs)
+        (tmp_path / "link").symlink_to(cub_mini / "images")
+        monkeypatch.chdir(cub_mini / "images")
         judging = {"none": None, "a link": tmp_path / "link", "relative": Path()}[way]
-        options = ExportOptions(calibrate=photographs, images=judging)
+        options = ExportOptions(calibrate=cub_mini / "images", images=judging)
         judges, calibration = choose_images(onnx_file.read_metadata(fp32), options, calibrate=True)
         assert calibration is not None
         assert (len(calibration.names), len(judges.names)) == (128, 64)
@@ -88,10 +89,8 @@ class TestImages:
         assert len({path.parent for path in judged}) == 10
 
     @pytest.mark.data
-    def test_a_network_that_int8_ruins_is_refused_with_image_and_layer(
-        self, make_checkpoint, write_onnx, photographs, tmp_path
-    ):
-        checkpoint = make_checkpoint("resnet18", size=(64, 64))
+    def test_a_network_that_int8_ruins_is_refused_with_image_and_layer(self, write_onnx, cub_mini, tmp_path):
+        checkpoint = build_checkpoint("resnet18", size=(64, 64))
         with pytest.raises(VerificationError, match=r"at least 97 % must.*worst on .*\.jpg, where .* is furthest off"):
-            write_onnx(checkpoint, tmp_path / "c.int8.onnx", "int8", calibrate=photographs)
+            write_onnx(checkpoint, tmp_path / "c.int8.onnx", "int8", calibrate=cub_mini / "images")
         assert list(tmp_path.iterdir()) == []

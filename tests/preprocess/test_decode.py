@@ -233,46 +233,33 @@ RED, BLUE = Image.new("RGB", (2, 1), (255, 0, 0)), Image.new("RGB", (2, 1), (0, 
 WHITE = (255, 255, 255)
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        pytest.param(grey(7, 90), [(7, 7, 7), (90, 90, 90)], id="grey"),
-        pytest.param(
-            encoded(Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")), [(0, 0, 0), WHITE], id="one bit"
-        ),
-        pytest.param(encoded(Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "TIFF"), [(255, 0, 0)] * 2, id="CMYK"),
-        pytest.param(
-            png(4, 1, 16, 0, grey16(128, 129, 100 * 257, 65535)),
-            [(0, 0, 0), (1, 1, 1), (100, 100, 100), WHITE],
-            id="16-bit grey rounds",
-        ),
-        pytest.param(
-            png(2, 1, 16, 0, grey16(1000, 2570), tRNS=struct.pack(">H", 1000)),
-            [WHITE, (10, 10, 10)],
-            id="16-bit grey, one value transparent",
-        ),
-        pytest.param(
-            png(2, 1, 16, 2, grey16(65535, 0, 256, 511, 512, 513)),
-            [(255, 0, 1), (1, 2, 2)],
-            id="16-bit RGB keeps the upper byte",
-        ),
-        pytest.param(palette(b"\xff\xff"), [(200, 10, 20), (30, 220, 40)], id="palette"),
-        pytest.param(palette(0), [WHITE, (30, 220, 40)], id="palette, one index transparent"),
-        pytest.param(palette(b"\xff\x80"), [(200, 10, 20), (142, 237, 147)], id="palette, one index half transparent"),
-        pytest.param(grey([0, 0], [50, 255], mode="LA"), [WHITE, (50, 50, 50)], id="grey with alpha"),
-        pytest.param(
-            grey([0, 0, 0, 51], [9, 8, 7, 255], mode="RGBA"), [(204, 204, 204), (9, 8, 7)], id="RGBA over white"
-        ),
-        pytest.param(
-            png(2, 1, 8, 2, b"\0\x01\x02\x03\x0a\x0b\x0c", tRNS=struct.pack(">3H", 1, 2, 3)),
-            [WHITE, (10, 11, 12)],
-            id="RGB with a transparent colour",
-        ),
-        pytest.param(
-            encoded(RED, "GIF", save_all=True, append_images=[BLUE]), [(255, 0, 0)] * 2, id="an animation's first frame"
-        ),
-    ],
-)
+ONE_TWO_THREE = struct.pack(">3H", 1, 2, 3)
+COLOURS = {
+    "grey": (grey(7, 90), [(7, 7, 7), (90, 90, 90)]),
+    "one bit": (encoded(Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")), [(0, 0, 0), WHITE]),
+    "CMYK": (encoded(Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "TIFF"), [(255, 0, 0)] * 2),
+    "16-bit grey rounds": (
+        png(4, 1, 16, 0, grey16(128, 129, 100 * 257, 65535)), [(0, 0, 0), (1, 1, 1), (100, 100, 100), WHITE],
+    ),
+    "16-bit grey, one value transparent": (
+        png(2, 1, 16, 0, grey16(1000, 2570), tRNS=struct.pack(">H", 1000)), [WHITE, (10, 10, 10)],
+    ),
+    "16-bit RGB keeps the upper byte": (
+        png(2, 1, 16, 2, grey16(65535, 0, 256, 511, 512, 513)), [(255, 0, 1), (1, 2, 2)],
+    ),
+    "palette": (palette(b"\xff\xff"), [(200, 10, 20), (30, 220, 40)]),
+    "palette, one index transparent": (palette(0), [WHITE, (30, 220, 40)]),
+    "palette, one index half transparent": (palette(b"\xff\x80"), [(200, 10, 20), (142, 237, 147)]),
+    "grey with alpha": (grey([0, 0], [50, 255], mode="LA"), [WHITE, (50, 50, 50)]),
+    "RGBA over white": (grey([0, 0, 0, 51], [9, 8, 7, 255], mode="RGBA"), [(204, 204, 204), (9, 8, 7)]),
+    "RGB with a transparent colour": (
+        png(2, 1, 8, 2, b"\0\x01\x02\x03\x0a\x0b\x0c", tRNS=ONE_TWO_THREE), [WHITE, (10, 11, 12)],
+    ),
+    "an animation's first frame": (encoded(RED, "GIF", save_all=True, append_images=[BLUE]), [(255, 0, 0)] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "expected"), COLOURS.values(), ids=COLOURS)
 def test_colours_are_a_viewers(data, expected):
     image = decode(data)
     assert image.mode == "RGB"
@@ -291,17 +278,16 @@ def test_lab_looks_like_the_same_image_in_rgb(odd_images):
     assert np.abs(lab - rgb).mean() < 8
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (PIXELS, PIXELS),
-        (PIXELS[:, ::2], PIXELS[:, ::2]),
-        (PIXELS[..., 0], np.repeat(PIXELS[..., :1], 3, 2)),
-        (UPRIGHT, PIXELS),
-        (encoded(UPRIGHT), PIXELS),
-    ],
-    ids=["array", "strided array", "grey array", "PIL image", "bytes"],
-)
+SOURCES = {
+    "array": (PIXELS, PIXELS),
+    "strided array": (PIXELS[:, ::2], PIXELS[:, ::2]),
+    "grey array": (PIXELS[..., 0], np.repeat(PIXELS[..., :1], 3, 2)),
+    "PIL image": (UPRIGHT, PIXELS),
+    "bytes": (encoded(UPRIGHT), PIXELS),
+}
+
+
+@pytest.mark.parametrize(("source", "expected"), SOURCES.values(), ids=SOURCES)
 def test_sources_other_than_paths_give_their_pixels(source, expected):
     assert np.array_equal(decoded_pixels(source), expected)
 
@@ -366,12 +352,11 @@ def test_a_path_that_is_no_image_file_has_its_code(tmp_path, create, code):
 
 
 def test_a_file_without_permission_has_its_code(tmp_path, monkeypatch):
-    (tmp_path / "a.jpg").write_bytes(JPEG)
-
     # the superuser may read everything, so the refusal is put in by hand
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
+    (tmp_path / "a.jpg").write_bytes(JPEG)
     monkeypatch.setattr(Path, "open", refuse)
     assert error_code(tmp_path / "a.jpg") == "unreadable"
 

@@ -50,6 +50,7 @@ class TestOneCheckpoint:
         foreign_file(folder / "aaa.onnx")
         (folder / "aab.onnx").write_bytes(b"\x13\x37" * 50)
         (folder / "aac.onnx").touch()
+        (folder / "a.engine").write_bytes(b"a plan without its sidecar")
         (folder / "sub").mkdir()
         shutil.copy(another, folder / "sub" / "other.onnx")
         assert find(folder).path.name == "ckpt.onnx"
@@ -81,10 +82,6 @@ class TestEngines:
             path.unlink()
         with pytest.raises(UsageError, match=r"none of the models here can run on this machine: .*no GPU"):
             find(with_engines, misfit=lambda _: "no GPU")
-
-    def test_an_engine_without_a_sidecar_does_not_get_in_the_way(self, folder):
-        (folder / "a.engine").write_bytes(b"a plan")
-        assert find(folder, gpu=True).path.name == "ckpt.fp16.onnx"
 
 
 class TestNoChoice:

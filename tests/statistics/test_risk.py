@@ -57,9 +57,7 @@ def test_levels_are_tenths_of_coverage():
     ]  # fmt: skip
     assert curve.levels()[0].margin == 22.0
     assert curve.levels()[-1].margin == 0.0
-
-
-def test_equal_levels_are_kept_once():
+    # equal levels are kept once
     assert [level.answered for level in compute_risk_curve([1.0] * 8 + [0.0], [True] * 9).levels()] == [8, 9]
 
 
@@ -126,7 +124,6 @@ def test_a_chosen_threshold_holds_on_new_images_as_often_as_it_says():
 
 
 def test_the_summary_survives_json_and_still_gives_the_same_threshold():
-
     summary = summarise([90, 95], 100)
     assert choose_threshold(json.loads(json.dumps(summary)), 0.05) == choose_threshold(summary, 0.05)
     assert summary["coverage_at_error"] == {"0.01": 0.9, "0.02": 1.0, "0.05": 1.0}

@@ -105,11 +105,6 @@ def test_hidden_part_is_not_visible_and_changes_nothing_else():
     assert not (changed & ~within([whole.parts["tail"].box, whole.parts["crest"].box], (SIDE, SIDE))).any()
 
 
-def test_same_generator_same_creature_other_generator_other_creature():
-    np.testing.assert_array_equal(drawn(2, 7).image, drawn(2, 7).image)
-    assert (drawn(2, 7).image != drawn(2, 8).image).mean() > 0.5
-
-
 def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_them(many):
     for i, creature in enumerate(many):
         assert 0.08 < creature.foreground.mean() < 0.3

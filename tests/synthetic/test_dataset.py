@@ -9,6 +9,7 @@ from PIL import Image
 
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic import (
+    MAX_SPECIES,
     draw_creature,
     example_images,
     generate_dataset,
@@ -76,7 +77,7 @@ def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_species": 1}, "2 to"),
+        *(({"num_species": count}, f"2 to {MAX_SPECIES}") for count in (-1, 0, 1, MAX_SPECIES + 1)),
         ({"train_per_class": -1}, "must not be negative"),
         ({"train_per_class": 0, "val_per_class": 0, "test_per_class": 0}, "nor all 0"),
         ({"seed": -1}, "seed must not be negative"),
@@ -96,11 +97,6 @@ def test_runs_start_with_background_and_go_row_by_row(mask, runs):
     assert encode_runs(np.array([[pixel == "1" for pixel in row] for row in mask.split()])) == runs
 
 
-def test_missing_annotations_are_reported(tmp_path):
-    with pytest.raises(UsageError, match="cannot read part annotations"):
-        read_annotations(tmp_path)
-
-
 @pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', "short"])
 def test_damaged_line_is_named(tmp_path, damage):
     summary = generate_dataset(tmp_path, **SMALL)
@@ -110,6 +106,8 @@ def test_damaged_line_is_named(tmp_path, damage):
     summary.annotations.write_text(f"{first}\n{shortened if damage == 'short' else damage}\n")
     with pytest.raises(UsageError, match=r"line 2 is not a part annotation"):
         read_annotations(summary.annotations)
+    with pytest.raises(UsageError, match="cannot read part annotations"):
+        read_annotations(tmp_path / "nowhere")
 
 
 def test_examples_are_different_and_do_not_depend_on_their_number():
@@ -119,12 +117,9 @@ def test_examples_are_different_and_do_not_depend_on_their_number():
     for a, b in combinations(images, 2):
         assert (a != b).mean() > 0.5
     assert example_images(0, 64, 64).shape == (0, 64, 64, 3)
-
-
-@pytest.mark.parametrize(("count", "height"), [(-1, 64), (1, 8)])
-def test_impossible_examples_are_refused(count, height):
-    with pytest.raises(UsageError):
-        example_images(count, height, 64)
+    for count, height in ((-1, 64), (1, 8)):
+        with pytest.raises(UsageError):
+            example_images(count, height, 64)
 
 
 def test_noise_covers_all_values_and_stays_the_same():

@@ -28,13 +28,9 @@ from opal_deploy.train.validation import Evaluation, evaluate
 
 # the smallest network of torchvision's with a whole number of pixels a cell: 1.4 million weights
 OPTIONS = TrainOptions(
-    backbone="shufflenet_v2_x0_5",
-    epochs=2,
-    batch_size=8,
-    lr=1e-3,
-    input_size=(64, 64),
+    backbone="shufflenet_v2_x0_5", epochs=2, batch_size=8, lr=1e-3, input_size=(64, 64),
     head=HeadConfig(prototypes_per_class=2),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +89,6 @@ def test_the_risk_curve_is_kept_from_training_to_inspect(run, squares, capsys):
     assert (metadata.risk["split"], metadata.risk["images"]) == ("val", 6)
     assert metadata.risk["error"] == pytest.approx(1 - stored.metrics["val_accuracy"])
     again = evaluate(stored.network, Batches(TrainImages(squares.val, (64, 64)), 64)).risk
-    assert again is not None
     assert {**metadata.risk, "levels": None} == {"split": "val", **again, "levels": None}
     assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)
     # every metric in the training record is a single number
@@ -130,7 +125,6 @@ def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(sq
 def test_linear_baseline_has_no_collapse_and_no_risk_curve(squares, tmp_path):
     squares = replace(squares, test=squares.test[:3])
     result = fit(squares, replace(OPTIONS, epochs=1, head=LINEAR_BASELINE), tmp_path)
-    assert result.test is not None
     assert result.test.spatial_prototype_collapse is None
     stored = checkpoint.load(result.best)
     assert "spatial_prototype_collapse" not in stored.metrics
@@ -217,7 +211,5 @@ def test_a_compiled_step_trains_as_a_plain_one(squares, tmp_path):
 def test_three_epochs_on_ten_species_are_far_above_chance(cub_mini, shared_weights, tmp_path):
     weights = str(shared_weights / "resnet18_ktb_small.safetensors")
     test = fit(read_dataset(cub_mini), TrainOptions(backbone="resnet18", weights=weights, epochs=3), tmp_path).test
-    assert test is not None
     assert test.accuracy > 0.5
-    assert test.spatial_prototype_collapse is not None
     assert test.spatial_prototype_collapse < 0.15

@@ -21,16 +21,9 @@ pytestmark = [
 ]
 
 OPTIONS = TrainOptions(
-    backbone="resnet18",
-    epochs=4,
-    batch_size=32,
-    lr=1e-3,
-    input_size=(96, 96),
-    head=HeadConfig(prototypes_per_class=2),
-    augment="none",
-    device="cuda",
-    workers=2,
-)
+    backbone="resnet18", epochs=4, batch_size=32, lr=1e-3, input_size=(96, 96),
+    head=HeadConfig(prototypes_per_class=2), augment="none", device="cuda", workers=2,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -26,14 +26,9 @@ from opal_deploy.train.recipe import TrainOptions
 
 # stochastic depth draws from torch's generator: a state that is not restored changes the weights
 OPTIONS = TrainOptions(
-    backbone="shufflenet_v2_x0_5",
-    epochs=2,
-    batch_size=8,
-    lr=1e-3,
-    input_size=(32, 32),
-    head=HeadConfig(prototypes_per_class=2),
-    device="cpu",
-)
+    backbone="shufflenet_v2_x0_5", epochs=2, batch_size=8, lr=1e-3, input_size=(32, 32),
+    head=HeadConfig(prototypes_per_class=2), device="cpu",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

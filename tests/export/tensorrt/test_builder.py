@@ -14,7 +14,7 @@ from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.graph import ExportGraph, trace
 from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.tensorrt.builder import Network, TensorInfo, _interrupt_through
+from opal_deploy.export.tensorrt.builder import Network, TensorInfo
 from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -110,12 +110,14 @@ def test_progress_and_messages_are_passed_on(library, fp32):
     assert any(done == total > 1 for _, done, total in progress)
 
 
-def test_ctrl_c_ends_the_build(small):
-    def interrupt(*_):
-        raise KeyboardInterrupt
+def test_ctrl_c_ends_the_build_and_its_handler_is_put_back(small):
+    def press(*_):
+        os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        small.build(target("sm80"), BuildOptions(), interrupt)
+        small.build(target("sm80"), BuildOptions(), press)
+    assert signal.getsignal(signal.SIGINT) is before
     # the network can still be built afterwards
     assert small.build(target("sm80"), BuildOptions()).content
 
@@ -123,28 +125,6 @@ def test_ctrl_c_ends_the_build(small):
 def test_too_little_workspace_says_so_and_what_to_give(small):
     with pytest.raises(UsageError, match=r"could not build the engine for sm80: .*give more --workspace"):
         small.build(target("sm80"), BuildOptions(workspace=1024))
-
-
-def test_tf32_is_off(small):
-    config = small._builder.create_builder_config()
-    flag = small.library.module.BuilderFlag.TF32
-    assert config.get_flag(flag), "when it is off by itself, turning it off is no longer needed"
-    small._configure(config, target("sm80"), BuildOptions())
-    assert not config.get_flag(flag)
-
-
-def test_the_interrupt_handler_is_put_back():
-    before = signal.getsignal(signal.SIGINT)
-
-    class Monitor:
-        interrupted = False
-
-    monitor = Monitor()
-    with _interrupt_through(monitor):
-        os.kill(os.getpid(), signal.SIGINT)
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert monitor.interrupted
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 class TestOptionsOfTensorRT:
@@ -173,8 +153,10 @@ class TestOptionsOfTensorRT:
         ],
     )
     def test_flags(self, configure, small, options, flags):
+        trt = small.library.module.BuilderFlag
+        assert small._builder.create_builder_config().get_flag(trt.TF32), "else it need not be turned off"
         names, config = ("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT", "TF32"), configure(**options)
-        assert {name for name in names if config.get_flag(getattr(small.library.module.BuilderFlag, name))} == flags
+        assert {name for name in names if config.get_flag(getattr(trt, name))} == flags
 
     def test_levels_and_limits(self, configure, small):
         trt = small.library.module

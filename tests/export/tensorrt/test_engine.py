@@ -113,8 +113,8 @@ class TestFiles:
             assert check_engine(result.engines[0].path).metadata.unverified == unverified
 
 
-def test_a_checkpoint_becomes_two_files_and_an_engine_that_is_found_again(make_checkpoint, tmp_path):
-    source = CheckpointSource(make_checkpoint(seed=8), tmp_path / "ckpt.pt")
+def test_a_checkpoint_becomes_two_files_and_an_engine_that_is_found_again(tmp_path):
+    source = CheckpointSource(build_checkpoint(seed=8), tmp_path / "ckpt.pt")
     first, second = build(source), build(source)
     assert names(tmp_path) == ["ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json", "ckpt.onnx"]
     reports = [exported.metadata.verification for exported in first.onnx]
@@ -150,14 +150,14 @@ class TestAnEngineThatIsThere:
     @pytest.mark.parametrize(
         "change", ["options", "rebuild", "damaged", "no sidecar", "class names", "builder", "network"]
     )
-    def test_anything_else_is_built_anew(self, again, make_checkpoint, write_onnx, change, monkeypatch):
+    def test_anything_else_is_built_anew(self, again, write_onnx, change, monkeypatch):
         path, load = again.parent / ENGINE, engine.load
         before, plan = check_engine(path).engine["sha256"], path.read_bytes()
         changes = {
             "damaged": lambda: path.write_bytes(plan[:-1] + bytes([plan[-1] ^ 1])),
             "no sidecar": lambda: sidecar_path(path).unlink(),
             "class names": lambda: _rename_classes(again),
-            "network": lambda: write_onnx(make_checkpoint(seed=5), again),
+            "network": lambda: write_onnx(build_checkpoint(seed=5), again),
             "builder": lambda: monkeypatch.setattr(
                 engine, "load", lambda *call: replace(load(*call), version="1.8.0.0")
             ),
