@@ -1,7 +1,5 @@
 """Backbones: cut where torchvision pools, whatever the network; real weights give the real network's outputs."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from contextlib import contextmanager

@@ -1,38 +1,30 @@
 """`opal-deploy train`: from options to a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from opal_deploy.cli.options import parse_size
-from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
-
-Opal = Callable[..., Any]
 
 SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("224", (224, 224)), ("224x448", (224, 448)), ("32X64", (32, 64))])
-def test_size_is_one_number_or_height_x_width(text: str, expected: tuple[int, int]) -> None:
+def test_size_is_one_number_or_height_x_width(text, expected):
     assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "x", "224x", "0", "-224", "1x2x3", "big", "224.0"])
-def test_other_sizes_are_refused(text: str) -> None:
+def test_other_sizes_are_refused(text):
     with pytest.raises(UsageError, match="expected a number of pixels"):
         parse_size(text)
 
 
-def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal: Opal, squares: DataSet, tmp_path: Path) -> None:
+def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp_path):
     folder, first, second = tmp_path / "data", tmp_path / "first", tmp_path / "second"
     shutil.copytree(squares.root / "train", folder)
     (folder / "red" / "bad.jpg").touch()
@@ -52,7 +44,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal: Opal, square
     assert checkpoint.load(second / "best.pt").network.config.head.cws is False
 
 
-def test_tensorboard_logs_each_epoch(opal: Opal, squares: DataSet, tmp_path: Path) -> None:
+def test_tensorboard_logs_each_epoch(opal, squares, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     done = opal("train", squares.root, *SMALL, "--epochs", 2, "--tensorboard", "--out", tmp_path / "run")
@@ -63,9 +55,7 @@ def test_tensorboard_logs_each_epoch(opal: Opal, squares: DataSet, tmp_path: Pat
     assert {"train_loss", "val_accuracy", "images_per_second", "data_wait"} <= set(events.Tags()["scalars"])
 
 
-def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(
-    opal: Opal, squares: DataSet, tmp_path: Path
-) -> None:
+def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(opal, squares, tmp_path):
     small = ("--backbone", "resnet18", "--weights", "none", "--size", "64", "--stride", 8, "--prototypes", 2)
     done = opal("train", squares.root, *small, "--epochs", 1, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
