@@ -131,6 +131,8 @@ def _read_input(path: Path, name: str) -> _OnnxInput:
 def _compute_key(onnx_input: _OnnxInput, library: Bindings, target: EngineTarget, request: EngineRequest) -> str:
     """Return a digest of everything that an engine and its sidecar depend on."""
     metadata = asdict(replace(onnx_input.metadata, verification={}, exporter={}, file_sha256=BLANK_DIGEST))
+    # recorded later, and unknown to earlier versions, whose engines stay reusable
+    del metadata["evaluation"]
     gpu = None if target.gpu is None else [target.gpu.name, request.driver.version]
     document: dict[str, Any] = {
         "graph": onnx_input.graph_sha256,

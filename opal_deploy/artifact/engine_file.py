@@ -2,8 +2,8 @@
 
 A plan stays exactly what the builder wrote, since a prefix would break NVIDIA's own tools. Everything else is in the
 sidecar: the plan's sha256, its builder and target, the ONNX file that it was built from, the model's metadata and its
-test vectors. The sidecar is never changed after the build, so that its own sha256 can be passed on by a trusted way;
-how the test vectors went on the machines that loaded the engine is kept in `<name>.engine.checks.json`.
+test vectors. After the build only `evaluate --record` changes the sidecar, so that its own sha256 can be passed on by a
+trusted way; how the test vectors went on the machines that loaded the engine is kept in `<name>.engine.checks.json`.
 
 An engine is executable code. The digests find damage, not tampering.
 """

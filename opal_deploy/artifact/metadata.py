@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
+from opal_deploy.artifact.evaluation import REQUIRED
 from opal_deploy.errors import ArtifactError
 
 SCHEMA = 1
@@ -58,6 +59,7 @@ class Metadata:
         verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
         risk: summary of the risk-coverage curve of the validation images (`statistics.risk`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
+        evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
@@ -81,6 +83,7 @@ class Metadata:
     exporter: dict[str, Any] = field(default_factory=dict)
     verification: dict[str, Any] = field(default_factory=dict)
     risk: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
     file_sha256: str = BLANK_DIGEST
@@ -176,13 +179,15 @@ class Metadata:
                 raise error(f"{name} is not a list of names")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
             raise error(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
-        for name in ("head", "source", "training", "exporter", "verification", "risk", "test_vectors"):
+        for name in ("head", "source", "training", "exporter", "verification", "risk", "evaluation", "test_vectors"):
             if not isinstance(getattr(self, name), dict):
                 raise error(f"{name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
             raise error("its head lacks distance or epsilon")
         if self.risk and not {"images", "error", "aurc", "coverage_at_error", "levels"} <= self.risk.keys():
             raise error("its risk is not the summary of a risk-coverage curve")
+        if self.evaluation and not self.evaluation.keys() >= REQUIRED:
+            raise error("its evaluation is not one that evaluate --record wrote")
         if not isinstance(self.file_sha256, str):
             raise error("file_sha256 is not a text")
 

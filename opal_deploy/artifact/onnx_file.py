@@ -12,11 +12,12 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opal_deploy._version import __version__
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, METADATA_KEY, Metadata
 from opal_deploy.errors import ArtifactError
 
@@ -128,6 +129,33 @@ def write_model(model: ModelProto, metadata: Metadata, path: Path) -> None:
         ) from None
 
 
+def rewrite_metadata(path: Path, metadata: Metadata) -> str:
+    """Write one of our ONNX files again, atomically, with other metadata around the same graph; return its digest.
+
+    Raises:
+        ArtifactError: the file is missing, damaged or without opal metadata.
+        UsageError: its folder cannot be written.
+    """
+    read_metadata(path)
+    text = replace(metadata, file_sha256=BLANK_DIGEST).to_json().encode()
+    entry = _encode_field(_KEY, METADATA_KEY.encode()) + _encode_field(_VALUE, text)
+    with _map_file(path) as data, atomic_write(path) as temporary:
+        with memoryview(data) as view, temporary.open("wb") as stream:
+            kept = 0
+            for number, value in _fields(data, 0, len(data)):
+                if number != _METADATA_PROPS or not isinstance(value, slice):
+                    continue
+                if not data[value].startswith(_encode_field(_KEY, METADATA_KEY.encode())):
+                    continue
+                # the field's tag and length, which protobuf writes in as few bytes as possible, come before its value
+                head = _encode_varint(_METADATA_PROPS << 3 | 2) + _encode_varint(value.stop - value.start)
+                stream.write(view[kept : value.start - len(head)])
+                kept = value.stop
+            stream.write(view[kept:])
+            stream.write(_encode_field(_METADATA_PROPS, entry))
+        return embed_digest(temporary)
+
+
 def embed_digest(path: Path) -> str:
     """Write the digest into a file whose metadata has a blank one, and return it.
 
@@ -204,6 +232,19 @@ def _fields(data: mmap.mmap, start: int, stop: int) -> Iterator[tuple[int, int |
             raise ValueError("it ends early")
         yield number, slice(position, position + length)
         position += length
+
+
+def _encode_field(number: int, value: bytes) -> bytes:
+    """Return a field of bytes in protobuf's wire format."""
+    return _encode_varint(number << 3 | 2) + _encode_varint(len(value)) + value
+
+
+def _encode_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def _varint(data: mmap.mmap, position: int, stop: int) -> tuple[int, int]:

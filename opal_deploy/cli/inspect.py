@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _NAMES_SHOWN = 8
 # model.checkpoint.FORMAT, whose module imports torch
 _OUR_FORMAT = "opal-deploy checkpoint"
+_CHECKPOINT_KEYS = ("schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation")
 
 
 def inspect(
@@ -62,7 +63,7 @@ def _inspect_onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
         ("digest", f"{metadata.file_sha256[:16]}... {state}"),
-        *_describe_metadata(metadata),
+        *_describe_metadata(metadata, path),
     ]
     return {**document, "intact": intact, "metadata": document_metadata}, lines
 
@@ -94,7 +95,7 @@ def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
         ("state", f"{sidecar.state['state']}: {sidecar.state.get('why') or 'on ' + sidecar.state['machine']['gpu']}"),
         *[("checked", f"{c.when} on {c.machine.get('gpu')}, driver {c.machine.get('driver')}: "
            f"{'test vectors reproduced' if c.passed else 'FAILED'}") for c in checks],
-        *_describe_metadata(metadata),
+        *_describe_metadata(metadata, path),
     ]  # fmt: skip
     return document, lines
 
@@ -105,7 +106,9 @@ def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
     return {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
 
 
-def _describe_metadata(metadata: Metadata) -> list[tuple[str, str]]:
+def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
+    from opal_deploy.artifact.evaluation import describe_evaluation
+
     rows, cols = metadata.grid
     height, width = metadata.input_size
     layout = (
@@ -131,6 +134,8 @@ def _describe_metadata(metadata: Metadata) -> list[tuple[str, str]]:
         lines.append(("training", _format_metrics(metrics)))
     if metadata.risk:
         lines.append(("risk", _format_risk(metadata.risk)))
+    if metadata.evidence == "exact":
+        lines.append(("evaluation", describe_evaluation(metadata.evaluation, path)))
     if made:
         lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
     if metadata.unverified:
@@ -166,10 +171,11 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
     lines = [("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), sha256 {digest[:16]}...")]
     if ours:
         document |= {
-            key: index.get(key) for key in ("schema", "version", "config", "class_names", "crop", "metrics", "training")
+            key: index.get(key)
+            for key in ("schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation")
         }
         try:
-            lines += _describe_checkpoint(index)
+            lines += _describe_checkpoint(index, path)
         except (AttributeError, KeyError, TypeError):
             raise _damaged(path) from None
     elif tensors:
@@ -183,9 +189,13 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
     return document, lines
 
 
-def _describe_checkpoint(index: dict[str, Any]) -> list[tuple[str, str]]:
+def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
+    from opal_deploy.artifact.evaluation import describe_evaluation
+
     config, metrics = index["config"], index.get("metrics") or {}
     risk = metrics.get("val_risk")
+    # HeadConfig.evidence
+    exact = config["head"].get("anchors", True) and config["head"].get("pooling") == "max"
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         (
@@ -197,6 +207,7 @@ def _describe_checkpoint(index: dict[str, Any]) -> list[tuple[str, str]]:
         ("classes", _list_names(list(index["class_names"]))),
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
+        *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),
     ]
 
 

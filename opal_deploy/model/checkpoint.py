@@ -61,6 +61,7 @@ class Checkpoint:
         crop: `boxes` where training images were cropped to annotated boxes, else None.
         metrics: results of the training run, such as `test_accuracy`.
         training: settings of the training run.
+        evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
     """
 
@@ -69,6 +70,7 @@ class Checkpoint:
     crop: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,9 +103,27 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "crop": checkpoint.crop,
         "metrics": checkpoint.metrics,
         "training": checkpoint.training,
+        "evaluation": checkpoint.evaluation,
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
+    _write(path, document)
+
+
+def record_evaluation(path: Path, evaluation: dict[str, Any]) -> None:
+    """Write an evaluation into a checkpoint of our format, atomically; everything else in it stays.
+
+    Raises:
+        CheckpointError: the file is no checkpoint of our format.
+        UsageError: the folder cannot be written to.
+    """
+    document = backbones.load_torch_file(path)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only these can keep an evaluation")
+    _write(path, {**document, "evaluation": evaluation})
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
     with atomic_write(path) as temporary, temporary.open("wb") as stream:
         try:
             torch.save(document, stream)
@@ -187,6 +207,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         crop=raw.get("crop"),
         metrics=dict(raw.get("metrics") or {}),
         training=dict(raw.get("training") or {}),
+        evaluation=dict(raw.get("evaluation") or {}),
         source={"format": "opal-deploy", "version": raw.get("version")},
     )
 
@@ -358,5 +379,6 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         source=checkpoint.source,
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
         risk={"split": "val", **risk} if risk else {},
+        evaluation=checkpoint.evaluation,
         outputs=("logits",) if head.evidence == "none" else ("logits", "argmax", "scores"),
     )

@@ -310,7 +310,7 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(
 
 
 def test_the_generated_set_has_parts_and_foreground(
-    metrics: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    metrics: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str], opal: Callable[..., Any]
 ) -> None:
     from opal_deploy.synthetic import generate_dataset
 
@@ -328,4 +328,11 @@ def test_the_generated_set_has_parts_and_foreground(
     assert "on a deciding part" in printed.err
     assert {row["slot"] for row in _rows(out / "slot_parts.csv")} == {"0", "1"}
 
-    assert "pointing_game" not in metrics(data.root, path, parts=False)
+    # infer says what was measured, once it is recorded in the model
+    explain = ("infer", data.root / "test" / "bimlu", "--model", path, "--explain", "--out", tmp_path / "explained")
+    assert "Evidence: never measured whether boxes show what decides" in opal(*explain).stderr
+    assert "pointing_game" not in metrics(data.root, path, parts=False, record=True)
+    line = "where it lies was not measured (no boxes, masks or parts)"
+    assert f"Evidence: {line}" in opal(*explain, "--overwrite").stderr
+    assert line in (tmp_path / "explained" / "report.html").read_text()
+    assert line in opal("inspect", path).stderr

@@ -96,6 +96,14 @@ def evaluate(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier evaluation in --out.")] = False,
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record",
+            help="Keep what was measured of the evidence in the model's own file: `infer --explain` and `inspect` show "
+            "it, exports of a checkpoint carry it. The file's digest changes.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the figures to stdout as JSON.")] = False,
 ) -> None:
     """Measure accuracy and, for models with prototypes, the quality of their explanations on a data set.
@@ -106,6 +114,7 @@ def evaluate(
         require(package, "train", "opal-deploy evaluate", pip_name={"sklearn": "scikit-learn"}.get(package))
     from opal_deploy.datasets.registry import read_dataset
     from opal_deploy.evaluation import report
+    from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
 
     for path in model:
         if not path.is_file():
@@ -122,6 +131,8 @@ def evaluate(
     metadata = {path: read_model_metadata(path) for path in model[1:]} | {model[0]: sessions[0].metadata}
     for path in model:
         check_evidence(path, metadata[path], options)
+        if record:
+            check_recordable(path, metadata[path])
     with progress("reading") as advance:
         data_set = read_dataset(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
     print_message(one_line(f"read as {data_set.describe()}"))
@@ -147,6 +158,9 @@ def evaluate(
             add_agreements(results)
         print_table(results)
     documents = [result.to_dict(options) for result in results]
+    if record:
+        for path, measured in zip(model, documents, strict=True):
+            print_message(one_line(record_evaluation(path, build_evaluation(measured, data_set.root, split))))
     document = documents[0] if len(documents) == 1 else documents
     if out is not None:
         report.write_evaluation(out, document)

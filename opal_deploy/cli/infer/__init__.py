@@ -210,9 +210,12 @@ def infer(
                 runtime = output.describe_runtime(sessions)
                 print_message(f"Explaining with {loaded.path} in {runtime}, batches of {inference.batch}")
                 facts = tuple(output.report_facts(loaded.path, metadata, sessions))
+                evidence = output.describe_evidence(loaded.path, metadata) if explain else ""
+                if evidence:
+                    print_message(f"Evidence: {evidence}")
                 options = RunOptions(
                     directory.root, inference,
-                    report=ReportOptions(facts, report_limit, embedding) if explain else None,
+                    report=ReportOptions(facts, report_limit, embedding, evidence) if explain else None,
                     sheets=drawing.sheets, formats=tables, max_errors=error_limit,
                     resume=directory.state == "unfinished", print_message=print_message,
                 )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.evaluation import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import one_line, print_message
 from opal_deploy.errors import UsageError
@@ -41,6 +42,11 @@ def report_facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) ->
             ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['pictures']}")
         )
     return [*head, ("Command", format_command())]
+
+
+def describe_evidence(path: Path, metadata: Metadata) -> str:
+    """Return what was measured of the model's evidence in one line; empty for a model whose evidence is no cells."""
+    return one_line(describe_evaluation(metadata.evaluation, path)) if metadata.evidence == "exact" else ""
 
 
 def summary_context(model: Mapping[str, str], sessions: Sequence[Session]) -> dict[str, object]:

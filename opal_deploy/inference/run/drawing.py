@@ -59,7 +59,8 @@ class ReportOptions:
     """The content of report.html.
 
     Attributes:
-        facts: (name, value) pairs at the head of the page.
+        facts: (name, value) pairs about the run, below the head of the page.
+        evidence: what was measured of the model's evidence, at the head of the page; empty shows nothing.
         limit: images shown; all are counted.
         images: `embed` overlays in the page or show the `files` beside it; None: embed them where they are few.
     """
@@ -67,6 +68,7 @@ class ReportOptions:
     facts: tuple[Fact, ...] = ()
     limit: int = REPORT_LIMIT
     images: ImageMode | None = None
+    evidence: str = ""
 
 
 @contextmanager
@@ -197,7 +199,12 @@ def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> N
         if images is None:
             images = choose_image_mode(min(options.limit, _count_lines(out / RESULTS)))
         with ReportWriter(
-            out / REPORT, title="OPAL explanations", facts=options.facts, limit=options.limit, image_mode=images
+            out / REPORT,
+            title="OPAL explanations",
+            facts=options.facts,
+            limit=options.limit,
+            image_mode=images,
+            evidence=options.evidence,
         ) as writer:
             for index, record in enumerate(read_records(out / RESULTS)):
                 name = record.get("overlay")

@@ -66,6 +66,7 @@ class ReportWriter:
         limit: the largest number of images, and of failures, that are shown; all are counted.
         image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name, from the folder
             of the report.
+        evidence: what was measured of the model's evidence, shown at the head; empty shows nothing.
 
     Raises:
         OSError: the folder is missing or cannot be written; from `add` and `close` also where the disk is full.
@@ -79,9 +80,11 @@ class ReportWriter:
         facts: Sequence[Fact],
         limit: int = REPORT_LIMIT,
         image_mode: ImageMode = "embed",
+        evidence: str = "",
     ) -> None:
         self._path = Path(path)
         self._title, self._facts, self._limit, self._image_mode = title, list(facts), limit, image_mode
+        self._evidence = evidence
         self._tables = Tables(limit)
         self._labels: dict[str, int] = {}
         self._records = self._cards = self._failed_cards = 0
@@ -233,6 +236,7 @@ class ReportWriter:
             self._image_mode,
             [card for _, card, _ in self._first],
             title=escape_unprintable(self._title),
+            evidence=escape_unprintable(self._evidence),
             facts=[(escape_unprintable(name), escape_unprintable(value)) for name, value in facts],
             tables=self._tables,
             cards=self._cards,

@@ -10,6 +10,7 @@ import pytest
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import BatchRange, check_engine, sidecar_path
+from opal_deploy.artifact.evaluation import REQUIRED
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError, VerificationError
 from opal_deploy.export.checkpoint_source import CheckpointSource
@@ -146,6 +147,11 @@ class TestAnEngineThatIsThere:
         followed = check_engine(reused.path)
         assert followed.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
         assert followed.metadata.verification["pictures"] == "12 photographs of images"
+        # and with what was measured of its evidence since
+        evaluation = dict.fromkeys(REQUIRED, "")
+        onnx_file.rewrite_metadata(again, replace(onnx_file.read_metadata(again), evaluation=evaluation))
+        (reused,) = build(again).engines
+        assert (reused.reused, reused.sidecar.metadata.evaluation) == (True, evaluation)
 
     @pytest.mark.parametrize(
         "change", ["options", "rebuild", "damaged", "no sidecar", "class names", "builder", "network"]

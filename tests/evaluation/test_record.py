@@ -1,0 +1,134 @@
+"""What was measured of a model's evidence: kept in every kind of model file, and told in one line."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from opal_deploy.artifact import engine_file, onnx_file
+from opal_deploy.artifact.evaluation import describe_evaluation
+from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
+from opal_deploy.model import checkpoint
+from tests.builders import build_sidecar
+
+# as `evaluate --json` prints it, without what is not kept
+DOCUMENT = {
+    "model": "run/best.pt", "session": "PyTorch on cpu, fp32", "boxes": True, "test_images": 243, "test_accuracy": 0.8,
+    "part_purity": 0.6,
+    "pointing_game": {
+        "object": None, "part": {"mean": 0.634, "low": 0.6, "high": 0.667, "count": 201, "random": 0.141},
+        "deciding_part": None, "images": 201, "rules": "", "classes": {"a": []},
+    },
+    "faithfulness": {
+        "images": 60, "random_control": "random cells",
+        "removal": [
+            {"fill": "blur", "order": "contribution", "class_kept": 0.5},
+            {"fill": "blur", "order": "random", "class_kept": 0.98, "evidence_better_by": {"drop": {"mean": 0.3}}},
+            {"fill": "mean", "order": "contribution", "class_kept": 0.4},
+        ],
+        "stability": [{"change": "JPEG quality 75", "same_cell": {"mean": 0.88}},
+                      {"change": "horizontal flip", "same_cell": {"mean": 0.23}}],
+    },
+}  # fmt: skip
+EVALUATION = build_evaluation(DOCUMENT, Path("/data/cub_mini"), "test")
+
+
+def test_the_document_keeps_the_figures_without_the_classes():
+    assert EVALUATION["pointing_game"]["part"] == DOCUMENT["pointing_game"]["part"]
+    assert "classes" not in EVALUATION["pointing_game"]
+    blur, mean = EVALUATION["faithfulness"]["removal"]
+    assert (blur["changed"], blur["changed_random"], blur["drop_beyond_random"]) == (
+        0.5,
+        pytest.approx(0.02),
+        {"mean": 0.3},
+    )
+    assert (mean["changed"], mean["changed_random"], mean["drop_beyond_random"]) == (0.6, None, None)
+    assert (EVALUATION["data"], EVALUATION["images"], EVALUATION["part_purity"]) == ("cub_mini", 243, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "model", "line"),
+    [
+        (
+            (), "best.pt",
+            "63 % on a part (random cells 14 %); without its cells 50 % of 60 answers change, without as many random "
+            "cells 2 % (blur); cells stay: 88 % under JPEG (quality 75), 23 % under mirroring; accuracy 80.0 % "
+            "(measured on 243 test images of cub_mini cropped to boxes, 2026-11-22, opal-deploy 9)",
+        ),
+        (
+            ("pointing_game", "faithfulness", "boxes"), "best.fp16.onnx",
+            "where it lies was not measured (no boxes, masks or parts); what removing it changes was not measured; "
+            "accuracy 80.0 % (measured with best.pt on 243 test images of cub_mini, 2026-11-22, opal-deploy 9); "
+            "measure the rest with: opal-deploy evaluate DATA --model best.fp16.onnx --faithfulness --record",
+        ),
+        (
+            tuple(EVALUATION), "my model.onnx",
+            "never measured whether boxes show what decides; measure it with: opal-deploy evaluate DATA --model "
+            "'my model.onnx' --faithfulness --record",
+        ),
+    ],
+    ids=["all", "accuracy alone", "nothing"],
+)  # fmt: skip
+def test_one_line_says_what_was_measured_and_what_was_not(left_out, model, line):
+    evaluation = {**EVALUATION, "when": "2026-11-22T09:00:00+00:00", "opal_deploy": "9"}
+    kept = {key: value for key, value in evaluation.items() if key not in left_out}
+    assert describe_evaluation(kept, Path(model)) == line
+
+
+def test_an_onnx_file_keeps_its_graph_and_other_properties(exact_model, tmp_path):
+    path = shutil.copy(exact_model, tmp_path / "m.onnx")
+    model = onnx.load(path)
+    model.metadata_props.add(key="of others", value="x" * 300)
+    onnx.save(model, path)
+    before = onnx_file.read_metadata(path)
+    with pytest.raises(ArtifactError, match="do not match the digest"):  # the property was added behind our back
+        record_evaluation(path, EVALUATION)
+    digest = onnx_file.rewrite_metadata(path, before)
+    message = record_evaluation(path, EVALUATION)
+    after = onnx_file.read_metadata(path)
+    onnx_file.check_digest(path, after)
+    assert replace(after, evaluation={}, file_sha256=before.file_sha256) == before
+    assert after.evaluation == EVALUATION
+    assert onnx.load(path).graph == model.graph
+    assert {entry.key for entry in onnx.load(path).metadata_props} == {"opal", "of others"}
+    assert digest[:16] in message
+    assert after.file_sha256[:16] in message
+    assert compute_sha256(path) in message
+    assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def test_a_checkpoint_keeps_everything_else_and_its_metadata_carries_the_evaluation(exact_model, tmp_path):
+    path, source = tmp_path / "m.pt", exact_model.with_suffix(".pt")
+    checkpoint.save(path, checkpoint.load(source), extra={"optimizer": {"step": torch.arange(3)}})
+    before = torch.load(path, weights_only=True)
+    assert compute_sha256(path)[:16] in record_evaluation(path, EVALUATION)
+    after = torch.load(path, weights_only=True)
+    assert after.keys() == before.keys()
+    assert torch.equal(after["optimizer"]["step"], torch.arange(3))
+    assert checkpoint.build_metadata(checkpoint.load(path)).evaluation == EVALUATION
+
+
+def test_an_engine_keeps_it_in_its_sidecar(exact_model, tmp_path):
+    path = tmp_path / "m.engine"
+    path.write_bytes(b"a plan")
+    engine_file.write_sidecar(path, build_sidecar(path, onnx_file.read_metadata(exact_model)))
+    message = record_evaluation(path, EVALUATION)
+    assert engine_file.check_engine(path).metadata.evaluation == EVALUATION
+    assert f"its sha256 is {compute_sha256(engine_file.sidecar_path(path))}; the engine is unchanged" in message
+
+
+def test_models_that_cannot_keep_it_are_refused(exact_model):
+    metadata = onnx_file.read_metadata(exact_model)
+    check_recordable(exact_model, metadata)
+    with pytest.raises(UsageError, match=r"no single cell is its evidence \(evidence map\); leave --record out"):
+        check_recordable(exact_model, replace(metadata, evidence="map"))
+    with pytest.raises(UsageError, match="a bare state dict has no place for an evaluation; export it"):
+        check_recordable(Path("m.pt"), replace(metadata, source={"format": "authors"}))
+    with pytest.raises(ArtifactError, match="its evaluation is not one that evaluate --record wrote"):
+        Metadata.from_json(replace(metadata, evaluation={"images": 3}).to_json())
