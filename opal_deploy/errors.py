@@ -17,18 +17,31 @@ Any other exception that reaches the CLI is a bug of ours and exits with 1.
 from __future__ import annotations
 
 import importlib.util
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the command line."""
+
+    DONE = 0
+    BUG = 1
+    USAGE = 2
+    SOME_IMAGES_FAILED = 3
+    VERIFICATION_FAILED = 4
+    STOPPED_EARLY = 5
+    INTERRUPTED = 130
 
 
 class OpalError(Exception):
     """The base class of all errors that are not bugs of ours."""
 
-    exit_code = 1
+    exit_code: ExitCode = ExitCode.BUG
 
 
 class UsageError(OpalError):
     """The call or one of its inputs is wrong."""
 
-    exit_code = 2
+    exit_code: ExitCode = ExitCode.USAGE
 
 
 class MissingExtra(UsageError):
@@ -61,7 +74,7 @@ class ImageError(OpalError):
         message: one line for users.
     """
 
-    exit_code = 3
+    exit_code: ExitCode = ExitCode.SOME_IMAGES_FAILED
 
     def __init__(self, code: str, message: str) -> None:
         self.code = code
@@ -71,13 +84,13 @@ class ImageError(OpalError):
 class VerificationError(OpalError):
     """An artifact's outputs differ from the reference by more than its gate allows."""
 
-    exit_code = 4
+    exit_code: ExitCode = ExitCode.VERIFICATION_FAILED
 
 
 class StoppedEarly(OpalError):
     """The run ended before its inputs did; what was written is complete and can be resumed."""
 
-    exit_code = 5
+    exit_code: ExitCode = ExitCode.STOPPED_EARLY
 
 
 class OutOfMemory(StoppedEarly):

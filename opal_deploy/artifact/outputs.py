@@ -12,6 +12,9 @@ FloatArray = NDArray[np.float32]
 DoubleArray = NDArray[np.float64]
 IntArray = NDArray[np.int32]
 
+# inside both logarithms of the kl distance, as the authors do
+KL_EPSILON = 1e-8
+
 
 @dataclass(frozen=True)
 class Outputs:

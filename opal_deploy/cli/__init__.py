@@ -29,10 +29,7 @@ from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.cli.schema import schema
 from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
-from opal_deploy.errors import OpalError
-
-INTERRUPTED = 130
-BUG = 1
+from opal_deploy.errors import ExitCode, OpalError
 
 
 class ErrorHandlingGroup(TyperGroup):
@@ -52,7 +49,7 @@ class ErrorHandlingGroup(TyperGroup):
             return super().main([argument for argument in given if argument != "--debug"], *rest, **extra)
         except SystemExit as stop:
             # typer turns KeyboardInterrupt into this exit code
-            if stop.code == INTERRUPTED:
+            if stop.code == ExitCode.INTERRUPTED:
                 print_message("opal-deploy: interrupted")
             raise
         except OpalError as error:
@@ -67,7 +64,7 @@ class ErrorHandlingGroup(TyperGroup):
                 f"opal-deploy: this is a bug of ours: {type(error).__name__}: {one_line(str(error))}; "
                 "please report it with the output of the same command with --debug"
             )
-            raise SystemExit(BUG) from None
+            raise SystemExit(ExitCode.BUG) from None
 
 
 app = typer.Typer(

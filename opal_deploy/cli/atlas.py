@@ -13,7 +13,7 @@ import typer
 
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
-from opal_deploy.errors import ImageError, MissingExtra, UsageError
+from opal_deploy.errors import ExitCode, ImageError, MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
     from opal_deploy.visualization.atlas.entries import Atlas
-
-SOME_IMAGES_FAILED = 3
 # findings printed on a terminal; all are in atlas.json
 _LISTED_FINDINGS = 12
 _FINDING_KINDS = {
@@ -137,7 +135,7 @@ def atlas(
     if as_json:
         print_json(_to_document(built, seconds))
     if counts.failed:
-        raise typer.Exit(SOME_IMAGES_FAILED)
+        raise typer.Exit(ExitCode.SOME_IMAGES_FAILED)
 
 
 def collect_images(

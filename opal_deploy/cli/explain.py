@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.errors import ExitCode, ImageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opal_deploy.inference.sheets import SheetBuilder
     from opal_deploy.inference.types import Result
-
-SOME_IMAGES_FAILED = 3
 FORMATS = ("png", "svg")
 _DEFAULT_DIR = Path("sheets")
 
@@ -192,7 +190,7 @@ def _write_sheets(
     if as_json:
         print_json(documents[0] if output.one else documents)
     if failed:
-        raise typer.Exit(SOME_IMAGES_FAILED)
+        raise typer.Exit(ExitCode.SOME_IMAGES_FAILED)
 
 
 def _write_sheet(result: Result, builder: SheetBuilder, path: Path, max_pixels: int) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Agreement:
         return asdict(self)
 
 
-def compare_outputs(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
+def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
     """Compare two models' outputs for the same images, row for row; both have the same classes."""
     (a, a_metadata), (b, b_metadata) = first, second
     predicted = a.logits.argmax(axis=1)

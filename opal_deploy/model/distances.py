@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from opal_deploy.artifact.outputs import KL_EPSILON
+
 # below this a root's argument counts as zero: its gradient would be infinite, and float32 cannot resolve it anyway
 _TINY = 1e-12
-# inside both logarithms of kl, as the authors do
-KL_EPSILON = 1e-8
 
 
 def compute_distances(z: Tensor, prototypes_per_class: int, distance: str) -> Tensor:

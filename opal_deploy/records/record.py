@@ -13,12 +13,10 @@ from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import DoubleArray, Outputs, cosines, embedding
+from opal_deploy.artifact.outputs import KL_EPSILON, DoubleArray, Outputs, cosines, embedding
 from opal_deploy.preprocess.geometry import Geometry
 
 RECORD_SCHEMA = 1
-# inside both logarithms of the kl distance, as in the head
-KL_EPSILON = 1e-8
 
 Status: TypeAlias = Literal["ok", "abstained", "error"]
 # (class_id, slot) to the slot's name, where it has one

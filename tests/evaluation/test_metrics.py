@@ -11,7 +11,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     Evaluation,
     accuracy,
-    compare_outputs,
+    measure_agreement,
     compute_metrics,
     confusion_matrix,
     cross_entropy,
@@ -127,7 +127,7 @@ MOVED = Outputs(
     ids=["itself", "differences", "another m", "another grid", "no slots"],
 )
 def test_agreement_of_two_models(outputs, metadata, same_class, same_cells, difference):
-    agreement = compare_outputs((Outputs(LOGITS, ARGMAX, SCORES), METADATA), (outputs, metadata))
+    agreement = measure_agreement((Outputs(LOGITS, ARGMAX, SCORES), METADATA), (outputs, metadata))
     assert (agreement.images, agreement.same_class, agreement.same_cells) == (2, same_class, same_cells)
     if metadata.prototypes_per_class == METADATA.prototypes_per_class:
         assert agreement.largest_cosine_difference == pytest.approx(difference, abs=1e-6)

@@ -50,13 +50,13 @@ def measure_model(
 
 def add_agreements(results: list[ModelResult]) -> None:
     """Add to each result how far its model agrees with each model before it, and print that."""
-    from opal_deploy.evaluation.metrics import compare_outputs
+    from opal_deploy.evaluation.metrics import measure_agreement
 
     for number, result in enumerate(results):
         outputs = result.evaluation.outputs, result.metadata
         result.extra["agreement"] = []
         for earlier in results[:number]:
-            agreement = compare_outputs((earlier.evaluation.outputs, earlier.metadata), outputs)
+            agreement = measure_agreement((earlier.evaluation.outputs, earlier.metadata), outputs)
             result.extra["agreement"].append({"with": str(earlier.path), **agreement.to_dict()})
             same_cells, difference = agreement.same_cells, agreement.largest_cosine_difference
             cells = "no comparable cells" if same_cells is None else f"{same_cells:.2%} of its cells"

@@ -10,7 +10,7 @@ import typer
 
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.inference.run.directory import RunDirectory
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from opal_deploy.inference.run.summary import Summary
     from opal_deploy.inference.types import Request
     from opal_deploy.runtime.session import Session
-
-SOME_IMAGES_FAILED = 3
 
 
 def infer(
@@ -228,7 +226,7 @@ def infer(
         if as_json:
             print_json(document)
         if document["errors"]:
-            raise typer.Exit(SOME_IMAGES_FAILED)
+            raise typer.Exit(ExitCode.SOME_IMAGES_FAILED)
 
 
 def _run(
@@ -247,7 +245,6 @@ def _run(
         StoppedEarly: the run ended early; the message says how it is resumed.
     """
     from opal_deploy.cli.infer import output
-    from opal_deploy.inference.run.interrupt import INTERRUPTED
     from opal_deploy.inference.run.run import run
 
     directory.write_config()
@@ -266,4 +263,4 @@ def _run(
         raise StoppedEarly(f"{error}; {output.resume_hint()}") from None
     output.write_early_summary(directory, summary, context, "interrupted")
     print_message(f"Interrupted: {summary.total} records are in {directory.root}; {output.resume_hint()}")
-    raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(ExitCode.INTERRUPTED)

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
+from opal_deploy.errors import ExitCode
+
 T = TypeVar("T")
-# exit code of an interrupted command
-INTERRUPTED = 130
 
 
 class Interrupt:
@@ -63,7 +63,7 @@ class Interrupt:
             print_message("Interrupted again: ending at once")
             if sys.stderr.isatty():
                 print_message("\x1b[?25h")  # a progress bar hides the cursor
-            os._exit(INTERRUPTED)
+            os._exit(ExitCode.INTERRUPTED)
         self.requested = True
         print_message("Interrupted: the batches in work are finished first (again: end at once)")
 
