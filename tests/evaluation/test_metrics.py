@@ -11,12 +11,12 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     Evaluation,
     accuracy,
-    measure_agreement,
     compute_metrics,
     confusion_matrix,
     cross_entropy,
     macro_f1,
     margins,
+    measure_agreement,
     spatial_prototype_collapse,
     top_k_accuracy,
 )
