@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model.checkpoint import Checkpoint, save
@@ -78,8 +79,11 @@ class CheckpointManager:
             with _stop_when_full(progress):
                 self.run_dir.write_epochs(progress.records)
 
-    def finish(self, progress: Progress, metrics: dict[str, Any]) -> None:
-        """Write best.pt with its test metrics, then summary.json; the network holds the best weights."""
+    def finish(self, progress: Progress, metrics: dict[str, Any], receptive_field: ReceptiveField | None) -> None:
+        """Write best.pt with its test metrics and receptive field, then summary.json.
+
+        The network holds the best weights.
+        """
         if not self._group.is_main:
             return
         records = progress.records
@@ -90,7 +94,7 @@ class CheckpointManager:
             "images_per_second": records[-1].images_per_second,
         }
         with _stop_when_full(progress):
-            self._save(self.run_dir.best, metrics)
+            self._save(self.run_dir.best, metrics, receptive_field=receptive_field)
             self.run_dir.write_epochs(records)
             self.run_dir.write_json(self.run_dir.summary, summary)
             # the run is finished now: last.pt needs no state for resuming any more
@@ -106,9 +110,21 @@ class CheckpointManager:
                 self.run_dir.write_text(self.run_dir.nonfinite_batch, "\n".join(names) + "\n")
         return f"{self.run_dir.nonfinite_batch}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
 
-    def _save(self, path: Path, metrics: dict[str, Any], extra: dict[str, Any] | None = None) -> None:
-        names, crop = self._data.class_names, self._data.crop
-        checkpoint = Checkpoint(self._network, names, crop=crop, metrics=metrics, training=self.run_config)
+    def _save(
+        self,
+        path: Path,
+        metrics: dict[str, Any],
+        extra: dict[str, Any] | None = None,
+        receptive_field: ReceptiveField | None = None,
+    ) -> None:
+        checkpoint = Checkpoint(
+            self._network,
+            self._data.class_names,
+            crop=self._data.crop,
+            metrics=metrics,
+            training=self.run_config,
+            receptive_field=receptive_field,
+        )
         save(path, checkpoint, extra=extra)
 
 

@@ -20,6 +20,7 @@ import torch
 from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.samples import DataSet, ProgressCallback
 from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import setup
@@ -317,8 +318,10 @@ class _TrainingRun:
             gather = group.all_gather if group.size > 1 else None
             test = evaluate(self.network, batches, report=self.report, gather=gather)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
+        # by the process that writes it: a handful of images
+        field = measure_receptive_field(self.network, self.data.val) if group.is_main else None
         group.barrier()  # other processes may still be reading the file that is written next
-        self.checkpoints.finish(progress, metrics)
+        self.checkpoints.finish(progress, metrics, field)
         group.barrier()
         return TrainResult(run_dir.best, best_epoch, progress.records, val, test)
 

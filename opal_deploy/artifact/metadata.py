@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from opal_deploy.artifact.evaluation import REQUIRED
+from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.errors import ArtifactError
 
 SCHEMA = 1
@@ -60,6 +61,7 @@ class Metadata:
         risk: summary of the risk-coverage curve of the validation images (`statistics.risk`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
         evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
+        receptive_field: what a cell sees of the input (`artifact.receptive_field`); empty in files of earlier versions.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
@@ -84,6 +86,7 @@ class Metadata:
     verification: dict[str, Any] = field(default_factory=dict)
     risk: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    receptive_field: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
     file_sha256: str = BLANK_DIGEST
@@ -179,7 +182,10 @@ class Metadata:
                 raise error(f"{name} is not a list of names")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
             raise error(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
-        for name in ("head", "source", "training", "exporter", "verification", "risk", "evaluation", "test_vectors"):
+        for name in (
+            "head", "source", "training", "exporter", "verification", "risk", "evaluation", "receptive_field",
+            "test_vectors",
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), dict):
                 raise error(f"{name} is not an object")
         if not {"distance", "epsilon"} <= self.head.keys():
@@ -188,6 +194,10 @@ class Metadata:
             raise error("its risk is not the summary of a risk-coverage curve")
         if self.evaluation and not self.evaluation.keys() >= REQUIRED:
             raise error("its evaluation is not one that evaluate --record wrote")
+        try:
+            ReceptiveField.from_dict(self.receptive_field)
+        except ArtifactError as problem:
+            raise error(str(problem)) from None
         if not isinstance(self.file_sha256, str):
             raise error("file_sha256 is not a text")
 

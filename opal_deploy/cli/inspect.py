@@ -136,6 +136,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("risk", _format_risk(metadata.risk)))
     if metadata.evidence == "exact":
         lines.append(("evaluation", describe_evaluation(metadata.evaluation, path)))
+    lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:
         lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
     if metadata.unverified:
@@ -172,8 +173,11 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
     if ours:
         document |= {
             key: index.get(key)
-            for key in ("schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation")
-        }
+            for key in (
+                "schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation",
+                "receptive_field",
+            )
+        }  # fmt: skip
         try:
             lines += _describe_checkpoint(index, path)
         except (AttributeError, KeyError, TypeError):
@@ -208,7 +212,18 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
         *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),
+        *_describe_receptive_field(index.get("receptive_field") or {}, config["input_size"]),
     ]
+
+
+def _describe_receptive_field(raw: dict[str, Any], input_size: tuple[int, int]) -> list[tuple[str, str]]:
+    from opal_deploy.artifact.receptive_field import ReceptiveField
+
+    field = ReceptiveField.from_dict(raw)
+    if field is None:
+        return [("cells", "receptive field not recorded; `opal-deploy evaluate` measures it for a checkpoint")]
+    first, *others = field.describe(input_size)
+    return [("cells", first), *(("", line) for line in others)]
 
 
 def _damaged(path: Path) -> ArtifactError:

@@ -27,11 +27,13 @@ from torch import Tensor
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.artifact.receptive_field import ReceptiveField
+from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
 from opal_deploy.model import backbones
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.model.receptive_field import compute_receptive_field
 
 FORMAT = "opal-deploy checkpoint"
 SCHEMA = 1
@@ -63,6 +65,7 @@ class Checkpoint:
         training: settings of the training run.
         evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
+        receptive_field: of the network's cells; None where it was not measured.
     """
 
     network: OpalNetwork
@@ -72,6 +75,7 @@ class Checkpoint:
     training: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
+    receptive_field: ReceptiveField | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "metrics": checkpoint.metrics,
         "training": checkpoint.training,
         "evaluation": checkpoint.evaluation,
+        "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
@@ -193,7 +198,9 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     try:
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
-    except (KeyError, TypeError, ValueError) as error:
+        # checkpoints of earlier versions have none
+        receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
+    except (AttributeError, KeyError, TypeError, ValueError, ArtifactError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
         raise CheckpointError(
@@ -209,6 +216,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         training=dict(raw.get("training") or {}),
         evaluation=dict(raw.get("evaluation") or {}),
         source={"format": "opal-deploy", "version": raw.get("version")},
+        receptive_field=receptive_field,
     )
 
 
@@ -367,6 +375,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
     # curves have a field of their own, or are left to the checkpoint
     metrics = {name: value for name, value in checkpoint.metrics.items() if not isinstance(value, dict)}
     risk = checkpoint.metrics.get("val_risk")
+    receptive_field = checkpoint.receptive_field or compute_receptive_field(network.backbone, network.config.input_size)
     return Metadata(
         class_names=tuple(checkpoint.class_names),
         prototypes_per_class=head.prototypes_per_class,
@@ -380,5 +389,6 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
         risk={"split": "val", **risk} if risk else {},
         evaluation=checkpoint.evaluation,
+        receptive_field=receptive_field.to_dict(),
         outputs=("logits",) if head.evidence == "none" else ("logits", "argmax", "scores"),
     )

@@ -106,6 +106,9 @@ def test_checkpoint_and_export_agree_in_one_table_and_a_list(
     assert exported["test_loss"] == pytest.approx(reference["test_loss"], abs=1e-6)
     for name in ("test_accuracy", "test_macro_f1", "spatial_prototype_collapse", "spatial_prototype_collapse_std"):
         assert exported[name] == reference[name]
+    # gradients come with the checkpoint alone
+    assert (reference["receptive_field"]["images"], exported["receptive_field"]["images"]) == (12, 0)
+    assert reference["receptive_field"]["size"] == exported["receptive_field"]["size"] == 527
     # four classes, no parts
     assert not {"test_top5", "prototype_consistency", "part_purity", "unavailable"} & exported.keys()
 

@@ -21,6 +21,9 @@ def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal: Opal
     assert done.stderr == ""
     assert (document["kind"], document["intact"], document["opset"]) == ("onnx", True, 20)
     assert document["metadata"]["class_names"][3] == "Übersee-Eiche"
+    assert "it can see 527 of 96 pixels" in shown
+    assert "warning: a cell sees the whole image" in shown
+    assert document["metadata"]["receptive_field"]["effective"] is None
     # megabytes of test images are nothing to read
     assert document["metadata"]["test_vectors"] == {"pictures": 4}
 

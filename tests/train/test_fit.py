@@ -138,7 +138,11 @@ def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, 
     assert result.best_epoch == 2  # of equals the earlier
     assert result.test is None
     assert "test_accuracy" not in json.loads((tmp_path / "summary.json").read_text())
-    assert checkpoint.load(tmp_path / "best.pt").metrics["epoch"] == 2
+    best = checkpoint.load(tmp_path / "best.pt")
+    assert best.metrics["epoch"] == 2
+    assert best.receptive_field is not None
+    assert (best.receptive_field.size, best.receptive_field.images) == (527, 6)
+    assert checkpoint.build_metadata(best).receptive_field["effective"] > 0
     assert checkpoint.load(tmp_path / "last.pt").metrics["epoch"] == 4
 
 

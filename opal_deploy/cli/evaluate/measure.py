@@ -41,6 +41,7 @@ def measure_model(
     if folder is not None:
         report.write_model(folder, evaluation, result.metadata, inputs.samples, inputs.root)
     print_metrics(result, options)
+    _add_receptive_field(result, inputs, options)
     _add_risk(result, options, folder)
     _add_pointing(result, inputs, folder)
     if options.faithfulness:
@@ -83,6 +84,28 @@ def _add_risk(result: ModelResult, options: EvaluateOptions, folder: Path | None
         result.extra["threshold"] = threshold.to_dict()
     if folder is not None:
         report.write_risk(folder, curve, threshold)
+
+
+def _add_receptive_field(result: ModelResult, inputs: EvaluationInputs, options: EvaluateOptions) -> None:
+    """Add what a cell sees: as the model remembers it, or measured where a checkpoint does not."""
+    from opal_deploy.artifact.files import model_kind
+    from opal_deploy.artifact.receptive_field import ReceptiveField
+
+    metadata = result.metadata
+    field = ReceptiveField.from_dict(metadata.receptive_field)
+    if (field is None or field.effective is None) and model_kind(result.path) == "checkpoint":
+        from opal_deploy.evaluation.receptive_field import measure_receptive_field
+        from opal_deploy.model import checkpoint
+        from opal_deploy.runtime.torch_session import torch_device
+
+        network = checkpoint.load(result.path).network.to(torch_device(options.device))
+        field = measure_receptive_field(network, inputs.samples, boxes=options.boxes)
+    if field is None:
+        print_message("receptive field: not recorded in this model; evaluate its checkpoint, or export that again")
+        return
+    for line in field.describe(metadata.input_size):
+        print_message(line)
+    result.extra["receptive_field"] = field.to_dict()
 
 
 def _add_pointing(result: ModelResult, inputs: EvaluationInputs, folder: Path | None) -> None:
