@@ -303,8 +303,8 @@ def format_share(share: Share) -> str:
 
 def format_parts(parts: Sequence[PartShare]) -> str:
     """Return the parts that hold evidence in most images of a class, and those that decide, where that is known."""
-    most_hit = sorted(parts, key=lambda part: -part.images)[:_MAX_PARTS]
-    hit = ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in most_hit)
+    most_hit = [part for part in sorted(parts, key=lambda part: -part.images)[:_MAX_PARTS] if part.images > 0]
+    hit = ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in most_hit) or "no part in any"
     deciding = ", ".join(part.title for part in parts if part.deciding)
     return f"{hit} of its images" + (f"; deciding: {deciding}" if deciding else "")
 

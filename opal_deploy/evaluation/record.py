@@ -12,6 +12,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact import engine_file, onnx_file
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.faithfulness.rankings import CONTRIBUTION, RANDOM
 from opal_deploy.model import checkpoint
@@ -34,12 +35,12 @@ def check_recordable(path: Path, metadata: Metadata) -> None:
         )
 
 
-def build_evaluation(document: Mapping[str, Any], data: Path, split: str) -> dict[str, Any]:
+def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
     """Return the document that metadata keeps (`artifact.evaluation`) of the JSON document of one evaluated model.
 
     Args:
         document: as `evaluate --json` prints it.
-        data: the data set's folder.
+        data: the data set.
         split: which of its splits was measured.
     """
     evaluation: dict[str, Any] = {
@@ -47,10 +48,10 @@ def build_evaluation(document: Mapping[str, Any], data: Path, split: str) -> dic
         "opal_deploy": __version__,
         "model": Path(document["model"]).name,
         "runtime": document["session"],
-        "data": data.resolve().name,
+        "data": data.root.resolve().name,
         "split": split,
         "images": document[f"{split}_images"],
-        "boxes": document["boxes"],
+        "boxes": document["boxes"] and data.crop is not None,
         "accuracy": document[f"{split}_accuracy"],
     }
     if game := document.get("pointing_game"):

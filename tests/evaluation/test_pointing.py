@@ -111,6 +111,9 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
     assert "1 right predictions without annotation left out" in text[1]
     assert text[2] == "  a: beak 100 %, tail 67 % of its images; deciding: beak"
 
+    none_hit = [replace(part, images=0.0) for part in (beak, tail)]
+    assert pointing.format_parts(none_hit) == "no part in any of its images; deciding: beak"
+
     # objects without parts; no right prediction; no single cells
     game = _play([replace(MIDDLE, parts=())], [[on_beak, off]], [0])
     assert game is not None

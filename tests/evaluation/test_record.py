@@ -12,6 +12,7 @@ from opal_deploy.artifact import engine_file, onnx_file
 from opal_deploy.artifact.evaluation import describe_evaluation
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
 from opal_deploy.model import checkpoint
@@ -36,7 +37,8 @@ DOCUMENT = {
                       {"change": "horizontal flip", "same_cell": {"mean": 0.23}}],
     },
 }  # fmt: skip
-EVALUATION = build_evaluation(DOCUMENT, Path("/data/cub_mini"), "test")
+CUB = DataSet(Path("/data/cub_mini"), "cub", [], [], [], [], crop="boxes")
+EVALUATION = build_evaluation(DOCUMENT, CUB, "test")
 
 
 def test_the_document_keeps_the_figures_without_the_classes():
@@ -50,6 +52,11 @@ def test_the_document_keeps_the_figures_without_the_classes():
     )
     assert (mean["changed"], mean["changed_random"], mean["drop_beyond_random"]) == (0.6, None, None)
     assert (EVALUATION["data"], EVALUATION["images"], EVALUATION["part_purity"]) == ("cub_mini", 243, 0.6)
+    # images that have no boxes are not cropped
+    assert [build_evaluation(DOCUMENT, replace(CUB, crop=crop), "test")["boxes"] for crop in ("boxes", None)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def evaluate(
     documents = [result.to_dict(options) for result in results]
     if record:
         for path, measured in zip(model, documents, strict=True):
-            print_message(one_line(record_evaluation(path, build_evaluation(measured, data_set.root, split))))
+            print_message(one_line(record_evaluation(path, build_evaluation(measured, data_set, split))))
     document = documents[0] if len(documents) == 1 else documents
     if out is not None:
         report.write_evaluation(out, document)
