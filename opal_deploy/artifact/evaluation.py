@@ -21,8 +21,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-REQUIRED = {"when", "opal_deploy", "model", "data", "split", "images", "accuracy"}
-"""The keys that every document has; `{}` stands for a model that was never measured."""
+REQUIRED: dict[str, type] = {
+    "when": str, "opal_deploy": str, "model": str, "data": str, "split": str, "images": int, "accuracy": float,
+}  # fmt: skip
+"""The keys that every document has, with their types; `{}` stands for a model that was never measured."""
 
 _SHARES = (("object", "in the object"), ("part", "on a part"), ("deciding_part", "on a deciding part"))
 # of the changes that faithfulness makes to images, those that the line names

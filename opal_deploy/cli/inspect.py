@@ -180,7 +180,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
         }  # fmt: skip
         try:
             lines += _describe_checkpoint(index, path)
-        except (AttributeError, KeyError, TypeError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise _damaged(path) from None
     elif tensors:
         lines.append(("kind", _state_dict_kind(tensors)))

@@ -302,11 +302,17 @@ def format_share(share: Share) -> str:
 
 
 def format_parts(parts: Sequence[PartShare]) -> str:
-    """Return the parts that hold evidence in most images of a class, and those that decide, where that is known."""
-    most_hit = [part for part in sorted(parts, key=lambda part: -part.images)[:_MAX_PARTS] if part.images > 0]
-    hit = ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in most_hit) or "no part in any"
-    deciding = ", ".join(part.title for part in parts if part.deciding)
-    return f"{hit} of its images" + (f"; deciding: {deciding}" if deciding else "")
+    """Return the parts that hold evidence in most images of a class; those that decide first, if that is known."""
+
+    def listed(some: Sequence[PartShare]) -> str:
+        return ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in some)
+
+    most_hit = sorted(parts, key=lambda part: -part.images)
+    others = [part for part in most_hit if part.images > 0 and not part.deciding][:_MAX_PARTS]
+    deciding = [part for part in most_hit if part.deciding]
+    if not deciding:
+        return f"{listed(others) or 'no part'} of its images"
+    return f"deciding {listed(deciding)}; others {listed(others) or 'none'}"
 
 
 def slot_table(game: PointingGame) -> tuple[list[str], list[list[str | int | float]]]:

@@ -109,10 +109,11 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
     text = list(pointing.format_game(game))
     assert "in the object 83.3 % [" in text[0]
     assert "1 right predictions without annotation left out" in text[1]
-    assert text[2] == "  a: beak 100 %, tail 67 % of its images; deciding: beak"
+    assert text[2] == "  a: deciding beak 100 %; others tail 67 %"
 
     none_hit = [replace(part, images=0.0) for part in (beak, tail)]
-    assert pointing.format_parts(none_hit) == "no part in any of its images; deciding: beak"
+    assert pointing.format_parts(none_hit) == "deciding beak 0 %; others none"
+    assert pointing.format_parts([replace(beak, deciding=None), tail]) == "beak 100 %, tail 67 % of its images"
 
     # objects without parts; no right prediction; no single cells
     game = _play([replace(MIDDLE, parts=())], [[on_beak, off]], [0])

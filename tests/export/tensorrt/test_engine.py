@@ -148,7 +148,7 @@ class TestAnEngineThatIsThere:
         assert followed.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
         assert followed.metadata.verification["pictures"] == "12 photographs of images"
         # and with what was measured of its evidence since
-        evaluation = dict.fromkeys(REQUIRED, "")
+        evaluation = {name: kind() for name, kind in REQUIRED.items()}
         onnx_file.rewrite_metadata(again, replace(onnx_file.read_metadata(again), evaluation=evaluation))
         (reused,) = build(again).engines
         assert (reused.reused, reused.sidecar.metadata.evaluation) == (True, evaluation)
