@@ -105,7 +105,7 @@ def join_process_group(device: str) -> Iterator[ProcessGroup]:
         distributed.destroy_process_group()
 
 
-def wrap_ddp(network: OpalNetwork, group: ProcessGroup) -> nn.Module:
+def wrap_ddp(network: nn.Module, group: ProcessGroup) -> nn.Module:
     """Return the network for training: with several processes, gradients are averaged over them."""
     if group.size == 1:
         return network

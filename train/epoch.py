@@ -65,6 +65,7 @@ class TrainStep:
         optimizer: the optimizer of the network's weights.
         amp: mixed precision.
         group: the processes of the run.
+        agreement: weight of the mirror agreement; where it is not 0, `model` is a MirrorAgreement.
         scaler: the loss scaler; does something with float16 only.
     """
 
@@ -72,6 +73,7 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     amp: MixedPrecision
     group: ProcessGroup
+    agreement: float = 0.0
     scaler: torch.amp.GradScaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,22 +88,29 @@ class TrainStep:
             global_batch: N, the number of images over all processes.
 
         Returns:
-            The summed loss and the number of correct predictions of the n images, scalars on the device.
+            The summed cross-entropy and the number of correct predictions of the n images, scalars on the device.
         """
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
         inputs = normalize(images.to(device, non_blocking=True), IMAGENET_MEAN, IMAGENET_STD)  # [n, 3, H0, W0]
+        disagreement = torch.zeros((), device=device)
         with self.amp.autocast():
-            logits: Tensor = self.model(inputs).float()  # [n, C]
-        loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
+            if self.agreement:
+                logits, per_image = self.model(inputs, labels)  # [2n, C] and [n]
+                disagreement = per_image.sum()
+            else:
+                logits = self.model(inputs)  # [n, C]
+        views = len(logits) // len(labels)
+        logits = logits.float()
+        loss_sum = functional.cross_entropy(logits, labels.repeat(views), reduction="sum") / views
         self.optimizer.zero_grad(set_to_none=True)
         # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the
         # gradients of the global batch's mean loss
-        mean = loss_sum * (self.group.size / global_batch)
+        mean = (loss_sum + self.agreement * disagreement) * (self.group.size / global_batch)
         self.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss_sum.detach(), (logits.detach().argmax(1) == labels).sum()
+        return loss_sum.detach(), (logits[: len(labels)].detach().argmax(1) == labels).sum()
 
 
 def train_epoch(
@@ -109,6 +118,7 @@ def train_epoch(
     batches: Batches,
     metrics: EpochMetrics,
     *,
+    learning_rate: Callable[[int], float],
     after_step: Callable[[int, EpochMetrics], None],
 ) -> None:
     """Train on all batches of `batches.epoch`, from `batches.first_step` on.
@@ -117,6 +127,7 @@ def train_epoch(
         train_step: the step.
         batches: this process's share of the batches.
         metrics: running totals, which are added to.
+        learning_rate: of the epoch's step, counted from 0.
         after_step: called with the number of steps done and the metrics, whenever losses were read.
 
     Raises:
@@ -132,6 +143,8 @@ def train_epoch(
     started = time.perf_counter()
     for step, (images, labels) in enumerate(timed_batches, batches.first_step):
         global_batch = len(plan[step])
+        for parameters in train_step.optimizer.param_groups:
+            parameters["lr"] = learning_rate(step)
         unread.append((step, *train_step.step(images, labels, global_batch), global_batch))
         if len(unread) == steps_between_reads or step + 1 == len(plan):
             _read_losses(unread, metrics, train_step.group, batches)

@@ -35,6 +35,7 @@ from opal_deploy.train.epoch import (
     train_epoch,
 )
 from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.mirror_agreement import MirrorAgreement
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.resume import (
     Progress,
@@ -196,7 +197,9 @@ class _TrainingRun:
             network = convert_sync_batch_norm(network)
         self.network = network
         optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
-        train_step = TrainStep(compile_model(wrap_ddp(network, group), options.compile), optimizer, amp, group)
+        trained = MirrorAgreement(network) if options.agreement else network
+        model = compile_model(wrap_ddp(trained, group), options.compile)
+        train_step = TrainStep(model, optimizer, amp, group, options.agreement)
         self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config)
 
         # the epochs, with the directory locked against other processes ------------------------------------------------
@@ -248,6 +251,10 @@ class _TrainingRun:
         images_per_epoch = len(self.data.train) + len(self.data.val)
         train_batches.epoch, train_batches.first_step = epoch, progress.step
         last_saved = progress.step
+        steps = len(train_batches.plan())
+
+        def learning_rate(step: int) -> float:
+            return options.learning_rate((epoch - 1 + step / steps) / options.epochs)
 
         def after_step(step: int, metrics: EpochMetrics) -> None:
             nonlocal last_saved
@@ -258,7 +265,7 @@ class _TrainingRun:
                 f"{metrics.seen / metrics.seconds:.0f} images/s, "
                 f"{metrics.waited / metrics.seconds:.0%} waiting for data",
             )
-            is_inside = step < len(train_batches.plan())
+            is_inside = step < steps
             if options.save_every and step - last_saved >= options.save_every and is_inside:
                 if not has_finite_weights(self.network):
                     return
@@ -267,7 +274,9 @@ class _TrainingRun:
                 self.checkpoints.save_last(progress, train_step)
 
         try:
-            train_epoch(train_step, train_batches, progress.epoch_metrics, after_step=after_step)
+            train_epoch(
+                train_step, train_batches, progress.epoch_metrics, learning_rate=learning_rate, after_step=after_step
+            )
         except NonFiniteLossError as error:
             raise self._divergence(epoch, error, progress) from None
         metrics, started = progress.epoch_metrics, time.perf_counter()

@@ -3,7 +3,7 @@
     [data]      dataset, validation, partition, skip_missing
     [model]     backbone, weights, input_size, stride
     [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
-    [training]  epochs, batch_size, lr, augment, seed, precision, tf32
+    [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
 Defaults are the paper's. A run stores its resolved recipe, which repeats the run.
@@ -22,6 +22,8 @@ from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 
 Augment = Literal["paper", "none"]
+# learning rate: fixed, or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts)
+Schedule = Literal["constant", "cosine"]
 # type of the convolutions while training; `auto` is bfloat16 or float16 on a GPU, float32 on a CPU
 TrainingPrecision = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -39,7 +41,8 @@ _HEAD = {
     "cws": bool, "projection": bool, "anchors": bool, "epsilon": float,
 }  # fmt: skip
 _TRAINING = {
-    "epochs": int, "batch_size": int, "lr": float, "augment": str, "seed": int, "precision": str, "tf32": bool,
+    "epochs": int, "batch_size": int, "lr": float, "schedule": str, "agreement": float, "augment": str, "seed": int,
+    "precision": str, "tf32": bool,
 }  # fmt: skip
 _MACHINE = {
     "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
@@ -62,7 +65,10 @@ class TrainOptions:
         weights: the backbone's first weights, a file or a name of torchvision's; None starts from random ones.
         epochs: number of epochs.
         batch_size: images per batch over all processes.
-        lr: Adam's learning rate, fixed.
+        lr: Adam's learning rate, at the beginning.
+        schedule: `constant`, or `cosine`, which falls to 0 over all epochs.
+        agreement: weight of the term that asks an image and its mirror image for the same cells, see
+            `mirror_agreement`; 0 leaves it out.
         input_size: (H0, W0) in pixels.
         stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
             pooling (32 for the paper's nine).
@@ -84,6 +90,8 @@ class TrainOptions:
     epochs: int = 30
     batch_size: int = 64
     lr: float = 1e-4
+    schedule: Schedule = "constant"
+    agreement: float = 0.0
     input_size: tuple[int, int] = (224, 224)
     stride: int | None = None
     augment: Augment = "paper"
@@ -97,6 +105,10 @@ class TrainOptions:
     save_every: int = 0
     tensorboard: bool = False
 
+    def learning_rate(self, progress: float) -> float:
+        """Return the learning rate after a share `progress` of all steps, 0 ... 1."""
+        return self.lr if self.schedule == "constant" else self.lr * (1 + math.cos(math.pi * progress)) / 2
+
     def check(self) -> None:
         """Raise UsageError for values that no run can have."""
         if self.epochs < 1 or self.batch_size < 1 or not self.lr > 0 or not math.isfinite(self.lr):
@@ -105,6 +117,15 @@ class TrainOptions:
             raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
         if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
             raise UsageError("save_every, cache_megabytes, workers and seed must not be negative")
+        if not 0 <= self.agreement < math.inf:
+            raise UsageError(f"agreement {self.agreement}: expected a weight of at least 0")
+        if self.agreement and self.head.evidence != "exact":
+            raise UsageError(
+                "agreement is about the cells that slots choose, and this head has none; leave it out or train the "
+                "whole OPAL head"
+            )
+        if self.schedule not in get_args(Schedule):
+            raise UsageError(f"schedule {self.schedule!r}: expected one of {', '.join(get_args(Schedule))}")
         if self.augment not in get_args(Augment):
             raise UsageError(f"augment {self.augment!r}: expected one of {', '.join(get_args(Augment))}")
         if self.precision not in get_args(TrainingPrecision):

@@ -20,7 +20,7 @@ from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import EpochMetrics, TrainStep
-from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME
+from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, TrainOptions
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.validation import Evaluation
 
@@ -201,7 +201,11 @@ def describe_differences(
     if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
         return ["its record cannot be read"]
     stored, run_config = json.loads(json.dumps([stored, run_config]))
-    old, new = stored["options"], run_config["options"]
+    # a run of an earlier version lacks the options that came later: it ran with their defaults
+    old, new = {**json.loads(json.dumps(asdict(TrainOptions()))), **stored["options"]}, run_config["options"]
+    if new.get("schedule") == "cosine":
+        # its learning rates depend on the number of epochs
+        ignored = tuple(key for key in ignored if key != "epochs")
     keys = [key for key in {**old, **new} if key not in ignored and old.get(key) != new.get(key)]
     clauses = [f"{key} was {_shorten(old.get(key))} and is {_shorten(new.get(key))}" for key in keys]
     others = {

@@ -71,8 +71,21 @@ def train(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Over all processes. Paper: 64.", show_default=False)
     ] = None,
-    lr: Annotated[
-        float | None, typer.Option(help="Adam's learning rate, fixed. Paper: 1e-4.", show_default=False)
+    lr: Annotated[float | None, typer.Option(help="Adam's learning rate. Paper: 1e-4.", show_default=False)] = None,
+    schedule: Annotated[
+        Literal["constant", "cosine"] | None,
+        typer.Option(
+            help="Learning rate: constant, or falling to 0 along a cosine. Paper: constant.", show_default=False
+        ),
+    ] = None,
+    agreement: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Weight of a term that asks an image and its mirror image for the same cells; doubles the time. "
+            "Paper: 0.",
+            show_default=False,
+        ),
     ] = None,
     size: Annotated[
         str | None,
@@ -163,6 +176,8 @@ def train(
                 "epochs": epochs,
                 "batch_size": batch_size,
                 "lr": lr,
+                "schedule": schedule,
+                "agreement": agreement,
                 "augment": augment,
                 "seed": seed,
                 "precision": precision,

@@ -120,6 +120,16 @@ def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares, tmp_pa
     assert _outcome(tmp_path / "run") == _outcome(tmp_path / "whole")
 
 
+def test_a_schedule_and_two_views_go_on_bit_by_bit_and_their_epochs_are_fixed(squares, tmp_path):
+    options = replace(OPTIONS, schedule="cosine", agreement=0.3, stride=8)
+    fit(squares, options, tmp_path / "whole")
+    _interrupted(squares, tmp_path / "ended", options)
+    with pytest.raises(UsageError, match="epochs was 2 and is 3"):
+        fit(squares, replace(options, epochs=3), tmp_path / "ended", resume=True)
+    fit(squares, options, tmp_path / "ended", resume=True)
+    assert _outcome(tmp_path / "ended") == _outcome(tmp_path / "whole")
+
+
 def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares, whole):
     before = {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
     result = fit(squares, OPTIONS, whole, resume=True)

@@ -24,6 +24,11 @@ from opal_deploy.train.run_directory import TrainRunDirectory
 ASSUMED_TFLOPS = 40.0
 # the forward pass, and the backward passes for inputs and for weights
 _PASSES = 3
+# the options that the paper fixes for all of its runs
+_PROTOCOL = (
+    "backbone", "weights", "epochs", "batch_size", "lr", "schedule", "agreement", "input_size", "stride", "augment",
+    "tf32",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -237,10 +242,11 @@ def _find_deviations(run: Run) -> list[str]:
     ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
     paper = _paper_options((run.row.run or {}).get("model", {}).get("backbone"))
     lines = []
-    for key in ("backbone", "weights", "epochs", "batch_size", "lr", "input_size", "stride", "augment", "tf32"):
+    for key in _PROTOCOL:
         expected = json.loads(json.dumps(getattr(paper, key)))
-        if ours.get(key) != expected:
-            lines.append(f"{key} {ours.get(key)} instead of {expected}")
+        # a run of an earlier version lacks the options that came later: it ran with their defaults
+        if ours.get(key, expected) != expected:
+            lines.append(f"{key} {ours[key]} instead of {expected}")
     size, data = official_size(run.dataset), stored.get("data")
     if size is not None and isinstance(data, dict):
         classes, train, test = data.get("classes"), data.get("train", 0) + data.get("val", 0), data.get("test")
