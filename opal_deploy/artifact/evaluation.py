@@ -8,7 +8,7 @@ The document, `Metadata.evaluation`:
     accuracy                     0 ... 1
     pointing_game                shares `object`, `part`, `deciding_part`, each {mean, low, high, count, random} or null
     faithfulness                 {images, removal: [{fill, changed, changed_random}], same_cell: {change: share}}
-    prototype_consistency, prototype_stability, part_purity, receptive_field
+    prototype_consistency, prototype_stability, part_purity
 
 `changed` is the share of images whose predicted class changes without the evidence's cells, `changed_random` without as
 many random foreground cells. Whatever was not measured is missing.
@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.receptive_field import ReceptiveField
+
 REQUIRED: dict[str, type] = {
     "when": str, "opal_deploy": str, "model": str, "data": str, "split": str, "images": int, "accuracy": float,
 }  # fmt: skip
@@ -31,12 +33,15 @@ _SHARES = (("object", "in the object"), ("part", "on a part"), ("deciding_part",
 _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirroring"}
 
 
-def describe_evaluation(evaluation: Mapping[str, Any], model: Path) -> str:
+def describe_evaluation(
+    evaluation: Mapping[str, Any], model: Path, receptive_field: Mapping[str, Any] | None = None
+) -> str:
     """Return one line: what was measured of a model's evidence, what was not, and the command that measures it.
 
     Args:
         evaluation: the document; empty for a model that was never measured.
         model: the model's file.
+        receptive_field: `Metadata.receptive_field`, to say what a cell sees; None leaves that out.
     """
     command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(model), "--faithfulness", "--record"])
     if not evaluation:
@@ -46,6 +51,9 @@ def describe_evaluation(evaluation: Mapping[str, Any], model: Path) -> str:
         findings.append("where it lies was not measured (no boxes, masks or parts)")
     if not evaluation.get("faithfulness"):
         findings.append("what removing it changes was not measured")
+    field = ReceptiveField.from_dict(receptive_field or {})
+    if field is not None and field.effective is not None:
+        findings.append(f"a score depends on {field.effective} pixels around its cell of {field.stride}")
     findings.append(f"accuracy {100 * evaluation['accuracy']:.1f} %")
     other = "" if evaluation["model"] == model.name else f" with {evaluation['model']}"
     cropped = " cropped to boxes" if evaluation.get("boxes") else ""

@@ -18,7 +18,7 @@ from opal_deploy.evaluation.faithfulness.rankings import CONTRIBUTION, RANDOM
 from opal_deploy.model import checkpoint
 
 # taken as they are from the document of an evaluation
-_COPIED = ("prototype_consistency", "prototype_stability", "part_purity", "receptive_field")
+_COPIED = ("prototype_consistency", "prototype_stability", "part_purity")
 
 
 def check_recordable(path: Path, metadata: Metadata) -> None:
@@ -85,10 +85,15 @@ def _summarize_faithfulness(measured: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def record_evaluation(path: Path, evaluation: dict[str, Any]) -> str:
+def record_evaluation(path: Path, evaluation: dict[str, Any], receptive_field: dict[str, Any] | None = None) -> str:
     """Write an evaluation into a model's file, atomically; return what changed in one line.
 
     The graph, weights or plan stay as they are.
+
+    Args:
+        path: of the model.
+        evaluation: see `build_evaluation`.
+        receptive_field: as the evaluation measured it, for a checkpoint that lacks it; None: it is not known.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.
@@ -110,7 +115,7 @@ def record_evaluation(path: Path, evaluation: dict[str, Any]) -> str:
         changed = engine_file.sidecar_path(path)
         return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; the engine is unchanged"
     before = compute_sha256(path)
-    checkpoint.record_evaluation(path, evaluation)
+    checkpoint.record_evaluation(path, evaluation, receptive_field)
     return (
         f"recorded in {path}: its sha256 was {before[:16]}... and is {compute_sha256(path)[:16]}...; exports made from "
         "now on carry it"

@@ -115,8 +115,8 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
     _write(path, document)
 
 
-def record_evaluation(path: Path, evaluation: dict[str, Any]) -> None:
-    """Write an evaluation into a checkpoint of our format, atomically; everything else in it stays.
+def record_evaluation(path: Path, evaluation: dict[str, Any], receptive_field: dict[str, Any] | None = None) -> None:
+    """Write an evaluation, and receptive fields if given, into a checkpoint of our format; everything else stays.
 
     Raises:
         CheckpointError: the file is no checkpoint of our format.
@@ -125,7 +125,8 @@ def record_evaluation(path: Path, evaluation: dict[str, Any]) -> None:
     document = backbones.load_torch_file(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only these can keep an evaluation")
-    _write(path, {**document, "evaluation": evaluation})
+    field = {} if receptive_field is None else {"receptive_field": receptive_field}
+    _write(path, {**document, "evaluation": evaluation, **field})
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

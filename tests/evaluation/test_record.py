@@ -114,11 +114,14 @@ def test_a_checkpoint_keeps_everything_else_and_its_metadata_carries_the_evaluat
     path, source = tmp_path / "m.pt", exact_model.with_suffix(".pt")
     checkpoint.save(path, checkpoint.load(source), extra={"optimizer": {"step": torch.arange(3)}})
     before = torch.load(path, weights_only=True)
-    assert compute_sha256(path)[:16] in record_evaluation(path, EVALUATION)
+    assert compute_sha256(path)[:16] in record_evaluation(path, EVALUATION, {"stride": 32, "effective": 60})
     after = torch.load(path, weights_only=True)
     assert after.keys() == before.keys()
     assert torch.equal(after["optimizer"]["step"], torch.arange(3))
-    assert checkpoint.build_metadata(checkpoint.load(path)).evaluation == EVALUATION
+    metadata = checkpoint.build_metadata(checkpoint.load(path))
+    assert metadata.evaluation == EVALUATION
+    line = describe_evaluation(metadata.evaluation, path, metadata.receptive_field)
+    assert "; a score depends on 60 pixels around its cell of 32; accuracy" in line
 
 
 def test_an_engine_keeps_it_in_its_sidecar(exact_model, tmp_path):

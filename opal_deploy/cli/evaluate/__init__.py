@@ -160,7 +160,8 @@ def evaluate(
     documents = [result.to_dict(options) for result in results]
     if record:
         for path, measured in zip(model, documents, strict=True):
-            print_message(one_line(record_evaluation(path, build_evaluation(measured, data_set, split))))
+            evaluation = build_evaluation(measured, data_set, split)
+            print_message(one_line(record_evaluation(path, evaluation, measured.get("receptive_field"))))
     document = documents[0] if len(documents) == 1 else documents
     if out is not None:
         report.write_evaluation(out, document)

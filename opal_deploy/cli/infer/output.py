@@ -46,7 +46,9 @@ def report_facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) ->
 
 def describe_evidence(path: Path, metadata: Metadata) -> str:
     """Return what was measured of the model's evidence in one line; empty for a model whose evidence is no cells."""
-    return one_line(describe_evaluation(metadata.evaluation, path)) if metadata.evidence == "exact" else ""
+    if metadata.evidence != "exact":
+        return ""
+    return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field))
 
 
 def summary_context(model: Mapping[str, str], sessions: Sequence[Session]) -> dict[str, object]:
