@@ -16,7 +16,9 @@ Any other exception that reaches the CLI is a bug of ours and exits with 1.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -111,3 +113,9 @@ def first_line(error: Exception) -> str:
     """Return the first line of another library's error, at most 200 characters, or its type if it has no text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def suggest_names(name: str, names: Sequence[str]) -> str:
+    """Return `; near it: ...` with the known names most like an unknown one, to end an error with, or nothing."""
+    close = difflib.get_close_matches(name, names, n=6)
+    return f"; near it: {', '.join(close)}" if close else ""

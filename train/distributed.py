@@ -16,6 +16,7 @@ import torch
 from torch import distributed, nn
 
 from opal_deploy.errors import UsageError
+from opal_deploy.model.backbones import get_library
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import torch_device
 
@@ -115,5 +116,5 @@ def wrap_ddp(network: nn.Module, group: ProcessGroup) -> nn.Module:
 
 def convert_sync_batch_norm(network: OpalNetwork) -> OpalNetwork:
     """Return the network with batch statistics over all processes, as one process with the whole batch; GPUs only."""
-    converted: OpalNetwork = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
-    return converted
+    get_library(network.config.backbone).convert_sync_batch_norm(network)
+    return network

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.images import Batches, normalize
 from opal_deploy.train.setup import MixedPrecision
@@ -65,6 +64,7 @@ class TrainStep:
         optimizer: the optimizer of the network's weights.
         amp: mixed precision.
         group: the processes of the run.
+        mean, std: per channel R, G, B, which images are normalised with.
         agreement: weight of the mirror agreement; where it is not 0, `model` is a MirrorAgreement.
         scaler: the loss scaler; does something with float16 only.
     """
@@ -73,6 +73,8 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     amp: MixedPrecision
     group: ProcessGroup
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     agreement: float = 0.0
     scaler: torch.amp.GradScaler = field(init=False)
 
@@ -92,7 +94,7 @@ class TrainStep:
         """
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
-        inputs = normalize(images.to(device, non_blocking=True), IMAGENET_MEAN, IMAGENET_STD)  # [n, 3, H0, W0]
+        inputs = normalize(images.to(device, non_blocking=True), self.mean, self.std)  # [n, 3, H0, W0]
         disagreement = torch.zeros((), device=device)
         with self.amp.autocast():
             if self.agreement:

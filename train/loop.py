@@ -21,6 +21,7 @@ from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.samples import DataSet, ProgressCallback
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
+from opal_deploy.model.backbones import get_library
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import setup
@@ -176,8 +177,15 @@ class _TrainingRun:
         # network and batches ------------------------------------------------------------------------------------------
         setup.set_tf32(options.tf32)
         torch.manual_seed(options.seed)
+        pretrained = get_library(options.backbone).get_pretrained_config(options.backbone, options.weights)
         config = NetworkConfig(
-            options.backbone, self.data.num_classes, options.input_size, options.head, options.stride
+            options.backbone,
+            self.data.num_classes,
+            options.input_size,
+            options.head,
+            options.stride,
+            pretrained.mean,
+            pretrained.std,
         )
         network = OpalNetwork(config, weights=options.weights).channels_last().to(group.device)
         setup.check_batch_norm(network, options.batch_size // group.size)
@@ -199,7 +207,7 @@ class _TrainingRun:
         optimizer = torch.optim.Adam(network.parameters(), lr=options.lr)
         trained = MirrorAgreement(network) if options.agreement else network
         model = compile_model(wrap_ddp(trained, group), options.compile)
-        train_step = TrainStep(model, optimizer, amp, group, options.agreement)
+        train_step = TrainStep(model, optimizer, amp, group, config.mean, config.std, options.agreement)
         self.checkpoints = CheckpointManager(run_dir, self.data, group, network, full_config)
 
         # the epochs, with the directory locked against other processes ------------------------------------------------

@@ -60,9 +60,10 @@ class TrainOptions:
     """The options of a run. The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2).
 
     Attributes:
-        backbone: torchvision's name.
+        backbone: torchvision's name, or timm's after `timm:`.
         head: the head's configuration.
-        weights: the backbone's first weights, a file or a name of torchvision's; None starts from random ones.
+        weights: the backbone's first weights: a file, a name of torchvision's, or a tag of timm's; None starts from
+            random ones.
         epochs: number of epochs.
         batch_size: images per batch over all processes.
         lr: Adam's learning rate, at the beginning.
@@ -287,9 +288,9 @@ def _resolve_weights(name: str, backbone: str) -> str | None:
         return None
     if name != IMAGENET:
         return name
-    from opal_deploy.train.setup import default_weights
+    from opal_deploy.model.backbones import get_library
 
-    return default_weights(backbone)
+    return get_library(backbone).default_weights(backbone)
 
 
 def _parse_input_size(value: Any) -> tuple[int, int]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError
+from opal_deploy.model import backbones
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train.recipe import TrainingPrecision
@@ -98,39 +98,25 @@ def check_batch_norm(network: OpalNetwork, local_batch: int) -> None:
         )
 
 
-def default_weights(backbone: str) -> str:
-    """Return the ImageNet weights that the paper starts from: torchvision's second set for ResNets, else the first.
-
-    Raises:
-        UsageError: torchvision has no such classifier.
-    """
-    import torchvision
-
-    try:
-        names = [weights.name for weights in torchvision.models.get_model_weights(backbone)]
-    except ValueError:
-        raise UsageError(f"backbone {backbone!r}: torchvision has no such classifier; try resnet50") from None
-    preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if backbone.startswith("resnet") else ("IMAGENET1K_V1",)
-    return next((name for name in preferred if name in names), "DEFAULT")
-
-
 def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
-    """Return where the backbone's first weights came from, with the sha256 of their file."""
+    """Return where the backbone's first weights came from, the sha256 of their file, and what their makers say."""
     if weights is None:
         return {"origin": "random"}
-    path = Path(weights)
-    if not path.is_file():
-        import torchvision
-
-        url = torchvision.models.get_model_weights(network.config.backbone)[weights].url
-        path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
-    return {"origin": network.weights_origin, "sha256": compute_sha256(path) if path.is_file() else None}
+    name = network.config.backbone
+    library = backbones.get_library(name)
+    path = Path(weights) if Path(weights).is_file() else library.find_downloaded(name, weights)
+    details = library.get_pretrained_config(name, weights).details
+    return {
+        "origin": network.weights_origin,
+        "sha256": None if path is None else compute_sha256(path),
+        **({"pretrained_cfg": details} if details else {}),
+    }
 
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of all packages that a run's metrics depend on."""
     versions = {"opal-deploy": __version__, "python": platform.python_version()}
-    for package in ("torch", "torchvision", "numpy", "pillow", "scikit-learn"):
+    for package in ("torch", "torchvision", "timm", "numpy", "pillow", "scikit-learn"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.datasets.samples import ProgressCallback
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.model.network import OpalNetwork
@@ -44,12 +43,12 @@ def evaluate(
     """
     network.eval()
     device = next(network.parameters()).device
-    head = network.config.head
+    config, head = network.config, network.config.head
     parts: list[BatchOutputs] = []
     done = 0
     with torch.inference_mode():
         for images, labels in batches:
-            outputs = network.explain(normalize(images.to(device), IMAGENET_MEAN, IMAGENET_STD))
+            outputs = network.explain(normalize(images.to(device), config.mean, config.std))
             argmax = None if outputs.argmax is None else outputs.argmax.cpu().numpy()
             logits = outputs.logits.float().cpu().numpy()
             batch_margins = None

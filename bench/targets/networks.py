@@ -15,7 +15,7 @@ import onnx
 import torch
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import LINEAR, OPAL, Head
 from opal_deploy.errors import UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
@@ -120,7 +120,7 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     With random weights alone the features of a deep network are nearly constant, all cells tie, and comparing two
     precisions means little; statistics of a few images alone would magnify rounding.
     """
-    batch = torch.from_numpy(normalise(images, IMAGENET_MEAN, IMAGENET_STD))
+    batch = torch.from_numpy(normalise(images, network.config.mean, network.config.std))
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = 0.5

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.cli.console import one_line, print_json, print_message
 from opal_deploy.errors import ArtifactError, UsageError
 
@@ -69,8 +71,6 @@ def _inspect_onnx(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    from dataclasses import asdict
-
     from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
 
     sidecar = read_sidecar(path)
@@ -101,8 +101,6 @@ def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
 
 
@@ -125,10 +123,12 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(list(metadata.class_names))),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
+        ("normalised", _format_normalisation(asdict(metadata))),
         ("outputs", ", ".join(metadata.outputs)),
         ("precision", metadata.precision),
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
+        *_describe_weights(metadata.training),
     ]  # fmt: skip
     if metrics:
         lines.append(("training", _format_metrics(metrics)))
@@ -148,6 +148,27 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("verified", f"against {against}: largest cosine difference {cosine}, {cells}"))
     lines.append(("test vectors", str(len(metadata.test_vectors.get("pictures", [])))))
     return lines
+
+
+def _format_normalisation(values: dict[str, Any]) -> str:
+    # checkpoints of earlier versions name neither; both were ImageNet's
+    mean, std = values.get("mean", IMAGENET_MEAN), values.get("std", IMAGENET_STD)
+    return f"mean {', '.join(f'{v:g}' for v in mean)}, std {', '.join(f'{v:g}' for v in std)}"
+
+
+def _describe_weights(training: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the line on the weights that training began with, and how their makers prepared images."""
+    weights = training.get("weights")
+    if not isinstance(weights, dict):
+        return []
+    cfg = weights.get("pretrained_cfg")
+    if not cfg:
+        return [("weights", str(weights.get("origin")))]
+    crop = f"{cfg['crop_mode']} crop {cfg['crop_pct']:g} of {'x'.join(map(str, cfg['input_size'][1:]))}"
+    return [
+        ("weights", f"{weights.get('origin')}; timm's tag {cfg['tag']}: licence {cfg.get('license', 'not stated')}, "
+         f"made with {cfg['interpolation']}, {crop} (here: squash-bilinear)"),
+    ]  # fmt: skip
 
 
 def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
@@ -207,8 +228,10 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
             f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"
             + (f", cut at stride {config['stride']}" if config.get("stride") else ""),
         ),
+        ("normalised", _format_normalisation(config)),
         ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
         ("classes", _list_names(list(index["class_names"]))),
+        *_describe_weights(index.get("training") or {}),
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
         *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),

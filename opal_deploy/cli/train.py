@@ -40,13 +40,17 @@ def train(
         typer.Option("--skip-missing/--no-skip-missing", help="Leave out images that are missing.", show_default=False),
     ] = None,
     backbone: Annotated[
-        str | None, typer.Option(help="A CNN classifier of torchvision's. Paper: convnext_tiny.", show_default=False)
+        str | None,
+        typer.Option(
+            help="A CNN classifier of torchvision's, or timm:NAME (extra timm). Paper: convnext_tiny.",
+            show_default=False,
+        ),
     ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
-            help="The backbone's first weights: a .pth or .safetensors file, a name of torchvision's (downloaded), or "
-            "'none' for random ones. Paper: torchvision's ImageNet weights.",
+            help="The backbone's first weights: a .pth or .safetensors file, a name of torchvision's or a tag of "
+            "timm's (downloaded), 'imagenet' for the library's usual ones, or 'none' for random ones. Paper: imagenet.",
             show_default=False,
         ),
     ] = None,

@@ -8,7 +8,7 @@ from typing import Protocol, cast
 
 import torch
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
@@ -48,21 +48,21 @@ def from_network(network: OpalNetwork) -> MapSource:
     """Return the source of a network on its device; leaves the network in eval mode."""
     network.eval()
     device = next(network.parameters()).device
+    config = network.config
 
     def run_normalised(images: FloatArray) -> Outputs:
         with torch.inference_mode():
             return to_outputs(network.explain(torch.from_numpy(images).to(device)), attention=True)
 
     def run(images: ImageBatch) -> Outputs:
-        return run_normalised(normalise(images, IMAGENET_MEAN, IMAGENET_STD))
+        return run_normalised(normalise(images, config.mean, config.std))
 
-    config = network.config
     return MapSource(
         config.head.prototypes_per_class,
         network.grid,
         config.input_size,
-        IMAGENET_MEAN,
-        IMAGENET_STD,
+        config.mean,
+        config.std,
         run,
         run_normalised,
         _explain_undefined(config.head.evidence, config.input_size),

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.artifact.receptive_field import ENERGY_SHARE, ReceptiveField
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.faithfulness.measure import choose_samples
@@ -66,12 +65,13 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     """
     network.eval()
     device = next(network.parameters()).device
-    height, width = network.config.input_size
+    config = network.config
+    height, width = config.input_size
     # by twice the distance from the box's centre, which is whole
     energy_by_distance = torch.zeros(2 * max(height, width), dtype=torch.float64)
     slots, offsets = 0, 0.0
     for first in range(0, len(images), _BATCH):
-        pixels = torch.from_numpy(normalise(images[first : first + _BATCH], IMAGENET_MEAN, IMAGENET_STD)).to(device)
+        pixels = torch.from_numpy(normalise(images[first : first + _BATCH], config.mean, config.std)).to(device)
         for cells, energy in _score_gradients(network, pixels.requires_grad_()):
             # a score of exactly 0 or 1 has no gradient in float32
             seen = energy.sum(dim=(1, 2)) > 0

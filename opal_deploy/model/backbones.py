@@ -1,25 +1,25 @@
-"""CNN backbones: any torchvision classifier, cut at the tensor that enters its global pooling, or earlier.
+"""CNN backbones: any convolutional classifier of torchvision's or timm's, cut before its global pooling, or earlier.
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
 last feature map of that stride, so that cells are smaller and see less of the image. The cut is found in the traced
-graph and not in a list of names (`feature_graph`). Parameter names stay torchvision's (`layer4.1.conv2.weight`,
-`features.7.2.block.0.weight`).
+graph and not in a list of names (`feature_graph`). Parameter names stay those of the library (`layer4.1.conv2.weight`,
+`features.7.2.block.0.weight`). What differs from library to library is in `torchvision_backbones` and `timm_backbones`.
 """
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError, first_line
+from opal_deploy.model import timm_backbones, torchvision_backbones
+from opal_deploy.model.config import PretrainedConfig
 from opal_deploy.model.feature_graph import Cut, find_cut
 
 _OUTPUT = "features"
@@ -29,8 +29,8 @@ class Backbone(nn.Module):
     """Normalised images, float [N, 3, H0, W0], to features F [N, D, H, W].
 
     Attributes:
-        name: torchvision's name.
-        body: the cut torchvision network.
+        name: torchvision's name, or timm's after `timm:`.
+        body: the cut network.
         num_features: D.
         stride: input pixels per cell, the same in both directions.
     """
@@ -61,31 +61,55 @@ class Backbone(nn.Module):
         return height // self.stride, width // self.stride
 
 
-def list_backbones() -> list[str]:
-    """Return torchvision's names of image classifiers; `build` finds out which of them have a grid of cells."""
-    import torchvision
+class _Library(Protocol):
+    """A library of networks; see the functions of `torchvision_backbones`, which other modules call through these."""
 
-    return sorted(torchvision.models.list_models(module=torchvision.models))
+    def list_networks(self) -> list[str]: ...
+
+    def build_network(self, name: str, device: str | torch.device = "cpu") -> nn.Module: ...
+
+    def tracer_options(self) -> dict[str, Any]: ...
+
+    def get_pretrained_config(self, name: str, weights: str | None) -> PretrainedConfig: ...
+
+    def default_weights(self, name: str) -> str: ...
+
+    def download_weights(self, name: str, weights: str) -> tuple[dict[str, Tensor], str]: ...
+
+    def find_downloaded(self, name: str, weights: str) -> Path | None: ...
+
+    def convert_sync_batch_norm(self, network: nn.Module) -> nn.Module: ...
+
+
+def get_library(name: str) -> _Library:
+    """Return the library that a backbone's name is of."""
+    if name.startswith(timm_backbones.PREFIX):
+        return timm_backbones
+    return torchvision_backbones
 
 
 def build(name: str, *, stride: int | None = None, device: str | torch.device = "cpu") -> Backbone:
     """Build a backbone with random weights.
 
     Args:
-        name: torchvision's, such as `resnet18` or `convnext_tiny`.
+        name: torchvision's, such as `resnet18` or `convnext_tiny`, or timm's, such as `timm:resnet18`.
         stride: input pixels per cell; the network ends at its last feature map of this stride. None keeps all layers
             before the global pooling: stride 32 for the paper's nine.
         device: where the parameters live; `meta` allocates none.
 
     Raises:
-        UsageError: torchvision has no such classifier, it has no grid of cells before a global pooling, or none of
-            this stride.
+        UsageError: the library has no such network, it has no grid of cells before a global pooling, or none of this
+            stride.
+        MissingExtra: the library is not installed.
     """
-    full = build_torchvision_model(name, device)
+    library = get_library(name)
+    full = library.build_network(name, device)
     cut = _find_cut(name, stride)
     from torchvision.models.feature_extraction import create_feature_extractor
 
-    body = create_feature_extractor(full, {cut.node: _OUTPUT}, suppress_diff_warning=True)
+    body = create_feature_extractor(
+        full, {cut.node: _OUTPUT}, tracer_kwargs=library.tracer_options(), suppress_diff_warning=True
+    )
     return Backbone(name, body, cut.num_features, cut.stride)
 
 
@@ -94,20 +118,21 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
 
     Args:
         backbone: from `build`.
-        weights: a local `.pth`/`.safetensors` state dict with torchvision's names, or the name of torchvision's own
-            weights (`DEFAULT`, `IMAGENET1K_V1`, ...), which torchvision downloads unless it has them.
+        weights: a local `.pth`/`.safetensors` state dict with the library's names, or the name of the library's own
+            weights (torchvision's `DEFAULT`, `IMAGENET1K_V1`, ...; a tag of timm's), which are downloaded unless they
+            are there.
 
     Raises:
-        CheckpointError: the file lacks keys of the backbone, or has keys that torchvision's network does not know.
-        UsageError: no such file and no such weights.
+        CheckpointError: the file lacks keys of the backbone, or has keys that the library's network does not know.
+        UsageError: no such file and no such weights, or they could not be downloaded.
     """
-    path = Path(weights)
+    path, library = Path(weights), get_library(backbone.name)
     if path.suffix in (".pth", ".pt", ".safetensors"):
         state, origin = read_state_dict(path), path.name
     else:
-        state, origin = _torchvision_weights(backbone.name, str(weights)), f"torchvision {weights}"
+        state, origin = library.download_weights(backbone.name, str(weights))
     expected = backbone.body.state_dict()
-    known = set(build_torchvision_model(backbone.name, "meta").state_dict()) | set(expected)
+    known = set(library.build_network(backbone.name, "meta").state_dict()) | set(expected)
     missing = sorted(expected.keys() - state.keys() - _counters(expected))
     unexpected = sorted(state.keys() - known)
     mismatched = sorted(
@@ -178,70 +203,11 @@ def format_key_errors(missing: list[str], unexpected: list[str], mismatched: lis
     return "; ".join(parts)
 
 
-def build_torchvision_model(name: str, device: str | torch.device = "cpu") -> nn.Module:
-    """Build torchvision's whole network with random weights; on the device `meta` it takes no memory.
-
-    Raises:
-        UsageError: torchvision has no such classifier.
-    """
-    import torchvision
-
-    if name not in list_backbones():
-        close = [n for n in list_backbones() if n.startswith(name[:6])][:6]
-        hint = f"; near it: {', '.join(close)}" if close else ""
-        raise UsageError(f"backbone {name!r}: torchvision has no such classifier{hint}")
-    with torch.device(device), warnings.catch_warnings():
-        # GoogLeNet and Inception warn that their default initialisation is slow
-        warnings.simplefilter("ignore")
-        try:
-            model: nn.Module = torchvision.models.get_model(name, weights=None)
-        except NotImplementedError:
-            # RegNet computes its widths with tensors, which meta has no values for; its largest is 2.6 GB, so only
-            # what parameters are made with goes to `device`
-            with torch.device("cpu"), _ParametersOn(device):
-                model = torchvision.models.get_model(name, weights=None)
-            model = model.to(device)
-    return model
-
-
-class _ParametersOn(TorchFunctionMode):
-    """Allocate parameters and buffers of layers on a device, and every other tensor where it would be anyway."""
-
-    def __init__(self, device: str | torch.device) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in (torch.empty, torch.zeros, torch.ones):
-            kwargs["device"] = self.device
-        return func(*args, **kwargs)
-
-
 @cache
 def _find_cut(name: str, stride: int | None) -> Cut:
     """Return where a network is cut; cached, since tracing is slow."""
-    return find_cut(name, build_torchvision_model(name, "meta"), stride)
-
-
-def _torchvision_weights(name: str, weights: str) -> dict[str, Tensor]:
-    import torchvision
-
-    try:
-        chosen = torchvision.models.get_model_weights(name)[weights]
-    except KeyError:
-        known = ", ".join(w.name for w in torchvision.models.get_model_weights(name))
-        raise UsageError(
-            f"weights {weights!r}: no such file (.pth, .safetensors) and not torchvision's for {name} ({known})"
-        ) from None
-    try:
-        state: dict[str, Tensor] = chosen.get_state_dict(progress=False, check_hash=True)
-    except OSError as error:
-        raise UsageError(
-            f"weights {weights}: torchvision could not download them ({error}); "
-            "fetch the file where there is a network and give its path"
-        ) from None
-    return state
+    library = get_library(name)
+    return find_cut(name, library.build_network(name, "meta"), stride, **library.tracer_options())
 
 
 def _counters(state: dict[str, Any]) -> set[str]:

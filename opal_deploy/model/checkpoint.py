@@ -29,7 +29,7 @@ from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
-from opal_deploy.model import backbones
+from opal_deploy.model import backbones, torchvision_backbones
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
@@ -288,7 +288,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
         Its name, then the keys that are missing, unexpected, and of another shape: three empty lists where it fits.
     """
     shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
-    others = [name for name in backbones.list_backbones() if name not in PAPER_BACKBONES]
+    others = [name for name in torchvision_backbones.list_networks() if name not in PAPER_BACKBONES]
     nearest, fewest = "", len(shapes)
     for name in (*PAPER_BACKBONES, *others):
         full = _body_shapes(name)
@@ -317,7 +317,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str]
 @functools.cache
 def _body_shapes(name: str) -> dict[str, torch.Size]:
     """Return the shapes of a torchvision network's parameters, without those behind its pooling."""
-    state = backbones.build_torchvision_model(name, "meta").state_dict()
+    state = torchvision_backbones.build_network(name, "meta").state_dict()
     return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
 
 
@@ -385,6 +385,8 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         backbone=network.config.backbone,
         grid=network.grid,
         input_size=network.config.input_size,
+        mean=network.config.mean,
+        std=network.config.std,
         crop=checkpoint.crop,
         source=checkpoint.source,
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from opal_deploy.artifact.metadata import Evidence
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Evidence
 from opal_deploy.errors import UsageError
 
 Pooling = Literal["max", "avg"]
@@ -79,16 +79,31 @@ LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors
 
 
 @dataclass(frozen=True)
+class PretrainedConfig:
+    """How a backbone's weights were made, as far as its library says.
+
+    Attributes:
+        mean, std: per channel R, G, B, of pixels scaled to [0, 1].
+        details: licence, interpolation, crop and the like, for records; empty where the library says nothing.
+    """
+
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class NetworkConfig:
     """The configuration of a whole network.
 
     Attributes:
-        backbone: torchvision's name, such as `convnext_tiny`.
+        backbone: torchvision's name, such as `convnext_tiny`, or timm's after `timm:`.
         num_classes: C, at least 2.
         input_size: (H0, W0) in pixels, multiples of the backbone's stride.
         head: the configuration of the head.
         stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
             pooling (32 for the paper's nine).
+        mean, std: per channel R, G, B, of pixels scaled to [0, 1], which images are normalised with.
     """
 
     backbone: str
@@ -96,6 +111,8 @@ class NetworkConfig:
     input_size: tuple[int, int] = (224, 224)
     head: HeadConfig = field(default_factory=HeadConfig)
     stride: int | None = None
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
@@ -118,6 +135,8 @@ class NetworkConfig:
             num_classes=int(raw["num_classes"]),
             input_size=(int(size[0]), int(size[1])),
             head=HeadConfig(**raw["head"]),
-            # checkpoints of earlier versions have none
+            # checkpoints of earlier versions have none of these
             stride=raw.get("stride"),
+            mean=tuple(raw.get("mean", IMAGENET_MEAN)),
+            std=tuple(raw.get("std", IMAGENET_STD)),
         )

@@ -8,18 +8,21 @@ ResNet-50 that is the sum that leaves `layer3`, not the first convolution inside
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, first_line
 
 # the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
 _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
-_PROBE_SIZE = 224
+# every usual stride divides it, and it tells a stride of 64 (7 cells) from padding (a 224-pixel input gives 4)
+_PROBE_SIZE = 448
+# no multiple of 7: attention in windows of 7x7 cells refuses it
+_SECOND_SIZE = 480
 
 
 @dataclass(frozen=True)
@@ -37,37 +40,51 @@ class Cut:
     stride: int
 
 
-def find_cut(name: str, model: nn.Module, stride: int | None = None) -> Cut:
-    """Return the feature map that enters the last global pooling, or the last one of a stride before it.
+def find_cut(
+    name: str,
+    model: nn.Module,
+    stride: int | None = None,
+    *,
+    leaf_modules: Sequence[type[nn.Module]] = (),
+    autowrap_functions: Sequence[Callable[..., Any]] = (),
+) -> Cut:
+    """Return the feature map that a network ends with, or the last one of a stride.
 
     Args:
         name: the network's, for errors.
-        model: the whole classifier on the device `meta`; it is set to evaluation mode.
-        stride: input pixels per cell; None for the one that enters the pooling.
+        model: on the device `meta`; it is set to evaluation mode. A classifier's feature map is the one that enters its
+            last global pooling; a network without a head returns it.
+        stride: input pixels per cell; None for the one at the end.
+        leaf_modules, autowrap_functions: modules and functions that are not traced through.
 
     Raises:
         UsageError: the network cannot be traced, has no global pooling over a grid of cells that tile the image, or
             no feature map of this stride that all later layers go through.
     """
-    tracer, graph = _trace(name, model)
+    _check_sizes(name, model.eval())
+    tracer, graph = _trace(name, model, leaf_modules, autowrap_functions)
     nodes = list(graph.nodes)
     names = tracer.node_to_qualname
-    end = _find_pooling_input(name, [names.get(node, "") for node in nodes])
-    shapes = _ShapeRecorder(fx.GraphModule(tracer.root, graph))
+    recorder = _ShapeRecorder(fx.GraphModule(tracer.root, graph))
     with torch.no_grad():
-        shapes.run(torch.empty(1, 3, _PROBE_SIZE, _PROBE_SIZE, device="meta"))
-    last = _cut_at(names[nodes[end]], shapes.shapes.get(nodes[end]))
+        recorder.run(_empty_image(_PROBE_SIZE))
+    shapes = recorder.shapes
+    end = nodes[-1].args[0]
+    if isinstance(end, fx.Node) and len(shapes.get(end, ())) == 2:  # logits
+        end = nodes[_find_pooling_input(name, [names.get(node, "") for node in nodes])]
+    last = _cut_at(names[end], shapes.get(end)) if isinstance(end, fx.Node) else None
     if last is None:
+        found = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
         raise UsageError(
-            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {shapes.shapes.get(nodes[end])}, whose "
-            "cells do not tile the image; use a network with padded convolutions, such as resnet18"
+            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {found}, which are no grid [N, D, H, W] of "
+            "cells that tile the image; use a network with padded convolutions, such as resnet18"
         )
     if stride is None or stride == last.stride:
         return last
     cuts = {
         cut.stride: cut
-        for node in _bottlenecks(nodes[: end + 1], shapes.shapes)
-        if (cut := _cut_at(names.get(node, ""), shapes.shapes[node])) is not None
+        for node in _bottlenecks(nodes[: nodes.index(end) + 1], shapes)
+        if (cut := _cut_at(names.get(node, ""), shapes[node])) is not None
     }
     if stride not in cuts:
         raise UsageError(
@@ -92,7 +109,29 @@ class _ShapeRecorder(fx.Interpreter):
         return result
 
 
-def _trace(name: str, model: nn.Module) -> tuple[Any, fx.Graph]:
+def _check_sizes(name: str, model: nn.Module) -> None:
+    """Raise UsageError for a network that takes images of certain sizes only."""
+    for size in (_PROBE_SIZE, _SECOND_SIZE):
+        try:
+            with torch.no_grad():
+                model(_empty_image(size))
+        except Exception as error:  # the network's own: AssertionError, RuntimeError, ...
+            raise UsageError(
+                f"backbone {name!r} takes images of certain sizes only: it fails on {size}x{size} "
+                f"({first_line(error)}); use a convolutional network, such as resnet18"
+            ) from None
+
+
+def _empty_image(size: int) -> Tensor:
+    return torch.empty(1, 3, size, size, device="meta")
+
+
+def _trace(
+    name: str,
+    model: nn.Module,
+    leaf_modules: Sequence[type[nn.Module]],
+    autowrap_functions: Sequence[Callable[..., Any]],
+) -> tuple[Any, fx.Graph]:
     import torchvision
     from torchvision.models.feature_extraction import NodePathTracer
 
@@ -100,11 +139,18 @@ def _trace(name: str, model: nn.Module) -> tuple[Any, fx.Graph]:
     operators = [
         each for each in vars(torchvision.ops).values() if isinstance(each, type) and issubclass(each, nn.Module)
     ]
-    tracer = NodePathTracer(autowrap_modules=(math, torchvision.ops), leaf_modules=operators)
+    tracer = NodePathTracer(
+        autowrap_modules=(math, torchvision.ops),
+        autowrap_functions=tuple(autowrap_functions),
+        leaf_modules=[*operators, *leaf_modules],
+    )
     try:
-        return tracer, tracer.trace(model.eval())
-    except (fx.proxy.TraceError, RuntimeError, TypeError, ValueError):
-        raise UsageError(f"backbone {name!r}: its graph cannot be traced, so its pooling cannot be found") from None
+        return tracer, tracer.trace(model)
+    except Exception as error:  # the network's own code, run on symbols: TypeError, AssertionError, IndexError, ...
+        raise UsageError(
+            f"backbone {name!r}: its graph cannot be traced ({first_line(error)}), so that no place to cut it is "
+            "found; use a convolutional classifier such as resnet18"
+        ) from None
 
 
 def _find_pooling_input(name: str, names: list[str]) -> int:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones
+from opal_deploy.model import backbones, torchvision_backbones
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 
@@ -142,14 +142,14 @@ def test_an_unknown_name_is_refused_with_those_near_it(name, message):
 
 
 def test_names_are_torchvisions_classifiers():
-    names = backbones.list_backbones()
+    names = torchvision_backbones.list_networks()
     assert (PAPERS | OTHERS).keys() <= set(names)
     assert not [name for name in names if re.search("rcnn|fcn|deeplab|raft|r3d", name)]
 
 
 def test_the_largest_network_costs_no_memory_on_meta():
     # RegNet's builder computes with tensors' values, which meta has none of
-    model = backbones.build_torchvision_model("regnet_y_128gf", "meta")
+    model = torchvision_backbones.build_network("regnet_y_128gf", "meta")
     assert {p.device.type for p in (*model.parameters(), *model.buffers())} == {"meta"}
 
 

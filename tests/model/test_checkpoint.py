@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones, checkpoint
+from opal_deploy.model import backbones, checkpoint, torchvision_backbones
 from opal_deploy.model.checkpoint import PAPER_BACKBONES, Assumptions, Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.head import build_anchors
@@ -21,7 +21,7 @@ NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz"]
 @pytest.fixture(autouse=True)
 def few_networks(monkeypatch):
     """Infer among the paper's backbones and three more: to build all of torchvision's takes seconds."""
-    monkeypatch.setattr(backbones, "list_backbones", lambda: ["resnet18", SMALL, *PAPER_BACKBONES])
+    monkeypatch.setattr(torchvision_backbones, "list_networks", lambda: ["resnet18", SMALL, *PAPER_BACKBONES])
 
 
 def build_checkpoint(head=None):

@@ -146,7 +146,12 @@ def _matches_row(part: str, name: str, table: PaperTable) -> bool:
 def run_folder_name(options: TrainOptions) -> str:
     """Return the name of a run's directory: backbone, stride where it is not the network's own, head and seed."""
     cut = "" if options.stride is None else f"-stride{options.stride}"
-    return f"{options.backbone}{cut}-{head_name(options.head)}-seed{options.seed}"
+    return f"{_backbone_folder_name(options)}{cut}-{head_name(options.head)}-seed{options.seed}"
+
+
+def _backbone_folder_name(options: TrainOptions) -> str:
+    # Windows forbids the colon of `timm:resnet18`, and rsync and scp take what is before it for a host
+    return options.backbone.replace(":", "-")
 
 
 def head_name(head: HeadConfig) -> str:
@@ -205,7 +210,7 @@ def official_size(name: str) -> DatasetSize | None:
 
 def _measured_rate(out: Path, options: TrainOptions) -> float | None:
     """Return the training images per second of a finished GPU run with the same backbone, input and precision."""
-    for path in sorted(out.glob(f"*/{options.backbone}-*/summary.json")):
+    for path in sorted(out.glob(f"*/{_backbone_folder_name(options)}-*/summary.json")):
         try:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
             stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))

@@ -33,7 +33,11 @@ Out = Annotated[Path | None, typer.Option(help="Add the measurements to this fil
 # of what is counted and not timed
 Counted = Annotated[
     list[str] | None,
-    typer.Option("--backbone", help="torchvision's name, repeatable; default: the paper's nine.", show_default=False),
+    typer.Option(
+        "--backbone",
+        help="torchvision's name, or timm:NAME; repeatable; default: the paper's nine.",
+        show_default=False,
+    ),
 ]
 CountedPrototypes = Annotated[int, typer.Option("--prototypes", min=1, help="m, prototypes per class.")]
 CountedSize = Annotated[str, typer.Option("--size", help="Input in pixels: 224, or height x width.")]
@@ -46,7 +50,9 @@ Models = Annotated[
 ]
 Backbones = Annotated[
     list[str] | None,
-    typer.Option("--backbone", help="torchvision's name; random weights; repeatable.", rich_help_panel=_MODEL_PANEL),
+    typer.Option(
+        "--backbone", help="torchvision's name, or timm:NAME; random weights; repeatable.", rich_help_panel=_MODEL_PANEL
+    ),
 ]
 Head = Annotated[Literal["opal", "linear"], typer.Option(help="On --backbone.", rich_help_panel=_MODEL_PANEL)]
 Classes = Annotated[int, typer.Option(min=2, help="C of --backbone.", rich_help_panel=_MODEL_PANEL)]
@@ -194,11 +200,11 @@ def build_random_networks(
     require("torch", "export", "timing a backbone")
     require("torchvision", "export", "timing a backbone")
     from opal_deploy.bench.targets.networks import build_random_network
-    from opal_deploy.model.backbones import build_torchvision_model
+    from opal_deploy.model import backbones as model_backbones
 
     pixels = parse_size(size)
     for name in backbones:
-        build_torchvision_model(name, "meta")
+        model_backbones.build(name, device="meta")
     return (
         build_random_network(name, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
         for name in backbones

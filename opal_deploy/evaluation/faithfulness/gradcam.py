@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch
@@ -34,7 +33,8 @@ class GradCam:
 
     def __call__(self, images: ImageBatch, classes: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the maps of the given classes; see `HeatMap`."""
-        pixels = torch.from_numpy(normalise(images, IMAGENET_MEAN, IMAGENET_STD)).to(self._device)
+        config = self._network.config
+        pixels = torch.from_numpy(normalise(images, config.mean, config.std)).to(self._device)
         with torch.no_grad():
             features = self._network.backbone(pixels)
         with torch.enable_grad():

@@ -1,0 +1,149 @@
+"""timm's convolutional networks as backbones, under the names `timm:NAME` and `timm:NAME.TAG`.
+
+A network ends at its `forward_features()`, before pooling and classifier; layers that some networks have behind their
+pooling (MobileNet-V3's last convolution) are left out. The tag names one of the network's sets of weights, and with it
+the mean, standard deviation, interpolation, crop and licence that the weights were made with (timm's `pretrained_cfg`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.errors import UsageError, first_line, require, suggest_names
+from opal_deploy.model.config import PretrainedConfig
+
+PREFIX = "timm:"
+# fields of timm's configuration that records keep
+_DETAILS = ("license", "interpolation", "crop_pct", "crop_mode", "input_size", "hf_hub_id")
+
+
+def list_networks() -> list[str]:
+    """Return timm's names of networks, each after `timm:`; ViT and the like are among them, which `build` refuses."""
+    return [PREFIX + name for name in _import_timm().list_models()]
+
+
+def build_network(name: str, device: str | torch.device = "cpu") -> nn.Module:
+    """Build timm's whole network with random weights, of which `forward` is timm's `forward_features`.
+
+    Raises:
+        UsageError: timm has no such network, or no weights of this tag.
+        MissingExtra: timm is not installed.
+    """
+    timm = _import_timm()
+    architecture, _ = _split_name(name)
+    with torch.device(device):
+        model: nn.Module = timm.create_model(architecture)
+    # feature extraction traces `forward`
+    kind: Any = type(model)
+    model.__class__ = type(kind.__name__, (kind,), {"forward": kind.forward_features})
+    return model
+
+
+def tracer_options() -> dict[str, Any]:
+    """Return the modules and functions that timm wants to be traced as they are."""
+    models = _import_timm().models
+    return {"leaf_modules": models.get_notrace_modules(), "autowrap_functions": tuple(models.get_notrace_functions())}
+
+
+def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
+    """Return how weights were made: those of a tag, or for a file and random weights those that the name means."""
+    architecture, tag = _split_name(name)
+    configs = _configs(architecture)
+    tag = weights if weights in configs else tag
+    config = configs[tag]
+    details = {key: value for key in _DETAILS if (value := getattr(config, key)) is not None}
+    return PretrainedConfig(tuple(config.mean), tuple(config.std), {"tag": tag, **details})
+
+
+def default_weights(name: str) -> str:
+    """Return the tag of the weights that a name means: its own, or timm's default of the network.
+
+    Raises:
+        UsageError: timm has no such network, or no weights for it.
+    """
+    architecture, tag = _split_name(name)
+    if not _configs(architecture)[tag].has_weights:
+        raise UsageError(
+            f"{name}: timm has no weights for it; give --weights a file, or none to start from random ones"
+        )
+    return tag
+
+
+def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
+    """Return the weights of a tag, which timm downloads unless it has them, and where they came from.
+
+    Raises:
+        UsageError: timm has none of this tag, or could not download them.
+    """
+    architecture, _ = _split_name(name)
+    configs = _configs(architecture)
+    if weights not in configs or not configs[weights].has_weights:
+        known = ", ".join(tag for tag, config in configs.items() if config.has_weights) or "it has none"
+        raise UsageError(
+            f"weights {weights!r}: no such file (.pth, .safetensors) and no tag of timm's for {architecture} ({known})"
+        )
+    full_name = f"{architecture}.{weights}"
+    try:
+        model = _import_timm().create_model(full_name, pretrained=True)
+    except OSError as error:
+        raise UsageError(
+            f"weights {weights}: timm could not download {full_name} ({first_line(error)}); fetch the file where there "
+            f"is a network (https://huggingface.co/{configs[weights].hf_hub_id}) and give its path"
+        ) from None
+    return model.state_dict(), f"timm {full_name}"
+
+
+def find_downloaded(name: str, weights: str) -> Path | None:
+    """Return the file that `download_weights` keeps; None where there is none, or not in Hugging Face's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    architecture, _ = _split_name(name)
+    config = _configs(architecture)[weights]
+    for file in (config.hf_hub_filename, "model.safetensors", "pytorch_model.bin"):
+        if config.hf_hub_id and file and isinstance(path := try_to_load_from_cache(config.hf_hub_id, file), str):
+            return Path(path)
+    return None
+
+
+def convert_sync_batch_norm(network: nn.Module) -> nn.Module:
+    """Return a network with batch statistics over all processes.
+
+    PyTorch's own conversion would drop the activations that timm's normalisations contain.
+    """
+    converted: nn.Module = _import_timm().layers.convert_sync_batchnorm(network)
+    return converted
+
+
+def _import_timm() -> Any:
+    require("timm", "timm", "a backbone of timm's")
+    import timm
+
+    return timm
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return architecture and tag of `timm:NAME` (its default tag) or `timm:NAME.TAG`.
+
+    Raises:
+        UsageError: timm has no such network, or no such tag for it.
+    """
+    architecture, _, tag = name.removeprefix(PREFIX).partition(".")
+    names = _import_timm().list_models()
+    if architecture not in names:
+        raise UsageError(f"backbone {name!r}: timm has no such network{suggest_names(architecture, names)}")
+    configs = _configs(architecture)
+    if tag and tag not in configs:
+        raise UsageError(f"backbone {name!r}: timm has no weights {tag!r} for it; it has {', '.join(configs)}")
+    return architecture, tag or next(iter(configs))
+
+
+def _configs(architecture: str) -> dict[str, Any]:
+    """Return timm's configurations of a network by tag, the default first."""
+    models = _import_timm().models
+    default = models.get_pretrained_cfg(architecture)
+    configs = models.get_arch_pretrained_cfgs(architecture).values()
+    return {config.tag or "": config for config in (default, *configs)}

@@ -1,0 +1,129 @@
+"""torchvision's classifiers as backbones: their names, networks and ImageNet weights."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from opal_deploy.errors import UsageError, suggest_names
+from opal_deploy.model.config import PretrainedConfig
+
+
+def list_networks() -> list[str]:
+    """Return torchvision's names of image classifiers."""
+    import torchvision
+
+    return sorted(torchvision.models.list_models(module=torchvision.models))
+
+
+def build_network(name: str, device: str | torch.device = "cpu") -> nn.Module:
+    """Build torchvision's whole network with random weights; on the device `meta` it takes no memory.
+
+    Raises:
+        UsageError: torchvision has no such classifier.
+    """
+    import torchvision
+
+    _check_name(name)
+    with torch.device(device), warnings.catch_warnings():
+        # GoogLeNet and Inception warn that their default initialisation is slow
+        warnings.simplefilter("ignore")
+        try:
+            model: nn.Module = torchvision.models.get_model(name, weights=None)
+        except NotImplementedError:
+            # RegNet computes its widths with tensors, which meta has no values for; its largest is 2.6 GB, so only
+            # what parameters are made with goes to `device`
+            with torch.device("cpu"), _ParametersOn(device):
+                model = torchvision.models.get_model(name, weights=None)
+            model = model.to(device)
+    return model
+
+
+def tracer_options() -> dict[str, Any]:
+    """Return what tracing torchvision's own networks needs beyond its defaults: nothing."""
+    return {}
+
+
+def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
+    """Return ImageNet's mean and standard deviation, which all of torchvision's weights were made with."""
+    return PretrainedConfig()
+
+
+def default_weights(name: str) -> str:
+    """Return the ImageNet weights that the paper starts from: torchvision's second set for ResNets, else the first.
+
+    Raises:
+        UsageError: torchvision has no such classifier.
+    """
+    import torchvision
+
+    _check_name(name)
+    names = [weights.name for weights in torchvision.models.get_model_weights(name)]
+    preferred = ("IMAGENET1K_V2", "IMAGENET1K_V1") if name.startswith("resnet") else ("IMAGENET1K_V1",)
+    return next((each for each in preferred if each in names), "DEFAULT")
+
+
+def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
+    """Return torchvision's weights of a name (`DEFAULT`, `IMAGENET1K_V1`, ...), and where they came from.
+
+    Raises:
+        UsageError: torchvision has none of this name, or could not download them.
+    """
+    import torchvision
+
+    try:
+        chosen = torchvision.models.get_model_weights(name)[weights]
+    except KeyError:
+        known = ", ".join(w.name for w in torchvision.models.get_model_weights(name))
+        raise UsageError(
+            f"weights {weights!r}: no such file (.pth, .safetensors) and not torchvision's for {name} ({known})"
+        ) from None
+    try:
+        state: dict[str, Tensor] = chosen.get_state_dict(progress=False, check_hash=True)
+    except OSError as error:
+        raise UsageError(
+            f"weights {weights}: torchvision could not download them ({error}); "
+            "fetch the file where there is a network and give its path"
+        ) from None
+    return state, f"torchvision {weights}"
+
+
+def find_downloaded(name: str, weights: str) -> Path | None:
+    """Return the file that `download_weights` keeps; None where there is none."""
+    import torchvision
+
+    url = torchvision.models.get_model_weights(name)[weights].url
+    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    return path if path.is_file() else None
+
+
+def convert_sync_batch_norm(network: nn.Module) -> nn.Module:
+    """Return a network with batch statistics over all processes."""
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def _check_name(name: str) -> None:
+    names = list_networks()
+    if name not in names:
+        raise UsageError(f"backbone {name!r}: torchvision has no such classifier{suggest_names(name, names)}")
+
+
+class _ParametersOn(TorchFunctionMode):
+    """Allocate parameters and buffers of layers on a device, and every other tensor where it would be anyway."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones):
+            kwargs["device"] = self.device
+        return func(*args, **kwargs)

@@ -1,0 +1,149 @@
+"""timm's networks as backbones: cut at `forward_features()` or by stride, with the weights and statistics of a tag."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+from opal_deploy.errors import MissingExtra, UsageError
+from opal_deploy.model import backbones, timm_backbones
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.resize import normalise, to_input
+
+LITE0 = "timm:tf_efficientnet_lite0"
+
+
+# MobileNet-V3 has a convolution behind its pooling; NFNet standardises weights
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "test_convnext", "test_nfnet", "test_resnet"])
+def test_features_are_timms_and_parameters_have_timms_names(name):
+    torch.manual_seed(0)
+    backbone, whole = backbones.build(f"timm:{name}").eval(), timm.create_model(name).eval()
+    _, unexpected = whole.load_state_dict(backbone.body.state_dict(), strict=False)
+    assert not unexpected
+    images = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        features = backbone(images)
+        torch.testing.assert_close(features, whole.forward_features(images), rtol=1e-5, atol=1e-6)
+    assert features.shape == (1, backbone.num_features, 64 // backbone.stride, 96 // backbone.stride)
+
+
+@pytest.mark.parametrize("stride", [16, 8])
+def test_a_finer_stride_leaves_out_the_later_layers(stride):
+    whole, cut = (backbones.build("timm:resnet18", stride=each, device="meta") for each in (None, stride))
+    same = backbones.build("resnet18", stride=stride, device="meta")
+    assert (cut.stride, cut.num_features, len(list(cut.parameters()))) == (
+        stride, same.num_features, len(list(same.parameters())),
+    )  # fmt: skip
+    assert cut.state_dict().keys() < whole.state_dict().keys()
+
+
+def test_stochastic_depth_and_batch_statistics_follow_the_mode():
+    backbone, images = backbones.build("timm:test_convnext"), torch.randn(8, 3, 32, 32)
+    normalised = backbones.build(LITE0, stride=8)
+    with torch.no_grad():
+        assert torch.equal(backbone.eval()(images), backbone(images))
+        before = normalised.body.bn1.running_mean.clone()
+        for training in (False, True):
+            normalised.train(training)(images)
+            assert torch.equal(normalised.body.bn1.running_mean, before) is not training
+
+
+def test_synchronised_batch_norm_keeps_the_activations_that_timm_puts_into_it():
+    network = backbones.build(LITE0, stride=8).eval()
+    with torch.no_grad():
+        converted = timm_backbones.convert_sync_batch_norm(network)
+    norms = [module for module in converted.modules() if isinstance(module, torch.nn.SyncBatchNorm)]
+    assert norms
+    assert any(isinstance(norm.act, torch.nn.ReLU6) for norm in norms)
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "message"),
+    [
+        pytest.param("vit_tiny_patch16_224", None, "certain sizes only.*448", id="ViT"),
+        pytest.param("swin_tiny_patch4_window7_224", None, "certain sizes only", id="Swin"),
+        pytest.param("maxvit_tiny_tf_224", None, "certain sizes only.*480", id="windows of 7 cells"),
+        pytest.param("mambaout_femto", None, "no grid", id="channels last"),
+        pytest.param("hrnet_w18_small", 16, "stride 16: .* it has 32, 4, 2", id="parallel branches"),
+        pytest.param("resnt18", None, "no such network; near it: resnet18", id="typo"),
+        pytest.param("resnet18.a7_in1k", None, "a7_in1k.* it has a1_in1k, ", id="tag"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_one_line(name, stride, message):
+    with pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z"):
+        backbones.build(f"timm:{name}", stride=stride, device="meta")
+
+
+def test_without_timm_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"opal-deploy\[timm\]"):
+        backbones.build("timm:resnet18")
+
+
+class TestWeights:
+    @pytest.mark.parametrize(
+        ("name", "weights", "tag", "mean", "license"),
+        [
+            (LITE0, None, "in1k", 0.5, "apache-2.0"),
+            ("timm:resnet18", "any.pth", "a1_in1k", 0.485, "apache-2.0"),
+            ("timm:resnet18.tv_in1k", None, "tv_in1k", 0.485, "bsd-3-clause"),
+            ("timm:resnet18", "tv_in1k", "tv_in1k", 0.485, "bsd-3-clause"),
+            ("timm:convnext_base", "clip_laion2b", "clip_laion2b", 0.48145466, "apache-2.0"),
+        ],
+    )
+    def test_a_tag_decides_statistics_and_licence(self, name, weights, tag, mean, license):
+        config = backbones.get_library(name).get_pretrained_config(name, weights)
+        assert (config.mean[0], config.details["tag"], config.details["license"]) == (mean, tag, license)
+        assert config.details["interpolation"] in ("bilinear", "bicubic")
+
+    def test_the_default_is_the_names_own_tag_or_timms(self):
+        defaults = [timm_backbones.default_weights(f"timm:{name}") for name in ("resnet18", "resnet18.tv_in1k")]
+        assert defaults == ["a1_in1k", "tv_in1k"]
+        with pytest.raises(UsageError, match="timm has no weights for it"):
+            timm_backbones.default_weights("timm:efficientnet_b6")
+
+    def test_a_tag_is_read_from_the_hubs_cache_and_offline_without_it_refused(
+        self, lite0_weights, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        backbone = backbones.build(LITE0)
+        with pytest.raises(UsageError, match=r"\A[^\n]*could not download [^\n]* give its path\Z"):
+            backbones.load_weights(backbone, "in1k")
+        with pytest.raises(UsageError, match=r"no tag of timm's for tf_efficientnet_lite0 \(in1k\)"):
+            backbones.load_weights(backbone, "in22k")
+        # as the Hub's client keeps what it downloads
+        repository = tmp_path / "models--timm--tf_efficientnet_lite0.in1k"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        snapshot = repository / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "model.safetensors").symlink_to(lite0_weights)
+        assert backbones.load_weights(backbone, "in1k") == "timm tf_efficientnet_lite0.in1k"
+        state = backbones.read_state_dict(lite0_weights)
+        assert all(torch.equal(value, state[key]) for key, value in backbone.body.state_dict().items())
+        assert timm_backbones.find_downloaded(LITE0, "in1k") == snapshot / "model.safetensors"
+
+    @pytest.mark.data
+    def test_real_weights_classify_photographs_with_their_own_statistics_only(self, lite0_weights, imagenet_samples):
+        backbone = backbones.build(LITE0).eval()
+        backbones.load_weights(backbone, lite0_weights)
+        state = backbones.read_state_dict(lite0_weights)
+        rows = [line.split("\t") for line in (imagenet_samples / "labels.tsv").read_text().splitlines()[1:25]]
+        photographs = [decode(imagenet_samples / name) for name, _ in rows]
+        images = np.stack([to_input(image, compute_geometry(image), (224, 224)) for image in photographs])
+        labels = torch.tensor([int(label) for _, label in rows])
+        config = timm_backbones.get_pretrained_config(LITE0, None)
+
+        def count_correct(mean, std):
+            with torch.no_grad():
+                pooled = backbone(torch.from_numpy(normalise(images, mean, std))).mean((2, 3))
+            logits = pooled @ state["classifier.weight"].T + state["classifier.bias"]
+            return int((logits.argmax(1) == labels).sum())
+
+        correct = count_correct(config.mean, config.std)
+        assert correct >= 18
+        assert correct > count_correct((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

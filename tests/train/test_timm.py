@@ -1,0 +1,101 @@
+"""A timm network with real weights goes the whole way: train, resume, export, explain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from opal_deploy.artifact.onnx_file import read_metadata
+from opal_deploy.datasets.samples import DataSet
+from opal_deploy.evaluation import attention_maps
+from opal_deploy.evaluation.faithfulness.gradcam import GradCam
+from opal_deploy.model import checkpoint
+from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.distributed import ProcessGroup
+from opal_deploy.train.epoch import TrainStep
+from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.reproduce.plan import run_folder_name
+from opal_deploy.train.setup import MixedPrecision
+from opal_deploy.train.validation import evaluate
+
+Opal = Callable[..., Any]
+
+
+def test_a_timm_network_trains_exports_and_explains(
+    opal: Opal, squares: DataSet, lite0_weights: Path, tmp_path: Path
+) -> None:
+    run, results = tmp_path / "run", tmp_path / "results"
+    train = (
+        "train", squares.root, "--backbone", "timm:tf_efficientnet_lite0", "--weights", lite0_weights, "--size", "64",
+        "--stride", "16", "--lr", "1e-3", "--augment", "none", "--out", run,
+    )  # fmt: skip
+    assert opal(*train, "--epochs", 1).returncode == 0
+    done = opal(*train, "--epochs", 1, "--overwrite", "--epochs", 4)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((run / "summary.json").read_text())["test_accuracy"] == 1.0
+    assert checkpoint.load(run / "best.pt").network.grid == (4, 4)
+
+    for precision in ("fp32", "fp16", "int8"):
+        calibrate = ("--calibrate", squares.root / "train") if precision == "int8" else ()
+        done = opal("export", run / "best.pt", "--precision", precision, *calibrate)
+        assert done.returncode == 0, done.stderr
+    metadata = read_metadata(run / "best.onnx")
+    assert metadata.mean == metadata.std == (0.5, 0.5, 0.5)
+    assert metadata.training["weights"]["pretrained_cfg"]["license"] == "apache-2.0"
+    done = opal("inspect", run / "best.onnx")
+    assert "mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5" in done.stderr
+    assert "in1k: licence apache-2.0, made with bicubic, center crop 0.875 of 224x224" in done.stderr
+
+    done = opal("infer", squares.root / "test", "--model", run / "best.onnx", "--explain", "--out", results)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (results / "results.jsonl").read_text().splitlines()]
+    assert [r["prediction"]["label"] for r in records] == [Path(r["image"]).parent.name for r in records]
+    assert all(len(r["evidence"]) == 5 for r in records)
+
+
+def test_every_step_normalises_as_the_network_says(squares: DataSet) -> None:
+    config = NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
+    network, group = OpalNetwork(config), ProcessGroup(torch.device("cpu"))
+    seen = []
+    network.backbone.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    white = np.full((2, 64, 64, 3), 255, np.uint8)
+    optimizer = torch.optim.Adam(network.parameters())
+    step = TrainStep(network, optimizer, MixedPrecision("cpu", None), group, config.mean, config.std)
+    step.step(torch.from_numpy(white), torch.tensor([0, 1]), 2)
+    GradCam(network)(white, np.array([0, 1]))
+    attention_maps.from_network(network).run(white)
+    for inputs in seen:
+        assert inputs.amax((0, 2, 3)).tolist() == inputs.amin((0, 2, 3)).tolist() == [2.0, 1.0, 0.5]
+    assert len(seen) == 3
+    images = TrainImages(squares.val[:1], (64, 64))
+    evaluate(network, Batches(images, 1))
+    pixels = torch.tensor(images[(0, 0)][0]).permute(2, 0, 1) / 255
+    expected = (pixels - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1)
+    torch.testing.assert_close(seen[-1][0], expected)
+
+
+def test_a_runs_folder_has_no_colon() -> None:
+    assert run_folder_name(TrainOptions("timm:resnet18.tv_in1k")) == "timm-resnet18.tv_in1k-opal-m5-l2-seed0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--backbone", "timm:resnt18"), "near it: resnet18"),
+        (("--backbone", "timm:resnet18", "--weights", "tv_in2k"), "no tag of timm's for resnet18 (a1_in1k, "),
+    ],
+)
+def test_a_wrong_name_ends_training_with_one_line(
+    opal: Opal, squares: DataSet, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = opal("train", squares.root, *options, "--size", "64", "--out", tmp_path / "run")
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
