@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
 from opal_deploy.artifact.evaluation import REQUIRED
-from opal_deploy.artifact.receptive_field import ReceptiveField
+from opal_deploy.artifact.receptive_field import EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError
 
 SCHEMA = 1
@@ -116,6 +116,12 @@ class Metadata:
     def epsilon(self) -> float:
         """The addend to the embedding's norm: z = s / (|s| + epsilon)."""
         return float(self.head["epsilon"])
+
+    @property
+    def effective_field(self) -> EffectiveField | None:
+        """The effective receptive field of a cell; None where it was not measured."""
+        field = ReceptiveField.from_dict(self.receptive_field)
+        return None if field is None else field.in_cells(self.grid)
 
     @property
     def unverified(self) -> str:

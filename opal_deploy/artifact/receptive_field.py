@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ class ReceptiveField:
             from i to i + 1; None where `size` is. Centre of cell 0's box: stride / 2.
         global_context: whether cells depend on the whole image also through a global pooling inside the network
             (squeeze-and-excitation), which `size` leaves out.
-        effective: side of the square around the centre of a cell's box that holds 90 % of the energy of its score's
-            gradient (`model.receptive_field.measure_effective_field`); None where that was not measured.
-        effective_offset: mean coordinate of the centroid of that energy for cell 0; None where it was not measured.
+        effective_offset: coordinate of the centre of cell 0's effective field, the centroid of the energy of scores'
+            gradients (`evaluation.receptive_field`); None where that was not measured.
+        effective: side of the square around that centre that holds 90 % of the energy; None where it was not measured.
         images: images that the effective field was measured on.
     """
 
@@ -67,8 +67,8 @@ class ReceptiveField:
         effective = "not measured"
         if self.effective is not None:
             effective = (
-                f"{self.effective} {of} around its box hold {ENERGY_SHARE:.0%} of the gradient's energy ({self.images} "
-                "images)"
+                f"{self.effective} {of} hold {ENERGY_SHARE:.0%} of the gradient's energy ({self.images} images), "
+                f"centred at {self.effective_offset or 0:.1f} of the box's {self.stride}"
             )
         lines = [f"a cell's box has {self.stride} {of}; it can see {theoretical}", f"effective: {effective}"]
         if self.sees_whole(input_size):
@@ -78,7 +78,39 @@ class ReceptiveField:
             )
         return lines
 
+    def in_cells(self, grid: tuple[int, int]) -> EffectiveField | None:
+        """Return the effective field in units of the cells of a grid (H, W); None where it was not measured."""
+        if self.effective is None or self.effective_offset is None:
+            return None
+        return EffectiveField(self.effective / self.stride, self.effective_offset / self.stride, grid)
+
     def sees_whole(self, input_size: tuple[int, int]) -> bool:
         """Return whether the field of a middle cell, effective where that is known, covers an input of (H0, W0)."""
         side = self.size if self.effective is None else self.effective
         return side is None or side >= min(input_size)
+
+
+@dataclass(frozen=True)
+class EffectiveField:
+    """The effective receptive field in units of cells, to be drawn around their boxes.
+
+    Attributes:
+        side: its side.
+        center: its centre, from the upper left corner of the cell's box; the box's own centre is 0.5.
+        grid: (H, W) of the feature map.
+    """
+
+    side: float
+    center: float
+    grid: tuple[int, int]
+
+    def surround(self, cell: Sequence[int], box: Sequence[float]) -> tuple[float, float, float, float]:
+        """Return the field (x0, y0, x1, y1) of a cell (row, col), with its box, within the model's view."""
+        x0, x1 = self._extend(cell[1], self.grid[1], box[0], box[2])
+        y0, y1 = self._extend(cell[0], self.grid[0], box[1], box[3])
+        return x0, y0, x1, y1
+
+    def _extend(self, index: int, count: int, start: float, stop: float) -> tuple[float, float]:
+        first = max(min(self.center - self.side / 2, 0.0), -index)
+        last = min(max(self.center + self.side / 2, 1.0), count - index)
+        return start + first * (stop - start), start + last * (stop - start)

@@ -148,7 +148,9 @@ def _explain(out: Path, model: Path) -> Summary:
         ("Runtime", sessions[0].description),
         ("Images", "generated creatures; the classes differ in two of five parts each"),
     )
-    options = RunOptions(folder, InferenceOptions(batch=16), report=ReportOptions(facts))
+    options = RunOptions(
+        folder, InferenceOptions(batch=16), report=ReportOptions(facts, field=sessions[0].metadata.effective_field)
+    )
     requests = build_requests(discover([str(out / "data" / "test")], Skipped()))
     with progress("explaining") as advance:
         return run(requests, sessions, options, report_progress=lambda done: advance(done.total))

@@ -41,6 +41,9 @@ def explain(
     heatmap: Annotated[
         bool, typer.Option("--heatmap", help="Show each slot's attention map; an export needs --outputs attention.")
     ] = False,
+    receptive_field: Annotated[
+        bool, typer.Option("--receptive-field", help="Draw also what each cell mostly depends on, dashed.")
+    ] = False,
     atlas: Annotated[
         Path | None,
         typer.Option(
@@ -71,7 +74,7 @@ def explain(
     from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import setup
     from opal_deploy.inference.executor import predict_stream
-    from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, with_attention
+    from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_effective_field, with_attention
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes
     from opal_deploy.inference.sources.items import Skipped
@@ -87,17 +90,20 @@ def explain(
         check_sha256(path, expect_sha256)
     sessions = open_sessions(path, device=device, threads=threads)[:1]
     metadata = sessions[0].metadata
+    if receptive_field:
+        check_effective_field(metadata, str(path))
     opened_atlas = None
     if atlas is not None:
         opened_atlas = setup.load_atlas(path, metadata, setup.fingerprint_model(path), atlas)
     names = setup.load_slot_names(metadata, setup.find_names_file(slot_names, atlas))
-    builder = SheetBuilder(metadata, SheetOptions(heatmap, opened_atlas, rows, names, min_margin), model=str(path))
+    options = SheetOptions(heatmap, opened_atlas, rows, names, min_margin, receptive_field)
+    builder = SheetBuilder(metadata, options, model=str(path))
     if heatmap:
         sessions = with_attention(sessions, str(path))
     setup.print_cautions(metadata, boxed=crops is not None)
-    options = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
+    inference = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
     requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
-    results = predict_stream(requests, sessions, options)
+    results = predict_stream(requests, sessions, inference)
     _write_sheets(results, builder, output, max_pixels, as_json=as_json)
 
 

@@ -54,9 +54,9 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
 
     For each image and each slot of its predicted class, the gradient of the slot's score at its cell with respect to
     the normalised input is squared, summed over colours, and divided by its sum over pixels: each slot of each image
-    counts alike. `effective` is the side of the smallest square of whole pixels around the centre of the cell's box in
-    which the mean of these shares, over all slots and images, reaches 90 %; a square may reach beyond the image, where
-    there is no energy. `effective_offset` is the mean of their centroids, of both axes, less `stride` times the cell.
+    counts alike. `effective_offset` is the mean of these shares' centroids, over slots, images and both axes, less
+    `stride` times the cell. `effective` is the side of the smallest square of whole pixels around that centre of the
+    cell in which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
 
     Args:
         network: with `exact` evidence; left in evaluation mode.
@@ -67,28 +67,29 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     device = next(network.parameters()).device
     config = network.config
     height, width = config.input_size
-    # by twice the distance from the box's centre, which is whole
-    energy_by_distance = torch.zeros(2 * max(height, width), dtype=torch.float64)
-    slots, offsets = 0, 0.0
+    rows, cols, shares = [], [], []
     for first in range(0, len(images), _BATCH):
         pixels = torch.from_numpy(normalise(images[first : first + _BATCH], config.mean, config.std)).to(device)
         for cells, energy in _score_gradients(network, pixels.requires_grad_()):
+            total = energy.sum(dim=(1, 2), keepdim=True)
             # a score of exactly 0 or 1 has no gradient in float32
-            seen = energy.sum(dim=(1, 2)) > 0
-            energy = energy[seen] / energy[seen].sum(dim=(1, 2), keepdim=True)
-            y = torch.arange(height) + 0.5 - field.stride * (cells[seen, None] // network.grid[1])  # [n, H0]
-            x = torch.arange(width) + 0.5 - field.stride * (cells[seen, None] % network.grid[1])  # [n, W0]
-            offsets += float((energy.sum(2) * y).sum() + (energy.sum(1) * x).sum()) / 2
-            middle = field.stride / 2
-            distance = torch.maximum((y - middle).abs()[:, :, None], (x - middle).abs()[:, None, :])
-            energy_by_distance.index_add_(0, (2 * distance).long().flatten(), energy.flatten())
-            slots += int(seen.sum())
-    if not slots:
+            seen = total[:, 0, 0] > 0
+            shares.append((energy / total)[seen].float())
+            rows.append(cells[seen] // network.grid[1])
+            cols.append(cells[seen] % network.grid[1])
+    share = torch.cat(shares)  # [slots, H0, W0]
+    if not len(share):
         return field
-    # a square of side k + 1 holds the pixels whose centres are at most k / 2 away
-    inside = (energy_by_distance.cumsum(0) / slots).numpy()
-    side = int(np.searchsorted(inside, ENERGY_SHARE)) + 1
-    return replace(field, effective=side, effective_offset=round(offsets / slots, 2), images=len(images))
+    # pixels' centres from the corner of the cell's box, [slots, H0] and [slots, W0]
+    y = torch.arange(height) + 0.5 - field.stride * torch.cat(rows)[:, None]
+    x = torch.arange(width) + 0.5 - field.stride * torch.cat(cols)[:, None]
+    offset = float((share.sum(2) * y).sum() + (share.sum(1) * x).sum()) / (2 * len(share))
+    distance = torch.maximum((y - offset).abs()[:, :, None], (x - offset).abs()[:, None, :])
+    # a square of side k + 1 holds whole pixels whose centres are at most k / 2 from its own
+    needed = (2 * distance - 1e-3).ceil().long().flatten()
+    inside = torch.bincount(needed, share.flatten().double()).cumsum(0) / len(share)
+    side = int(torch.searchsorted(inside, ENERGY_SHARE)) + 1
+    return replace(field, effective=side, effective_offset=round(offset, 2), images=len(images))
 
 
 def _score_gradients(network: OpalNetwork, pixels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

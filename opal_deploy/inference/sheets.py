@@ -31,6 +31,7 @@ class SheetOptions:
         exemplar_rows: the largest number of exemplars of a slot.
         names: names of slots.
         min_margin: answers below this margin are marked as abstained; None for never.
+        fields: draw effective receptive fields on the photographs.
     """
 
     heatmap: bool = False
@@ -38,6 +39,7 @@ class SheetOptions:
     exemplar_rows: int = 4
     names: SlotNames | None = None
     min_margin: float | None = None
+    fields: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class SheetBuilder:
             names=options.names,
         )
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
-        return Sheet(content, layout_sheet(content, image, exemplars))
+        return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))
 
     def _find_exemplars(self, atlas: Atlas, content: SheetContent, result: Result) -> Exemplars:
         prepared, predicted = result.prepared, content.predicted
@@ -120,6 +122,19 @@ def check_exact_evidence(metadata: Metadata, model: str) -> None:
         raise UsageError(
             f"{model}: it has no anchors, so a dense layer mixes all channels and no evidence can be shown; "
             "train the OPAL head"
+        )
+
+
+def check_effective_field(metadata: Metadata, model: str) -> None:
+    """Check that a model knows its effective receptive field.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if metadata.effective_field is None:
+        raise UsageError(
+            f"{model}: its effective receptive field was not measured; leave --receptive-field out, or train and "
+            "export with this version"
         )
 
 

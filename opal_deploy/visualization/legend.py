@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PIL import ImageDraw
@@ -25,6 +26,7 @@ _TRACK: RGB = (226, 226, 222)
 _ALERT: RGB = (150, 40, 27)
 
 NO_EVIDENCE = "This model has no exact evidence: no cell of the image decided alone."
+FIELD_NOTE = "Solid: the cell of a score. Dashed: its effective receptive field."
 MIN_WIDTH_EM = 22
 _ROWS_PER_COLUMN = 6
 _MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
@@ -83,15 +85,22 @@ def build_bars(record: Record) -> Bars:
         cosine = record["prediction"]["cosine"] if "prediction" in record else None
         adds_up = cosine is not None and abs(math.fsum(known) - cosine) <= _SUM_TOLERANCE
         meaning, values, full = (COSINE, known, 1.0 / len(known)) if adds_up else (DISTANCE, known, 0.0)
-    finite = [v for v in values if math.isfinite(v)]
-    high, low = max([0.0, full, *finite]), min([0.0, *finite])
-    span = (high - low) or 1.0
-    bars = []
-    for slot, value in zip(slots, values, strict=True):
-        length = value if math.isfinite(value) else 0.0
-        start, stop = sorted(((-low) / span, (length - low) / span))
-        bars.append(Bar(slot["slot"], slot_color(slot["slot"]), value, slot["score"], start, stop))
+    bars = [
+        Bar(slot["slot"], slot_color(slot["slot"]), value, slot["score"], *ends)
+        for slot, value, ends in zip(slots, values, bar_ends(values, full), strict=True)
+    ]
     return Bars(meaning, tuple(bars))
+
+
+def bar_ends(values: Sequence[float], full: float) -> list[tuple[float, float]]:
+    """Return the ends of bars that share one scale, as shares of the full bar, which stands for at least `full`.
+
+    The bar of a negative value points left from a common zero; what is no finite number has none.
+    """
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    high, low = max([full, 0.0, *finite]), min([0.0, *finite])
+    span = (high - low) or 1.0
+    return [((min(0.0, value) - low) / span, (max(0.0, value) - low) / span) for value in finite]
 
 
 def format_number(value: float | None) -> str:
@@ -109,13 +118,14 @@ class Legend:
         height: in pixels.
     """
 
-    def __init__(self, record: Record, width: int, size: int) -> None:
+    def __init__(self, record: Record, width: int, size: int, note: str = "") -> None:
         """Lay the legend out.
 
         Args:
             record: a record with a prediction.
             width: of the legend, in pixels.
             size: of the letters, in pixels.
+            note: a sentence to stand above the bars.
 
         Raises:
             ValueError: the record has no prediction.
@@ -134,11 +144,11 @@ class Legend:
         if record["status"] != "abstained":
             self._abstained = []
         self._bars = build_bars(record)
-        self._note = [] if self._bars.bars else wrap_text(NO_EVIDENCE, self._small, inner, lines=4)
         count = len(self._bars.bars)
+        self._note = wrap_text(note if count else NO_EVIDENCE, self._small, inner, lines=4)
         self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
         self._rows = -(-count // self._columns)
-        rows = (self._rows + 1) * self._line if count else len(self._note) * self._line
+        rows = (self._rows + 1) * self._line * bool(count) + len(self._note) * self._line
         head = len(self._title_lines) * round(size * 1.35 * 1.35) + len(self._facts + self._abstained) * self._line
         self.height = 2 * self._pad + head + round(size * 0.5) + rows
 

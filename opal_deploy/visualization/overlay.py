@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
+from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.legend import INK, MIN_WIDTH_EM, PAPER, Legend, get_prediction
+from opal_deploy.visualization.legend import FIELD_NOTE, INK, MIN_WIDTH_EM, PAPER, Legend, get_prediction
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
 from opal_deploy.visualization.text import draw_text, font, text_length
 
@@ -55,7 +57,7 @@ def _font_size(width: int, height: int) -> int:
     return max(12, round(math.sqrt(width * height) / 30))
 
 
-def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
+def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | None = None) -> Image.Image:
     """Return a photograph with a box for each slot, and the legend below, or beside a tall and narrow photograph.
 
     Slots that share a cell share one border, dashed in their colours in turn, with their tags side by side.
@@ -64,6 +66,7 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     Args:
         image: the whole image, EXIF orientation applied; not changed.
         record: the image's record; without `evidence` no boxes are drawn, and the legend says so.
+        field: draw the cells' effective receptive fields too, dashed, and have the legend tell the two apart.
 
     Returns:
         RGB; the photograph in the upper left corner, `photograph_size` large.
@@ -83,7 +86,8 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
 
     size = _font_size(width, height)
     beside = height > _BESIDE_RATIO * width
-    legend = Legend(record, MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size), size)
+    legend_width = MIN_WIDTH_EM * size if beside else max(width, MIN_WIDTH_EM * size)
+    legend = Legend(record, legend_width, size, FIELD_NOTE if field is not None else "")
     if beside:
         canvas = Image.new("RGB", (width + MIN_WIDTH_EM * size, max(height, legend.height)), PAPER)
     else:
@@ -91,8 +95,24 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     canvas.paste(photograph, (0, 0))
     draw = ImageDraw.Draw(canvas)
     legend.draw(draw, width if beside else 0, 0 if beside else height)
-    _draw_boxes(draw, record.get("evidence", []), scale, (width, height))
+    boxes = [SlotBox.of(slot, field) for slot in record.get("evidence", [])]
+    draw_boxes(draw, boxes, (scale, scale), (width, height))
     return canvas
+
+
+@dataclass(frozen=True)
+class SlotBox:
+    """A slot's cell and, to draw it too, its effective field: (x0, y0, x1, y1) in pixels of the image."""
+
+    slot: int
+    box: Sequence[float]
+    field: Sequence[float] | None = None
+
+    @staticmethod
+    def of(slot: Slot, field: EffectiveField | None) -> SlotBox:
+        """Return the box of a record's slot."""
+        surround = None if field is None else field.surround(slot["cell"], slot["box"])
+        return SlotBox(slot["slot"], slot["box"], surround)
 
 
 def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
@@ -115,24 +135,59 @@ def crop_box(image: Image.Image, box: Sequence[float]) -> Image.Image:
     return image.crop((left, top, right, bottom))
 
 
-def pixel_box(box: Iterable[float], scale: int, size: tuple[int, int]) -> Rectangle:
-    """Return the pixels that a record's box covers on the photograph of `size`: at least one, none outside."""
-    x0, y0, x1, y1 = (round(v * scale) for v in box)
+def pixel_box(box: Sequence[float], scale: tuple[float, float], size: tuple[int, int]) -> Rectangle:
+    """Return the pixels that a box covers on a photograph of `size`, enlarged by `scale` along x and y.
+
+    At least one, none outside.
+    """
+    x0, y0, x1, y1 = (round(value * scale[axis % 2]) for axis, value in enumerate(box))
     left, top = min(max(x0, 0), size[0] - 1), min(max(y0, 0), size[1] - 1)
     return left, top, min(max(x1 - 1, left), size[0] - 1), min(max(y1 - 1, top), size[1] - 1)
 
 
-def _draw_boxes(draw: ImageDraw.ImageDraw, slots: list[Slot], scale: int, size: tuple[int, int]) -> None:
-    cells: dict[Rectangle, list[int]] = {}
+def draw_boxes(
+    draw: ImageDraw.ImageDraw, slots: Sequence[SlotBox], scale: tuple[float, float], size: tuple[int, int]
+) -> None:
+    """Draw boxes, and fields where slots have them, on a photograph in the upper left corner of a canvas.
+
+    Args:
+        draw: the canvas.
+        slots: in pixels of the image.
+        scale: pixels of the photograph per pixel of the image, along x and y.
+        size: width and height of the photograph.
+    """
+    cells: dict[Rectangle, list[SlotBox]] = {}
     for slot in slots:
-        cells.setdefault(pixel_box(slot["box"], scale, size), []).append(slot["slot"])
+        cells.setdefault(pixel_box(slot.box, scale, size), []).append(slot)
     line = max(2, round(min(size) / 125))
+    for group in cells.values():
+        if group[0].field is not None:
+            colors = [slot_color(slot.slot) for slot in group]
+            _draw_field(draw, pixel_box(group[0].field, scale, size), colors, max(2, 2 * line // 3))
     for box, group in cells.items():
-        _draw_border(draw, box, [slot_color(s) for s in group], line)
+        _draw_border(draw, box, [slot_color(slot.slot) for slot in group], line)
     # after all borders: a number may cover a line, never the other way round
     tags: list[Rectangle] = []
     for box, group in cells.items():
-        _draw_tags(draw, box, group, size, line, list(cells), tags)
+        _draw_tags(draw, box, [slot.slot for slot in group], size, line, list(cells), tags)
+
+
+def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
+    """Draw a dashed rectangle in the colours in turn, on a dark line that shows where the ground has their colour."""
+    draw.rectangle(box, outline=INK, width=line)
+    x0, y0, x1, y1 = box
+    dash = 5 * line + 3
+    count = 0
+    for x in range(x0, x1 + 1, 2 * dash):
+        end = min(x + dash - 1, x1)
+        draw.rectangle((x, y0, end, y0 + line - 1), fill=colors[count % len(colors)])
+        draw.rectangle((x, y1 - line + 1, end, y1), fill=colors[count % len(colors)])
+        count += 1
+    for y in range(y0, y1 + 1, 2 * dash):
+        end = min(y + dash - 1, y1)
+        draw.rectangle((x0, y, x0 + line - 1, end), fill=colors[count % len(colors)])
+        draw.rectangle((x1 - line + 1, y, x1, end), fill=colors[count % len(colors)])
+        count += 1
 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:

@@ -101,3 +101,26 @@ def test_a_call_that_gives_no_sheet_says_why_in_one_line(
     before = sorted(tmp_path.rglob("*"))
     assert complaint in one_line(run(f"explain {arguments}", code), code)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_receptive_fields_are_drawn_only_where_they_were_measured(
+    run: Callable, opal: Callable, exact_model: Path, tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    from opal_deploy.artifact.receptive_field import ReceptiveField
+    from opal_deploy.model import checkpoint
+
+    assert "was not measured" in one_line(run("explain in/000.png --receptive-field", 2))
+    assert "on nothing" in one_line(run("infer in --receptive-field", 2))
+    field = ReceptiveField(32, 527, 0.5, effective=64, effective_offset=12.0, images=1)
+    stored = checkpoint.load(exact_model.with_suffix(".pt"))
+    checkpoint.save(tmp_path / "m.pt", replace(stored, receptive_field=field))
+    for option, out in (((), "plain"), (("--receptive-field",), "fields")):
+        call = ("infer", "in", "--model", "m.pt", "--explain", "--sheets", "--out", out, *option)
+        assert opal(*call, cwd=tmp_path).returncode == 0
+    for drawn in ("overlays/000000-000.png.jpg", "sheets/000000-000.png.png"):
+        assert (tmp_path / "plain" / drawn).read_bytes() != (tmp_path / "fields" / drawn).read_bytes()
+    # drawn once, or shown on demand
+    pages = [(tmp_path / out / "report.html").read_text() for out in ("plain", "fields")]
+    assert ['show-fields">' in page for page in pages] == [True, False]

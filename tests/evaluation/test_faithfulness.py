@@ -253,6 +253,18 @@ def test_cells_are_stable_where_they_stay_and_follow_a_flip(tmp_path):
     assert (stability["JPEG quality 50"][0], stability["horizontal flip"][0]) == (1.0, 0.0)
 
 
+@pytest.mark.parametrize(("center", "share"), [(0.5, 0.0), (-0.5, 1.0)])
+def test_a_cell_follows_a_flip_by_the_centre_of_what_it_sees(tmp_path, center, share):
+    def seen_from_the_right(bright):
+        scores, cells = brightest_cells(bright)
+        cells[:, :2] += 1  # each cell sees the one to its left
+        return scores, cells
+
+    images = painted(tmp_path, [{1: 250, 10: 180}] * 4)
+    changes = _measure(KnownSession(seen_from_the_right), images, baselines=("mean",), center=center).stability
+    assert changes[-1].same_cell.value == share
+
+
 def test_text_plot_and_json_are_complete(measured, tmp_path):
     text = "\n".join(format_lines(measured))
     for part in (

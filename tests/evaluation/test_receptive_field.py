@@ -36,7 +36,7 @@ class _Patches(nn.Module):
     [
         ((slice(0, 8), slice(0, 8)), 8, 4.0),  # 36 of 64 pixels lie in a square of 6
         ((slice(3, 5), slice(3, 5)), 2, 4.0),
-        ((slice(0, 1), slice(0, 1)), 8, 0.5),  # one corner: the square around the box's centre reaches it
+        ((slice(0, 1), slice(0, 1)), 1, 0.5),  # one corner of the box: the square lies there
     ],
 )
 def test_the_side_and_the_centre_are_those_of_the_weights(used: tuple[slice, slice], side: int, offset: float) -> None:

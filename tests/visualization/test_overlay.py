@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.records.record import error_record
+from opal_deploy.visualization.legend import INK
 from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_jpeg, photograph_size, pixel_box
 from opal_deploy.visualization.palette import slot_color
 
@@ -24,7 +26,7 @@ def test_the_photograph_is_changed_on_the_edges_of_boxes_and_under_tags_only(mak
     assert image.tobytes() == photograph(SIZE).tobytes(), "the input stays as it is"
     changed = (np.asarray(overlay)[: SIZE[1], : SIZE[0]] != np.asarray(image)).any(axis=-1)
     for slot in record["evidence"]:
-        x0, y0, x1, y1 = pixel_box(slot["box"], 1, SIZE)
+        x0, y0, x1, y1 = pixel_box(slot["box"], (1, 1), SIZE)
         dx, dy = (x1 - x0) // 3, (y1 - y0) // 3
         assert not changed[y0 + dy : y1 - dy, x0 + dx : x1 - dx].any()
         changed[y0 : y1 + 1, x0 : x1 + 1] = False
@@ -55,9 +57,23 @@ def test_a_box_shows_on_any_background(make_record, background):
 def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slots, size):
     record = make_record(size, [(2, 2)] * slots)
     overlay = draw_overlay(Image.new("RGB", size, "#777"), record)
-    x0, y0, x1, y1 = pixel_box(record["evidence"][0]["box"], display_scale(*size), photograph_size(*size))
+    scale = display_scale(*size)
+    x0, y0, x1, y1 = pixel_box(record["evidence"][0]["box"], (scale, scale), photograph_size(*size))
     colors = {color for _, color in overlay.crop((x0, y0, x1 + 1, y1 + 1)).getcolors(1 << 24)}
     assert {slot_color(i) for i in range(slots)} <= colors
+
+
+def test_fields_are_dashed_around_their_cells_and_the_legend_says_which_is_which(make_record):
+    record = make_record(SIZE, [(2, 2)])
+    plain, drawn = (
+        draw_overlay(Image.new("RGB", SIZE, "#777"), record, field) for field in (None, EffectiveField(2, 0.5, (5, 5)))
+    )
+    # cells of 100 x 80 pixels: the field is twice as large around 250, 200
+    changed = (np.asarray(drawn)[: SIZE[1]] != np.asarray(plain)[: SIZE[1]]).any(axis=-1)
+    rows, columns = np.nonzero(changed)
+    assert (columns.min(), columns.max(), rows.min(), rows.max()) == (150, 349, 120, 279)
+    assert {drawn.getpixel((x, 120)) for x in range(150, 350)} == {slot_color(0), INK}
+    assert drawn.height > plain.height
 
 
 def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):

@@ -11,6 +11,7 @@ from opal_deploy.cli.evaluate.inputs import EvaluateOptions, EvaluationInputs
 from opal_deploy.cli.evaluate.output import ModelResult, print_metrics
 
 if TYPE_CHECKING:
+    from opal_deploy.artifact.receptive_field import ReceptiveField
     from opal_deploy.evaluation.faithfulness.gradcam import HeatMap
     from opal_deploy.runtime.session import Session
 
@@ -41,11 +42,11 @@ def measure_model(
     if folder is not None:
         report.write_model(folder, evaluation, result.metadata, inputs.samples, inputs.root)
     print_metrics(result, options)
-    _add_receptive_field(result, inputs, options)
+    field = _add_receptive_field(result, inputs, options)
     _add_risk(result, options, folder)
     _add_pointing(result, inputs, folder)
     if options.faithfulness:
-        _add_faithfulness(result, session, inputs, options, folder)
+        _add_faithfulness(result, session, inputs, options, field, folder)
     return result
 
 
@@ -86,8 +87,10 @@ def _add_risk(result: ModelResult, options: EvaluateOptions, folder: Path | None
         report.write_risk(folder, curve, threshold)
 
 
-def _add_receptive_field(result: ModelResult, inputs: EvaluationInputs, options: EvaluateOptions) -> None:
-    """Add what a cell sees: as the model remembers it, or measured where a checkpoint does not."""
+def _add_receptive_field(
+    result: ModelResult, inputs: EvaluationInputs, options: EvaluateOptions
+) -> ReceptiveField | None:
+    """Add and return what a cell sees: as the model remembers it, or measured where a checkpoint does not."""
     from opal_deploy.artifact.files import model_kind
     from opal_deploy.artifact.receptive_field import ReceptiveField
 
@@ -102,10 +105,11 @@ def _add_receptive_field(result: ModelResult, inputs: EvaluationInputs, options:
         field = measure_receptive_field(network, inputs.samples, boxes=options.boxes)
     if field is None:
         print_message("receptive field: not recorded in this model; evaluate its checkpoint, or export that again")
-        return
+        return None
     for line in field.describe(metadata.input_size):
         print_message(line)
     result.extra["receptive_field"] = field.to_dict()
+    return field
 
 
 def _add_pointing(result: ModelResult, inputs: EvaluationInputs, folder: Path | None) -> None:
@@ -126,7 +130,12 @@ def _add_pointing(result: ModelResult, inputs: EvaluationInputs, folder: Path | 
 
 
 def _add_faithfulness(
-    result: ModelResult, session: Session, inputs: EvaluationInputs, options: EvaluateOptions, folder: Path | None
+    result: ModelResult,
+    session: Session,
+    inputs: EvaluationInputs,
+    options: EvaluateOptions,
+    field: ReceptiveField | None,
+    folder: Path | None,
 ) -> None:
     """Add faithfulness; prints first how many forward passes it may take."""
     from opal_deploy.evaluation import report
@@ -135,6 +144,7 @@ def _add_faithfulness(
     from opal_deploy.evaluation.faithfulness.tables import format_lines
 
     chosen = choose_samples(inputs.samples, options.limit)
+    effective = None if field is None else field.in_cells(session.metadata.grid)
     passes = max_forward_passes(len(chosen), session.metadata, options.baselines)
     print_message(
         f"faithfulness: {len(chosen):,} images, at most {passes:,} forward passes (--limit and --fill make it fewer)"
@@ -150,6 +160,7 @@ def _add_faithfulness(
             heat_map=_grad_cam(result.path, options.device),
             batch=options.batch,
             seed=options.seed,
+            center=0.5 if effective is None else effective.center,
             report=_with_estimate(advance, "fewer with --limit or --fill"),
         )
     for line in format_lines(faithfulness):

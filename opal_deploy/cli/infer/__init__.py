@@ -50,6 +50,10 @@ def infer(
             "--heatmap", help="Sheets show attention maps; an export needs --outputs attention; implies --sheets."
         ),
     ] = False,
+    receptive_field: Annotated[
+        bool,
+        typer.Option("--receptive-field", help="Overlays and sheets show what each cell mostly depends on, dashed."),
+    ] = False,
     slot_names: Annotated[
         Path | None,
         typer.Option(
@@ -174,7 +178,14 @@ def infer(
         )
         margin = None if min_margin is None else setup.parse_min_margin(min_margin, loaded.path, metadata)
         drawing = setup.prepare_sheets(
-            loaded, sheets=sheets, heatmap=heatmap, atlas=atlas, slot_names=slot_names, min_margin=margin
+            loaded,
+            sheets=sheets,
+            heatmap=heatmap,
+            atlas=atlas,
+            slot_names=slot_names,
+            min_margin=margin,
+            receptive_field=receptive_field,
+            explain=explain,
         )
         sessions = drawing.sessions
         inference = InferenceOptions(
@@ -213,7 +224,9 @@ def infer(
                     print_message(f"Evidence: {evidence}")
                 options = RunOptions(
                     directory.root, inference,
-                    report=ReportOptions(facts, report_limit, embedding, evidence) if explain else None,
+                    report=ReportOptions(
+                        facts, report_limit, embedding, evidence, metadata.effective_field, receptive_field
+                    ) if explain else None,
                     sheets=drawing.sheets, formats=tables, max_errors=error_limit,
                     resume=directory.state == "unfinished", print_message=print_message,
                 )  # fmt: skip

@@ -319,6 +319,8 @@ def prepare_sheets(
     atlas: Path | None,
     slot_names: Path | None,
     min_margin: float | None,
+    receptive_field: bool,
+    explain: bool,
 ) -> SheetSetup:
     """Check that the model can draw the sheets of a call, and read the files that belong to them.
 
@@ -329,20 +331,33 @@ def prepare_sheets(
         atlas: show patches of this atlas on them.
         slot_names: names slots on them and in the records.
         min_margin: predictions with a smaller margin abstain.
+        receptive_field: draw effective receptive fields on them, and on overlays.
+        explain: draw overlays.
 
     Raises:
-        UsageError: no single cell of the model is evidence, it has no attention maps, it is not the atlas's, or the
-            names do not fit it.
+        UsageError: no single cell of the model is evidence, it has no attention maps, it is not the atlas's, the
+            names do not fit it, or its effective receptive field is not known.
         ArtifactError: there is no such atlas, or it is damaged.
     """
-    from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_exact_evidence, with_attention
+    from opal_deploy.inference.sheets import (
+        SheetBuilder,
+        SheetOptions,
+        check_effective_field,
+        check_exact_evidence,
+        with_attention,
+    )
     from opal_deploy.visualization.atlas.storage import ATLAS_FILE
 
     sheets = sheets or heatmap or atlas is not None
-    if not sheets and slot_names is None:
-        return SheetSetup(None, None, model.sessions, {})
-    path, metadata, sessions = model.path, model.metadata, model.sessions
     config: dict[str, object] = {}
+    if receptive_field:
+        if not (explain or sheets):
+            raise UsageError("--receptive-field without --explain or --sheets: it would be drawn on nothing")
+        check_effective_field(model.metadata, str(model.path))
+        config["receptive_field"] = True
+    if not sheets and slot_names is None:
+        return SheetSetup(None, None, model.sessions, config)
+    path, metadata, sessions = model.path, model.metadata, model.sessions
     check_exact_evidence(metadata, str(path))
     if heatmap:
         sessions = with_attention(sessions, str(path))
@@ -357,5 +372,5 @@ def prepare_sheets(
     names = load_slot_names(metadata, slot_names)
     if slot_names is not None:
         config["slot_names"] = fingerprint_file(slot_names)
-    options = SheetOptions(heatmap, loaded_atlas, names=names, min_margin=min_margin)
+    options = SheetOptions(heatmap, loaded_atlas, names=names, min_margin=min_margin, fields=receptive_field)
     return SheetSetup(SheetBuilder(metadata, options) if sheets else None, names, sessions, config)

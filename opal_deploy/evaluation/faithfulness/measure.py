@@ -115,6 +115,7 @@ def measure_faithfulness(
     batch: int = 16,
     workers: int = 2,
     seed: int = 0,
+    center: float = 0.5,
     report: ProgressCallback | None = None,
 ) -> Faithfulness:
     """Measure deletion and insertion curves, controls and stability of one model.
@@ -131,6 +132,7 @@ def measure_faithfulness(
         batch: images a forward pass.
         workers: threads that decode.
         seed: 0 or more.
+        center: of what a cell sees, in cells from the corner of its box (`EffectiveField.center`).
         report: called with images done and in all.
 
     Raises:
@@ -157,7 +159,7 @@ def measure_faithfulness(
             )
             for row, (index, geometry) in enumerate(zip(indices, geometries, strict=True))
         ]
-        stabilities += measure_stability(perturber, pixels, outputs, indices, metadata, seed)
+        stabilities += measure_stability(perturber, pixels, outputs, indices, metadata, seed, center)
         curves += perturbation_curves(perturber, pixels, rankings, indices, metadata.grid, baselines, seed)
         different_cells += [len(ranking.evidence) for ranking in rankings]
         if report is not None:

@@ -28,7 +28,8 @@ class SlotStability:
     """One image under one change. Shares are of the m slots of the class predicted for the unchanged image.
 
     Attributes:
-        same_cell: share of slots whose cell is the same (after a flip: the mirrored one).
+        same_cell: share of slots whose cell is the same; after a flip: the one whose centre is nearest to the mirrored
+            centre of the cell before.
         within_one_cell: share of slots whose cell is the same or one of its neighbours, diagonal ones included.
         same_class: whether the predicted class is the same.
     """
@@ -58,6 +59,7 @@ def measure_stability(
     indices: Sequence[int],
     metadata: Metadata,
     seed: int,
+    center: float = 0.5,
 ) -> list[dict[str, SlotStability]]:
     """Return the stability of n images under every change, by name.
 
@@ -68,17 +70,20 @@ def measure_stability(
         indices: of the images in their data set.
         metadata: of the model.
         seed: of the noise.
+        center: of what a cell sees, in cells from the corner of its box, whose own centre is 0.5.
     """
     stabilities: list[dict[str, SlotStability]] = [{} for _ in images]
     for name, change in image_changes(seed).items():
         changed = np.stack([change(image, index) for image, index in zip(images, indices, strict=True)])
         outputs = perturber.run(changed)
         for row, by_change in enumerate(stabilities):
-            by_change[name] = _compare(unchanged, outputs, row, metadata, mirrored=name == FLIP)
+            by_change[name] = _compare(unchanged, outputs, row, metadata, center if name == FLIP else None)
     return stabilities
 
 
-def _compare(before: Outputs, after: Outputs, row: int, metadata: Metadata, *, mirrored: bool) -> SlotStability:
+def _compare(
+    before: Outputs, after: Outputs, row: int, metadata: Metadata, mirrored_center: float | None
+) -> SlotStability:
     if before.argmax is None or after.argmax is None:
         raise ValueError("a model without slots has no cells")
     m, width = metadata.prototypes_per_class, metadata.grid[1]
@@ -87,8 +92,8 @@ def _compare(before: Outputs, after: Outputs, row: int, metadata: Metadata, *, m
     (old_row, old_col), (new_row, new_col) = (
         divmod(cells[row, block], width) for cells in (before.argmax, after.argmax)
     )
-    if mirrored:
-        new_col = width - 1 - new_col
+    if mirrored_center is not None:
+        old_col = np.rint(width - 2 * mirrored_center - old_col).clip(0, width - 1)
     distance = np.maximum(np.abs(new_row - old_row), np.abs(new_col - old_col))
     return SlotStability(
         float((distance == 0).mean()), float((distance <= 1).mean()), int(after.logits[row].argmax()) == predicted

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from PIL import Image
 
+from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.prepare import timed_open
 from opal_deploy.inference.executor import prefetch, thread_pool
@@ -61,6 +62,8 @@ class ReportOptions:
     Attributes:
         facts: (name, value) pairs about the run, below the head of the page.
         evidence: what was measured of the model's evidence, at the head of the page; empty shows nothing.
+        field: the model's effective receptive field, which the page shows on demand; None where it is not known.
+        draw_field: draw it on the overlays, always.
         limit: images shown; all are counted.
         images: `embed` overlays in the page or show the `files` beside it; None: embed them where they are few.
     """
@@ -69,6 +72,8 @@ class ReportOptions:
     limit: int = REPORT_LIMIT
     images: ImageMode | None = None
     evidence: str = ""
+    field: EffectiveField | None = None
+    draw_field: bool = False
 
 
 @contextmanager
@@ -161,8 +166,10 @@ class _Drawer:
             return decode(request.source, max_pixels=self._max_pixels, open_file=timed_open(self._timer))
 
     def _draw_overlay(self, index: int, record: Record, image: Image.Image) -> None:
+        report = self._report
+        field = report.field if report is not None and report.draw_field else None
         with self._timer.stage("draw"):
-            overlay = draw_overlay(image, record)
+            overlay = draw_overlay(image, record, field)
             encoded = encode_jpeg(overlay)
             if index < self._num_thumbnails:
                 self._thumbnails[index] = make_thumbnail(overlay, record)
@@ -205,6 +212,7 @@ def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> N
             limit=options.limit,
             image_mode=images,
             evidence=options.evidence,
+            field=None if options.draw_field else options.field,
         ) as writer:
             for index, record in enumerate(read_records(out / RESULTS)):
                 name = record.get("overlay")

@@ -22,7 +22,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.records.record import Record, Slot
-from opal_deploy.visualization.atlas.entries import SlotStatistics
+from opal_deploy.visualization.atlas.entries import Box, SlotStatistics
 from opal_deploy.visualization.overlay import crop_box, encode_jpeg
 
 # patches are shown small: larger ones are reduced to this many pixels on their longer side
@@ -41,6 +41,7 @@ class PatchCandidate:
         image: the image's name.
         sha256: the digest of the image's file.
         slot: the slot's evidence in the image's record.
+        around: (x0, y0, x1, y1) of what the patch shows around the slot's cell; None for the cell alone.
         jpeg: the encoded patch; None until it is cut.
         source: where to decode the image from while `jpeg` is None.
     """
@@ -49,12 +50,13 @@ class PatchCandidate:
     image: str
     sha256: str
     slot: Slot = field(compare=False)
+    around: Box | None = field(compare=False, default=None)
     jpeg: bytes | None = field(compare=False, default=None)
     source: Source | None = field(compare=False, default=None)
 
     def cut(self, image: Image.Image) -> None:
         """Cut and keep the patch out of `image`, the whole oriented image, RGB."""
-        patch = crop_box(image, self.slot["box"])
+        patch = crop_box(image, self.around or self.slot["box"])
         patch.thumbnail((_PATCH_SIDE, _PATCH_SIDE), Image.Resampling.LANCZOS)
         self.jpeg, self.source = encode_jpeg(patch, _PATCH_QUALITY), None
 
@@ -149,9 +151,11 @@ class AtlasCollector:
             self._count_evidence(record["prediction"]["class_id"], record["evidence"])
 
     def _keep_patches(self, record: Record, sha256: str, image: Image.Image | None, source: Source | None) -> None:
-        class_id = record["prediction"]["class_id"]
+        class_id, effective = record["prediction"]["class_id"], self.metadata.effective_field
         for slot in record["evidence"]:
-            candidate = PatchCandidate(-self._rank(slot), record["image"] or "", sha256, slot, None, source)
+            around = None if effective is None else effective.surround(slot["cell"], slot["box"])
+            name = record["image"] or ""
+            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, None, source)
             best = self._best.setdefault((class_id, slot["slot"]), [])
             if len(best) < self.top or candidate < best[-1]:
                 self._insert(best, candidate, image)

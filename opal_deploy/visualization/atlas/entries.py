@@ -9,6 +9,8 @@ from typing import Any
 
 from opal_deploy.errors import UsageError
 
+Box = tuple[float, float, float, float]
+
 # findings about a class need this many images at least: fewer say nothing about a habit
 MIN_IMAGES = 5
 # a slot alone in its cell in a smaller share of images shows nothing that another slot does not
@@ -31,15 +33,17 @@ class AtlasPatch:
         score: the slot's score, in [0, 1].
         contribution: the slot's contribution; None where the distance has none.
         file: the patch's JPEG, relative to the atlas's folder.
+        field: (x0, y0, x1, y1) of what the patch shows, the cell's effective receptive field; None: the cell alone.
     """
 
     image: str
     sha256: str
     cell: tuple[int, int]
-    box: tuple[float, float, float, float]
+    box: Box
     score: float
     contribution: float | None
     file: str
+    field: Box | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.atlas.entries import Atlas, Box
 from opal_deploy.visualization.atlas.storage import load_patch
 from opal_deploy.visualization.legend import format_number
 
@@ -18,11 +18,15 @@ class Exemplar:
 
     Attributes:
         image: the patch's pixels, RGB.
+        box: (x0, y0, x1, y1) of the cell, in pixels of its whole image.
+        field: the same of what the patch shows around the cell; None where it shows the cell alone.
         caption: a few words to stand under the patch.
         alt: the patch in words.
     """
 
     image: Image.Image
+    box: Box
+    field: Box | None
     caption: str
     alt: str
 
@@ -59,6 +63,8 @@ def find_exemplars(
         slot: [
             Exemplar(
                 load_patch(atlas, patch),
+                patch.box,
+                patch.field,
                 f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
                 f"{patch.image.rpartition('/')[2]}",
                 f"slot {slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}",

@@ -175,6 +175,7 @@ def _write_candidate(candidate: PatchCandidate, root: Path) -> AtlasPatch:
         slot["score"],
         slot["contribution"],
         write_patch(root, candidate.jpeg or b""),
+        candidate.around,
     )
 
 
@@ -255,6 +256,8 @@ def _parse_patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:
             float(each["score"]),
             None if contribution is None else float(contribution),
             each["file"],
+            # atlases of earlier versions show bare cells
+            _parse_numbers(each["field"], 4, float) if each.get("field") else None,
         )
 
 

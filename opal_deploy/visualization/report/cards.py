@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from opal_deploy.records.record import Record
+from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.records.record import Record, Slot
 from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, get_prediction
 from opal_deploy.visualization.overlay import overlay_width, photograph_size
 from opal_deploy.visualization.palette import NUM_COLORS, slot_color, text_color, to_hex
@@ -73,6 +74,8 @@ class Card:
         meaning: what the bars show, an index of MEANINGS.
         slots: the evidence, in slot order.
         distinct: the number of different cells that the slots chose.
+        fields: (x, y, width, height, colour) of the effective receptive field of each different cell, in pixels of the
+            photograph; empty where it is not known.
         width: of the photograph in pixels.
         height: of the photograph in pixels.
         overlay: the overlay's file in the run's folder; None without one.
@@ -94,6 +97,7 @@ class Card:
     meaning: int = 0
     slots: tuple[SlotRow, ...] = ()
     distinct: int = 0
+    fields: tuple[tuple[int, int, int, int, str], ...] = ()
     width: int = 0
     height: int = 0
     overlay: str | None = None
@@ -145,6 +149,7 @@ class Card:
                 for s in self.slots
             ],
             "distinct": self.distinct,
+            "fields": self.fields,
             "size": [self.width, self.height],
             "overlay": self.overlay,
             "sheet": self.sheet,
@@ -152,13 +157,16 @@ class Card:
         }
 
 
-def build_card(record: Record, number: int, label_index: Callable[[str], int]) -> Card:
+def build_card(
+    record: Record, number: int, label_index: Callable[[str], int], field: EffectiveField | None = None
+) -> Card:
     """Return the card of a record of any status.
 
     Args:
         record: the record.
         number: the record's place in the input.
         label_index: returns a label's index in the report's list of labels, adding it where it is new.
+        field: the model's effective receptive field; None where it is not known.
     """
     name = escape_unprintable(record["image"]) if record["image"] else NO_NAME
     truth = label_index(record["truth"]) if "truth" in record else None
@@ -207,12 +215,22 @@ def build_card(record: Record, number: int, label_index: Callable[[str], int]) -
             for bar, slot in zip(bars.bars, evidence, strict=True)
         ),
         distinct=len({tuple(slot["cell"]) for slot in evidence}),
+        fields=() if field is None else _place_fields(evidence, field),
         width=width,
         height=height,
         overlay=overlay if overlay is not None and _OVERLAY_NAME.fullmatch(overlay) else None,
         sheet=sheet if sheet is not None and _SHEET_NAME.fullmatch(sheet) else None,
         overlay_width=round(overlay_width(width, height) / photograph_size(width, height)[0], 4),
     )
+
+
+def _place_fields(evidence: list[Slot], field: EffectiveField) -> tuple[tuple[int, int, int, int, str], ...]:
+    by_cell = {tuple(slot["cell"]): slot for slot in reversed(evidence)}
+    rectangles = []
+    for slot in sorted(by_cell.values(), key=lambda slot: slot["slot"]):
+        x0, y0, x1, y1 = map(round, field.surround(slot["cell"], slot["box"]))
+        rectangles.append((x0, y0, x1 - x0, y1 - y0, to_hex(slot_color(slot["slot"]))))
+    return tuple(rectangles)
 
 
 def shorten(message: str) -> str:

@@ -73,13 +73,21 @@
     return table("top", [["class"], [d.cosine ? "cosine" : "logit", NUMERIC]], body);
   }
 
+  // the effective receptive fields over the photograph; the style sheet shows them when the box is ticked
+  function fields(d) {
+    if (!d.fields.length) return null;
+    const rects = d.fields.flatMap(([x, y, width, height, stroke]) =>
+      [el("rect", { class: "case", x, y, width, height }), el("rect", { x, y, width, height, stroke })]);
+    return el("svg", { class: "fields", viewBox: "0 0 " + d.size[0] + " " + d.size[1], preserveAspectRatio: "none", "aria-hidden": "true" }, ...rects);
+  }
+
   function photo(position) {
     const row = rows[position], d = details(position), address = source(position);
     if (row[STATUS] === FAILED) return null;
     if (!address) return el("p", { class: "no-image" }, "no image kept");
     const boxes = d.slots.length ? "with the evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
-    const figure = el("figure", { class: "photo" }, image), ratio = d.size[0] / d.size[1];
+    const figure = el("figure", { class: "photo" }, image, fields(d)), ratio = d.size[0] / d.size[1];
     figure.style.aspectRatio = d.size[0] + " / " + d.size[1];
     figure.style.maxWidth = "calc(18rem * " + ratio + ")";
     if (config.image_mode === "files") image.style.width = 100 * d.overlay_width + "%";
@@ -308,6 +316,7 @@
       move(event);
     }
     if (event.key === "?" && !typing) help.showModal();
+    if (event.key === "r" && !typing) toggleFields();
   });
 
   // ---- the form, the tables, the buttons
@@ -367,6 +376,9 @@
   cards.addEventListener("click", (event) => event.target.closest(".photo")?.closest("article").querySelector("h3 a").click());
   $("sheet-previous").addEventListener("click", () => step(-1));
   $("sheet-next").addEventListener("click", () => step(1));
+  const toggleFields = () => { if ($("show-fields")) $("show-fields").checked = !$("show-fields").checked; };
+  $("sheet-fields").hidden = !$("show-fields");
+  $("sheet-fields").addEventListener("click", toggleFields);
   $("sheet-print").addEventListener("click", () => print());
   $("sheet-close").addEventListener("click", () => sheet.close());
   $("show-help").addEventListener("click", () => help.showModal());

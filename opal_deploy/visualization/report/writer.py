@@ -19,6 +19,7 @@ from typing import BinaryIO, TextIO, cast
 
 from PIL import Image
 
+from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.legend import get_prediction
 from opal_deploy.visualization.report.cards import SLOT_COLORS, Card, build_card
@@ -64,6 +65,7 @@ class ReportWriter:
         title: the report's heading.
         facts: (name, value) pairs about the run: model, runtime, versions, ...
         limit: the largest number of images, and of failures, that are shown; all are counted.
+        field: the effective receptive field, which the page shows around cells on demand; None for none.
         image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name, from the folder
             of the report.
         evidence: what was measured of the model's evidence, shown at the head; empty shows nothing.
@@ -80,11 +82,13 @@ class ReportWriter:
         facts: Sequence[Fact],
         limit: int = REPORT_LIMIT,
         image_mode: ImageMode = "embed",
+        field: EffectiveField | None = None,
         evidence: str = "",
     ) -> None:
         self._path = Path(path)
         self._title, self._facts, self._limit, self._image_mode = title, list(facts), limit, image_mode
         self._evidence = evidence
+        self._field = field
         self._tables = Tables(limit)
         self._labels: dict[str, int] = {}
         self._records = self._cards = self._failed_cards = 0
@@ -144,7 +148,7 @@ class ReportWriter:
         if (self._failed_cards if failed else self._cards) >= self._limit:
             return
         position = self._cards + self._failed_cards
-        card = build_card(record, number, self._label_index)
+        card = build_card(record, number, self._label_index, self._field)
         self._index.write(("," if position else "") + to_json(card.index_row()) + "\n")
         self._block.append(card.details())
         if len(self._block) == _BLOCK:
@@ -242,6 +246,7 @@ class ReportWriter:
             cards=self._cards,
             failed_cards=self._failed_cards,
             confusion=bool(self._tables.pairs),
+            fields=self._field is not None,
             page_size=PAGE_SIZE,
         )
 

@@ -40,11 +40,17 @@ def label_sum(content: SheetContent, view: ClassView) -> str:
     return f"sum = {quantity}"
 
 
-def explain_figures(content: SheetContent) -> list[str]:
-    """Return sentences on how to read the images and bars."""
+def explain_figures(content: SheetContent, *, fields: bool = False) -> list[str]:
+    """Return sentences on how to read the images and bars; `fields`: receptive fields are drawn on the photographs."""
     sentences = []
     if content.crop != (0, 0, content.width, content.height):
         sentences.append("The model was shown what lies inside the white frame.")
+    if content.predicted.slots[0].field is not None:
+        sentences.append(
+            "A box is the cell where a slot's score was read. Patches show what the score mostly depends on, the "
+            "cell's effective receptive field, with the cell outlined in it."
+            + (" On the photographs that field is dashed." if fields else "")
+        )
     if content.meaning == "score":
         sentences.append(_NO_SUM.format(content.distance))
     if content.meaning == "distance":

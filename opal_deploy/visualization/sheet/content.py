@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Slot, build_record, class_evidence
+from opal_deploy.visualization.legend import bar_ends
 from opal_deploy.visualization.slot_names import SlotNames
 
 Meaning = Literal["cosine", "distance", "score"]
@@ -32,7 +34,8 @@ class SlotView:
         slot: the slot, 0 ... m-1.
         channel: the channel, `class_id * m + slot`.
         cell: (row, col) of the feature map.
-        box: (x0, y0, x1, y1) in pixels of the whole oriented image.
+        box: (x0, y0, x1, y1) of the cell, in pixels of the whole oriented image.
+        field: the same of the cell's effective receptive field; None where it was not measured.
         score: the slot's score, in [0, 1].
         contribution: the slot's contribution; None where the distance has none.
         name: the slot's name; None if it has none.
@@ -47,6 +50,7 @@ class SlotView:
     channel: int
     cell: tuple[int, int]
     box: tuple[float, float, float, float]
+    field: tuple[float, float, float, float] | None
     score: float
     contribution: float | None
     name: str | None
@@ -198,7 +202,10 @@ def build_sheet_content(
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
     if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
-    scale = _Scale.fit([slot for slots in evidence for slot in slots], meaning, metadata.prototypes_per_class)
+    # where every bar of a class reaches 1/m its cosine is 1; scores lie in [0, 1]
+    m = metadata.prototypes_per_class
+    full = {"cosine": 1.0 / m, "distance": 0.0, "score": 1.0}[meaning]
+    ends = bar_ends([_value(slot, meaning) for slots in evidence for slot in slots], full)
     names = names or SlotNames()
     views = [
         ClassView(
@@ -206,11 +213,11 @@ def build_sheet_content(
             metadata.class_names[class_id],
             float(outputs.logits[row, class_id]),
             float(cosine[class_id]),
-            _build_slots(class_id, slots, scale, outputs, row, names),
+            _build_slots(class_id, slots, ends[rank * m :][:m], meaning, outputs, row, names, metadata.effective_field),
             None if meaning == "score" else math.fsum(_value(slot, meaning) for slot in slots),
             len({tuple(slot["cell"]) for slot in slots}),
         )
-        for class_id, slots in zip(ids, evidence, strict=True)
+        for rank, (class_id, slots) in enumerate(zip(ids, evidence, strict=True))
     ]
     runner_up = views[1] if len(views) > 1 else None
     return SheetContent(
@@ -229,43 +236,25 @@ def build_sheet_content(
     )
 
 
-@dataclass(frozen=True)
-class _Scale:
-    """The values at the left and the right end of a full bar."""
-
-    meaning: Meaning
-    low: float
-    high: float
-
-    @staticmethod
-    def fit(slots: list[Slot], meaning: Meaning, m: int) -> _Scale:
-        # where every bar of a class reaches 1/m its cosine is 1; scores lie in [0, 1]
-        full = {"cosine": 1.0 / m, "distance": 0.0, "score": 1.0}[meaning]
-        finite = [value for slot in slots if math.isfinite(value := _value(slot, meaning))]
-        low, high = min([0.0, *finite]), max([full, *finite])
-        return _Scale(meaning, low, high if high > low else low + 1.0)
-
-    def ends(self, value: float) -> tuple[float, float]:
-        length = value if math.isfinite(value) else 0.0
-        span = self.high - self.low
-        start, stop = sorted((-self.low / span, (length - self.low) / span))
-        return start, stop
-
-
 def _value(slot: Slot, meaning: Meaning) -> float:
     contribution = slot["contribution"]
     return slot["score"] if meaning == "score" or contribution is None else contribution
 
 
 def _build_slots(
-    class_id: int, slots: list[Slot], scale: _Scale, outputs: Outputs, row: int, names: SlotNames
+    class_id: int,
+    slots: list[Slot],
+    ends: list[tuple[float, float]],
+    meaning: Meaning,
+    outputs: Outputs,
+    row: int,
+    names: SlotNames,
+    field: EffectiveField | None,
 ) -> tuple[SlotView, ...]:
     cells = [tuple(slot["cell"]) for slot in slots]
+    maps = outputs.attention
     views = []
-    for slot in slots:
-        value = _value(slot, scale.meaning)
-        start, stop = scale.ends(value)
-        maps = outputs.attention
+    for slot, (start, stop) in zip(slots, ends, strict=True):
         x0, y0, x1, y1 = slot["box"]
         views.append(
             SlotView(
@@ -273,10 +262,11 @@ def _build_slots(
                 slot["channel"],
                 (slot["cell"][0], slot["cell"][1]),
                 (x0, y0, x1, y1),
+                None if field is None else field.surround(slot["cell"], slot["box"]),
                 slot["score"],
                 slot["contribution"],
                 names.name(class_id, slot["slot"]),
-                value,
+                _value(slot, meaning),
                 start,
                 stop,
                 cells.count(tuple(slot["cell"])) > 1,
@@ -284,7 +274,7 @@ def _build_slots(
             )
         )
     # parts of a distance do not separate strong from weak slots: that of kl is not even monotone in the score
-    by_value = scale.meaning == "cosine"
+    by_value = meaning == "cosine"
     return tuple(sorted(views, key=lambda view: (-(view.value if by_value else view.score), view.slot)))
 
 

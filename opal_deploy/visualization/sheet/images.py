@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from opal_deploy.records.record import RECORD_SCHEMA, Record, Slot
-from opal_deploy.visualization.overlay import display_scale, draw_overlay, photograph_size
+from opal_deploy.visualization.overlay import SlotBox, crop_box, draw_boxes
 from opal_deploy.visualization.palette import RGB
-from opal_deploy.visualization.sheet.content import ClassView, SlotView
+from opal_deploy.visualization.sheet.content import ClassView
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels of the image
+Rectangle = tuple[int, int, int, int]  # x, y, width, height in pixels of a picture on the sheet
 
 # patches enlarged at least this much show pixels as squares: smoothing would invent what is between them
 _SQUARES_FROM = 8
@@ -23,43 +25,23 @@ def fit_size(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def draw_class_boxes(photograph: Image.Image, view: ClassView, bounds: tuple[int, int]) -> Image.Image:
+def draw_class_boxes(
+    photograph: Image.Image, view: ClassView, bounds: tuple[int, int], *, fields: bool = False
+) -> Image.Image:
     """Return the photograph as large as `bounds` allows, with the boxes of one class drawn at that size.
 
     Args:
         photograph: the whole oriented image, RGB.
         view: the class.
         bounds: (width, height) in pixels.
+        fields: draw effective receptive fields too, where slots have them.
     """
-    size = fit_size(photograph.size, bounds)
-    across, down = size[0] / photograph.width, size[1] / photograph.height
-    record: Record = {
-        "schema": RECORD_SCHEMA,
-        "image": None,
-        "status": "ok",
-        "width": size[0],
-        "height": size[1],
-        "prediction": {
-            "class_id": view.class_id, "label": view.label, "logit": view.logit, "cosine": view.cosine,
-        },
-        "evidence": [_scale_slot(slot, across, down) for slot in sorted(view.slots, key=lambda slot: slot.slot)],
-    }  # fmt: skip
-    overlay = draw_overlay(photograph.resize(size, Image.Resampling.LANCZOS), record)
-    boxes = overlay.crop((0, 0, *photograph_size(*size)))
-    # an overlay enlarges tiny images; here they have to fit their bounds
-    return boxes if display_scale(*size) == 1 else boxes.resize(size, Image.Resampling.LANCZOS)
-
-
-def _scale_slot(slot: SlotView, across: float, down: float) -> Slot:
-    x0, y0, x1, y1 = slot.box
-    return {
-        "slot": slot.slot,
-        "channel": slot.channel,
-        "cell": list(slot.cell),
-        "score": slot.score,
-        "contribution": slot.contribution,
-        "box": [x0 * across, y0 * down, x1 * across, y1 * down],
-    }
+    drawn = enlarge(photograph, bounds)
+    scale = (drawn.width / photograph.width, drawn.height / photograph.height)
+    slots = sorted(view.slots, key=lambda slot: slot.slot)
+    boxes = [SlotBox(slot.slot, slot.box, slot.field if fields else None) for slot in slots]
+    draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
+    return drawn
 
 
 def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
@@ -67,6 +49,25 @@ def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
     size = fit_size(patch.size, bounds)
     squares = size[0] >= _SQUARES_FROM * patch.width
     return patch.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
+
+
+def cut_context(
+    photograph: Image.Image, box: Box, field: Box | None, bounds: tuple[int, int]
+) -> tuple[Image.Image, Rectangle | None]:
+    """Return what a slot saw, as large as `bounds` allows: the field, or where it is not known the cell alone.
+
+    Returns:
+        The pixels, and (x, y, width, height) of the cell within them; None where the cell is all there is.
+    """
+    drawn = enlarge(crop_box(photograph, field or box), bounds)
+    return drawn, None if field is None else locate_cell(box, field, drawn.size)
+
+
+def locate_cell(box: Box, field: Box, size: tuple[int, int]) -> Rectangle:
+    """Return (x, y, width, height) of a cell's box on a picture of `size` that shows a field: at least 3 x 3 pixels."""
+    across, down = size[0] / (field[2] - field[0]), size[1] / (field[3] - field[1])
+    x, y = round((box[0] - field[0]) * across), round((box[1] - field[1]) * down)
+    return x, y, max(3, round((box[2] - box[0]) * across)), max(3, round((box[3] - box[1]) * down))
 
 
 def draw_attention_map(attention: NDArray[np.float32], maximum: float, size: tuple[int, int]) -> Image.Image:

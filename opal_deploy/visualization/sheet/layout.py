@@ -16,11 +16,18 @@ from PIL import Image
 
 from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
 from opal_deploy.visualization.legend import INK, format_number
-from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
 from opal_deploy.visualization.sheet import captions
 from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
-from opal_deploy.visualization.sheet.images import draw_attention_map, draw_class_boxes, enlarge, fit_size
+from opal_deploy.visualization.sheet.images import (
+    Rectangle,
+    cut_context,
+    draw_attention_map,
+    draw_class_boxes,
+    enlarge,
+    fit_size,
+    locate_cell,
+)
 from opal_deploy.visualization.sheet.rendering import Bitmap, Drawing, Rect, Shape, Text
 from opal_deploy.visualization.text import fit_line, measure_text, truncate_middle, wrap_lines
 
@@ -46,13 +53,16 @@ _MAX_COLUMNS: Final = 10
 _MIN_EXEMPLAR_WIDTH: Final = 130
 
 
-def layout_sheet(content: SheetContent, photograph: Image.Image, exemplars: Exemplars | None = None) -> Drawing:
+def layout_sheet(
+    content: SheetContent, photograph: Image.Image, exemplars: Exemplars | None = None, *, fields: bool = False
+) -> Drawing:
     """Return the drawing of one sheet.
 
     Args:
         content: what to show; attention maps are shown where slots have them.
         photograph: the whole oriented image, RGB.
         exemplars: patches of other images of the predicted class.
+        fields: draw effective receptive fields on the photographs.
 
     Raises:
         ValueError: the photograph is not of the size in the content.
@@ -61,7 +71,7 @@ def layout_sheet(content: SheetContent, photograph: Image.Image, exemplars: Exem
         raise ValueError(
             f"the image is {photograph.size} pixels but its content says {(content.width, content.height)}"
         )
-    page = _Page(content, photograph)
+    page = _Page(content, photograph, fields=fields)
     page.add_answer()
     page.add_photographs()
     page.add_slots()
@@ -73,8 +83,8 @@ def layout_sheet(content: SheetContent, photograph: Image.Image, exemplars: Exem
 class _Page:
     """A sheet that grows downwards; the next part begins at `y`."""
 
-    def __init__(self, content: SheetContent, photograph: Image.Image) -> None:
-        self.content, self.photograph = content, photograph
+    def __init__(self, content: SheetContent, photograph: Image.Image, *, fields: bool) -> None:
+        self.content, self.photograph, self.fields = content, photograph, fields
         self.shapes: list[Shape] = []
         self.y = _EDGE
 
@@ -150,7 +160,7 @@ class _Page:
             for sentence in captions.describe_difference(content):
                 self.paragraph(sentence, _RIGHT, _RIGHT_END - _RIGHT, lines=5)
                 self.y += 4
-        for sentence in captions.explain_figures(content):
+        for sentence in captions.explain_figures(content, fields=self.fields):
             self.paragraph(sentence, _RIGHT, _RIGHT_END - _RIGHT, size=_SMALL, color=_FAINT, lines=5)
         self.y = max(self.y, left_end) + 18
 
@@ -158,7 +168,7 @@ class _Page:
         self.text(x, self.y + 20, heading, _HEAD, bold=True)
         self.text(x, self.y + 42, fit_line(_label(view), _BODY, bounds[0]), _BODY)
         self.y += 54
-        drawn = draw_class_boxes(self.photograph, view, bounds)
+        drawn = draw_class_boxes(self.photograph, view, bounds, fields=self.fields)
         alt = f"the image with the places that {_label(view)} was found at"
         self.shapes.append(Bitmap(x, self.y, drawn, alt))
         self._view_frame(x, self.y, drawn.size)
@@ -222,8 +232,8 @@ class _Page:
             wide = (wide - _GAP) // 2
         self._swatch(slot.slot, x, self.y + (tall - 30) // 2)
         x += _SWATCH
-        patch = enlarge(crop_box(self.photograph, slot.box), (wide, tall))
-        self._framed(patch, x, self.y + (tall - patch.height) // 2, slot)
+        patch, cell = cut_context(self.photograph, slot.box, slot.field, (wide, tall))
+        self._framed(patch, x, self.y + (tall - patch.height) // 2, slot, cell)
         x += wide + _GAP
         if max_attention is not None and slot.attention is not None:
             self._attention_map(slot, slot.attention, x, tall, wide, max_attention)
@@ -298,13 +308,13 @@ class _Page:
         """Add a column per slot: its own patch, and its exemplars below, side by side where slots are few."""
         side_by_side = max(1, column // _MIN_EXEMPLAR_WIDTH)
         bounds = (column // side_by_side - 12, 120)
-        own = [enlarge(crop_box(self.photograph, slot.box), bounds) for slot in slots]
+        own = [cut_context(self.photograph, slot.box, slot.field, bounds) for slot in slots]
         for index, slot in enumerate(slots):
             x = _LEFT + index * column
             self._swatch(slot.slot, x, self.y)
             self.text(x + 40, self.y + 20, fit_line(slot.name or "", _SMALL, column - 52), _SMALL, _FAINT)
-            self._framed(own[index], x + 4, self.y + 40, slot)
-        self.y += 40 + max(patch.height for patch in own) + 14
+            self._framed(own[index][0], x + 4, self.y + 40, slot, own[index][1])
+        self.y += 40 + max(patch.height for patch, _ in own) + 14
         depth = max((len(by_slot.get(slot.slot, ())) for slot in slots), default=0)
         for first in range(0, depth, side_by_side):
             tallest = 0
@@ -313,6 +323,8 @@ class _Page:
                     patch = enlarge(exemplar.image, bounds)
                     x = _LEFT + index * column + place * (column // side_by_side) + 4
                     self.shapes.append(Bitmap(x, self.y, patch, exemplar.alt))
+                    if exemplar.field is not None:
+                        self._cell_outline(x, self.y, locate_cell(exemplar.box, exemplar.field, patch.size), slot)
                     caption = truncate_middle(exemplar.caption, 12, bounds[0])
                     self.text(x, self.y + patch.height + 15, caption, 12, _FAINT)
                     tallest = max(tallest, patch.height)
@@ -330,9 +342,16 @@ class _Page:
         self.shapes.append(Rect(x, y, 30, 30, color, INK))
         self.text(x + 15, y + 21, str(slot), _BODY, text_color(color), anchor="middle")
 
-    def _framed(self, patch: Image.Image, x: int, y: int, slot: SlotView) -> None:
+    def _cell_outline(self, x: int, y: int, cell: Rectangle, slot: SlotView) -> None:
+        left, top, width, height = x + cell[0], y + cell[1], cell[2], cell[3]
+        self.shapes.append(Rect(left - 2, top - 2, width + 4, height + 4, edge=INK))
+        self.shapes.append(Rect(left - 1, top - 1, width + 2, height + 2, edge=slot_color(slot.slot)))
+
+    def _framed(self, patch: Image.Image, x: int, y: int, slot: SlotView, cell: Rectangle | None) -> None:
         alt = f"patch of slot {slot.slot}, {captions.describe_slot(slot)}"
         self.shapes.append(Bitmap(x, y, patch, alt))
+        if cell is not None:
+            self._cell_outline(x, y, cell, slot)
         width, height = patch.size
         self.shapes.append(Rect(x - 3, y - 3, width + 6, height + 6, edge=slot_color(slot.slot), line=3))
         self.shapes.append(Rect(x - 4, y - 4, width + 8, height + 8, edge=INK))

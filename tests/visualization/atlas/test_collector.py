@@ -1,6 +1,7 @@
 import hashlib
 import io
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,16 @@ def test_a_patch_is_its_box_of_the_image_and_a_large_one_is_made_smaller():
     collector.add(large, image=Image.new("RGB", (2000, 1000)))
     with Image.open(io.BytesIO(collector.best(0, 0)[0].jpeg)) as patch:
         assert patch.size == (160, 80)
+
+
+def test_a_patch_shows_the_effective_field_where_it_is_known():
+    field = {"stride": 16, "effective": 40, "effective_offset": 4}
+    collector = AtlasCollector(replace(metadata(), receptive_field=field), 1)
+    collector.add(record("a.jpg", (5, 0, 2)), image=draw_image("a.jpg"))
+    # 40 pixels around 20, 20; around 4, 4, where the image ends
+    assert [collector.best(0, slot)[0].around for slot in (0, 1)] == [(0, 0, 40, 40), (0, 0, 24, 24)]
+    with Image.open(io.BytesIO(collector.best(0, 1)[0].jpeg)) as patch:
+        assert patch.size == (24, 24)
 
 
 def test_the_statistics_are_those_of_a_hand_count():

@@ -32,7 +32,16 @@ def build(root, shade=0, label="oak"):
 
     def patch(slot, i):
         file = write_patch(root, jpeg(shade + 10 * i + slot))
-        return AtlasPatch(f"{label}/{i}.jpg", f"{i}" * 64, (1, i), (0.5, 1.0, 20.25, 11.0), 0.9, 0.4 - i / 10, file)
+        return AtlasPatch(
+            f"{label}/{i}.jpg",
+            f"{i}" * 64,
+            (1, i),
+            (0.5, 1.0, 20.25, 11.0),
+            0.9,
+            0.4 - i / 10,
+            file,
+            (0.0, 0.0, 40.0, 20.0) if i else None,
+        )
 
     entries = {(0, slot): SlotEntry(0, slot, statistics, tuple(patch(slot, i) for i in range(3))) for slot in (0, 1)}
     entries |= {(1, slot): SlotEntry(1, slot, SlotStatistics(0), ()) for slot in (0, 1)}
@@ -92,6 +101,7 @@ def test_a_missing_or_damaged_patch_is_refused(tmp_path, damage):
         (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(file="../../secret.jpg"), "damaged"),
         (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(box=[1, 2]), "damaged"),
         (lambda d: d["classes"][0]["slots"][0]["patches"][0].update(score="much"), "damaged"),
+        (lambda d: d["classes"][0]["slots"][0]["patches"][1].update(field=[1]), "damaged"),
         (lambda d: d["findings"].append({}), "damaged"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
+from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportWriter, make_thumbnail
@@ -86,6 +87,23 @@ def report(tmp_path_factory, make_record):
         writer.add(error_record("birds/bad.jpg", "truncated_image", "cut short"), None)
         writer.add(error_record("birds/none.jpg", "empty_file", "0 bytes"), None)
     return path
+
+
+def test_receptive_fields_are_shown_on_demand_on_cards_and_in_the_dialog(open_page, make_record, tmp_path):
+    path, record = tmp_path / "report.html", make_record((300, 400), [(2, 2), (2, 2), (0, 0)])
+    with ReportWriter(path, title="Run", facts=[], field=EffectiveField(2, 0.5, (5, 5))) as writer:
+        writer.add(record, Image.new("RGB", (300, 400)))
+    page = open_page(path)
+    expect(page.locator("#cards svg.fields")).to_be_hidden()
+    page.get_by_label("Effective receptive fields").check()
+    expect(page.locator("#cards svg.fields")).to_be_visible()
+    drawn = page.locator("#cards svg.fields rect[stroke]").evaluate_all("all => all.map(r => r.getAttribute('x'))")
+    assert drawn == ["90", "0"]  # two cells, 60 pixels wide
+    page.locator("#cards h3 a").click()
+    expect(page.locator("#sheet svg.fields")).to_be_visible()
+    page.keyboard.press("r")
+    expect(page.locator("#sheet svg.fields")).to_be_hidden()
+    assert not page.problems
 
 
 def names(page):

@@ -2,6 +2,7 @@ import base64
 import io
 import itertools
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -37,19 +38,24 @@ def photograph(size):
     return Image.fromarray(np.stack(colors, axis=-1).astype(np.uint8))
 
 
-def content(m=5, size=(700, 490), labels=("ash", "birch"), *, heatmap=False, crop=None, distance="l2", **options):
+def content(
+    m=5, size=(700, 490), labels=("ash", "birch"), *, heatmap=False, crop=None, distance="l2", field=None, **options
+):
     channels = m * len(labels)
     attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
     logits = -np.sqrt(2 - 2 * cosines(scores, m, 1e-8)).astype(np.float32)
     outputs = Outputs(logits, cells, scores, attention.reshape(1, channels, *GRID) if heatmap else None)
     metadata = Metadata(labels, m, {"distance": distance, "epsilon": 1e-8}, "exact", "resnet18", GRID, (224, 224))
+    if field is not None:
+        metadata = replace(metadata, receptive_field={"stride": 32, "effective": field, "effective_offset": 16})
     geometry, image = Geometry(*size, crop or (0, 0, *size)), options.pop("image", "a/b.jpg")
     return build_sheet_content(image, geometry, outputs, 0, metadata, **options)
 
 
 def exemplars(m, count=4):
-    exemplar = Exemplar(Image.new("RGB", (70, 50), (1, 2, 3)), "0.123 some/name.jpg", "elsewhere")
+    patch = Image.new("RGB", (70, 50), (1, 2, 3))
+    exemplar = Exemplar(patch, (30, 20, 40, 30), (0, 0, 70, 50), "0.123 some/name.jpg", "elsewhere")
     return Exemplars({slot: [exemplar] * count for slot in range(m)}, "An atlas.")
 
 
@@ -65,6 +71,7 @@ CASES = {
     "tiny": (content(size=(14, 7)), None),
     "cropped": (content(crop=(100, 50, 600, 400)), None),
     "abstained": (content(min_margin=0.99), None),
+    "fields": (content(10, field=96, crop=(100, 50, 600, 400)), exemplars(10)),
     "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), exemplars(5)),
     "no name": (content(labels=(" ", ""), image=None), None),
     "one class": (content(labels=("only",)), None),
@@ -120,6 +127,20 @@ def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour():
         assert pixels.getpixel((patch.x - 2, patch.y + 5)) == slot_color(slot.slot)
 
 
+def test_with_a_known_field_each_patch_shows_it_with_the_cell_outlined_in_the_slots_colour():
+    shown = content(field=96)
+    page = draw(shown)
+    for slot in shown.predicted.slots:
+        alt = f"patch of slot {slot.slot}, cell {slot.cell[0]}, {slot.cell[1]}"
+        patch = next(each for each in page.shapes if isinstance(each, Bitmap) and each.alt.startswith(alt))
+        columns = min(slot.cell[1] + 2, 7) - max(slot.cell[1] - 1, 0)
+        scale = patch.image.width / (100 * columns)
+        left = patch.x + round(100 * scale * min(slot.cell[1], 1))
+        outlines = [each for each in page.shapes if isinstance(each, Rect) and each.edge == slot_color(slot.slot)]
+        assert any((each.x, each.width) == (left - 1, round(100 * scale) + 2) for each in outlines)
+    assert "effective receptive field" in page.description
+
+
 def test_bars_are_as_long_as_their_values_on_both_sides():
     shown = content(4)
     widths = {}
@@ -146,7 +167,7 @@ def test_sums_margin_and_slot_names_stand_on_the_sheet():
 @pytest.mark.parametrize("name", [HOSTILE, "]]>", "&amp;", "\x00\x1b[31m", "日本語", ""])
 def test_the_svg_is_well_formed_whatever_things_are_called(name):
     shown = content(labels=(name, name + "2"), image=name, names=SlotNames({(0, 0): name or "x", (1, 1): name or "x"}))
-    hostile = Exemplars({0: [Exemplar(Image.new("RGB", (9, 9)), name, name)]}, name)
+    hostile = Exemplars({0: [Exemplar(Image.new("RGB", (9, 9)), (0, 0, 9, 9), None, name, name)]}, name)
     elements = list(ET.fromstring(encode_svg(draw(shown, hostile))).iter())
     assert {element.tag.removeprefix(SVG) for element in elements} == {"svg", "title", "desc", "rect", "text", "image"}
     assert not [key for element in elements for key in element.attrib if key.startswith("on")]
