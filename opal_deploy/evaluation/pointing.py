@@ -12,7 +12,7 @@ point once an image, at a map's maximum; here every slot of the predicted class 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,12 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Points, annotate_creatures
+from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Points
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Record
 from opal_deploy.statistics.intervals import Mean, mean_with_interval
-from opal_deploy.synthetic import Annotation
 
 POINTING = "pointing_game"
 """The JSON key of the summary."""
@@ -248,31 +246,6 @@ def play_pointing_game(result: EvaluationResult, annotations: Annotations, metad
         points = geometry.cell_centres(metadata.grid)[cells]
         hits.append(count_hits(annotation, points, geometry, metadata.grid))
     return summarize_hits(hits, annotations, unknown)
-
-
-def play_with_records(
-    records: Iterable[Record], creatures: Mapping[str, Annotation], grid: tuple[int, int]
-) -> PointingGame | None:
-    """Return the pointing game of records of generated images, over those whose predicted label is right.
-
-    None if there is no such record.
-
-    Args:
-        records: of images that were not cropped, as `infer` writes them.
-        creatures: annotations by the image's name in its record.
-        grid: (H, W) of the model's feature map, for the random cells.
-    """
-    annotations = annotate_creatures(list(creatures.values()))
-    by_name = dict(zip(creatures, annotations.images, strict=True))
-    hits = []
-    for record in records:
-        annotation = by_name.get(record["image"] or "")
-        if annotation is None or "prediction" not in record or record["prediction"]["label"] != annotation.label:
-            continue
-        boxes = np.array([slot["box"] for slot in record["evidence"]], np.float64).reshape(-1, 4)
-        points = (boxes[:, :2] + boxes[:, 2:]) / 2
-        hits.append(count_hits(annotation, points, Geometry.whole(record["width"], record["height"]), grid))
-    return summarize_hits(hits, annotations)
 
 
 def format_game(game: PointingGame) -> Iterator[str]:

@@ -14,7 +14,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import pointing
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Part, annotate
 from opal_deploy.evaluation.metrics import compute_metrics
-from opal_deploy.evaluation.pointing import count_hits, play_pointing_game, play_with_records
+from opal_deploy.evaluation.pointing import count_hits, play_pointing_game
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry_from_size
 from opal_deploy.synthetic import generate_dataset, read_annotations
@@ -149,16 +149,6 @@ def test_records_and_outputs_of_creatures_give_the_same_game(data):
     assert game.deciding_part.hits.value > 2 * game.deciding_part.random > 0
     assert {part.title for part in game.classes["bimlu"]} >= {"spike (crest)", "flippers (feet)"}
     assert [part.part for part in game.classes["bimlu"] if part.deciding]
-
-    records = [{"image": "no such file", "status": "error"}]
-    for sample, row, predicted_class in zip(data.test, cells, predicted, strict=True):
-        y, x = 4 * (row[0] // 16), 4 * (row[0] % 16)
-        evidence = [{"box": [x, y, x + 4, y + 4]}] * 2
-        answer = {"label": data.class_names[predicted_class]}
-        records.append(
-            {"image": str(sample.path), "width": 64, "height": 64, "prediction": answer, "evidence": evidence}
-        )
-    assert play_with_records(records, creatures, (16, 16)) == game
 
     with pytest.raises(UsageError, match=r"no annotation of test/new\.png; take the image out, or leave"):
         annotate(data, [replace(data.test[0], path=data.root / "test" / "new.png")], boxes=True, parts=True)
