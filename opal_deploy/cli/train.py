@@ -21,7 +21,10 @@ def train(
         typer.Argument(help="The data set's folder as unpacked, or DATA/<class>/*.jpg, or DATA/train/<class> ..."),
     ],
     recipe: Annotated[
-        str, typer.Option(help="A .toml file (such as a run's own recipe.toml), or `paper`. Options override it.")
+        str,
+        typer.Option(
+            help="`paper`, `grounded` (finer cells), or a .toml file such as a run's own recipe.toml. Options override it."
+        ),
     ] = "paper",
     dataset: Annotated[
         str | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import platform
 import time
 
@@ -57,10 +58,11 @@ def test_a_curve_is_thinned_and_keeps_both_ends(count: int) -> None:
 def test_memory_that_a_process_takes_and_frees_is_seen() -> None:
     with MemorySampler(0.005) as sampler:
         time.sleep(0.05)
-        # written to, so that it is resident
-        block = bytearray(b"x" * 80_000_000)
+        # mapped, so that it goes back to the system when it is freed; written to, so that it is resident
+        block = mmap.mmap(-1, 80_000_000)
+        block[::4096] = b"x" * len(range(0, 80_000_000, 4096))
         time.sleep(0.1)
-        del block
+        block.close()
         time.sleep(0.05)
     memory = sampler.curve
     assert len(memory.seconds) > 10

@@ -108,10 +108,16 @@ def test_every_problem_is_named_at_once(tmp_path):
         load_recipe(str(path))
 
 
+def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
+    grounded, paper = (resolve_recipe(load_recipe(name), {}).options for name in ("grounded", "paper"))
+    assert (grounded.stride, grounded.head, grounded.augment) == (16, paper.head, paper.augment)
+    assert resolve_recipe(load_recipe("grounded"), {"model": {"stride": 8}}).options.stride == 8
+
+
 def test_an_unknown_recipe_names_those_there_are():
-    with pytest.raises(UsageError, match=r"recipe 'papers': no such file, and not one of paper"):
+    with pytest.raises(UsageError, match=r"recipe 'papers': no such file, and not one of grounded, paper"):
         load_recipe("papers")
-    assert recipe.recipe_names() == ["paper"]
+    assert recipe.recipe_names() == ["grounded", "paper"]
 
 
 @pytest.mark.parametrize(
