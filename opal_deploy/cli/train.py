@@ -23,7 +23,8 @@ def train(
     recipe: Annotated[
         str,
         typer.Option(
-            help="`paper`, `grounded` (finer cells), or a .toml file such as a run's own recipe.toml. Options override it."
+            help="`paper`, `grounded` (finer cells), or a .toml file such as a run's own recipe.toml. Options "
+            "override it."
         ),
     ] = "paper",
     dataset: Annotated[
