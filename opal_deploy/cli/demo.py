@@ -38,7 +38,7 @@ class DemoSettings:
     val_per_class: int = 15
     test_per_class: int = 15
     size: int = 128
-    epochs: int = 14
+    epochs: int = 18
     batch_size: int = 32
     lr: float = 2e-3
     schedule: str = "cosine"
