@@ -1,4 +1,4 @@
-"""What tests of several rooms share: three tiny exported models, pictures, and where the real data lies."""
+"""Fixtures of several packages: three tiny exported models, pictures, and where the real data lies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INPUT_SIZE = (96, 96)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test set (a session sets its own number of threads) does not reach the next: sums depend on it."""
+    """Undo what a test set (a session sets its own number of threads) before the next: sums depend on it."""
     if "torch" in sys.modules:
         import torch
 

@@ -95,21 +95,23 @@ class TrainStep:
         device = self.group.device
         labels = labels.to(device, non_blocking=True)
         inputs = normalize(images.to(device, non_blocking=True), self.mean, self.std)  # [n, 3, H0, W0]
-        disagreement = torch.zeros((), device=device)
         with self.amp.autocast():
             if self.agreement:
-                logits, per_image = self.model(inputs, labels)  # [2n, C] and [n]
-                disagreement = per_image.sum()
+                logits, disagreement = self.model(inputs, labels)  # [2n, C] and [n]
             else:
                 logits = self.model(inputs)  # [n, C]
-        views = len(logits) // len(labels)
         logits = logits.float()
-        loss_sum = functional.cross_entropy(logits, labels.repeat(views), reduction="sum") / views
+        if self.agreement:
+            # the mean over an image and its mirror image
+            loss_sum = functional.cross_entropy(logits, torch.cat([labels, labels]), reduction="sum") / 2
+            objective = loss_sum + self.agreement * disagreement.sum()
+        else:
+            objective = loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
         self.optimizer.zero_grad(set_to_none=True)
         # gradients are averaged over processes, whose shares may differ by an image: this factor makes them the
         # gradients of the global batch's mean loss
-        mean = (loss_sum + self.agreement * disagreement) * (self.group.size / global_batch)
-        self.scaler.scale(mean).backward()  # type: ignore[no-untyped-call]
+        mean = objective * (self.group.size / global_batch)
+        self.scaler.scale(mean).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss_sum.detach(), (logits[: len(labels)].detach().argmax(1) == labels).sum()

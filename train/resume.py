@@ -194,6 +194,11 @@ def check_same_run(run_dir: TrainRunDirectory, last: dict[str, Any] | None, run_
         raise UsageError(f"{run_dir.root}: it holds another run: {'; '.join(differences)}; {_ADVICE}")
 
 
+def complete_options(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a stored run, with the defaults of those that came after its version: it ran with them."""
+    return {**json.loads(json.dumps(asdict(TrainOptions()))), **stored}
+
+
 def describe_differences(
     stored: Any, run_config: dict[str, Any], ignored: tuple[str, ...] = CHANGEABLE_ON_RESUME
 ) -> list[str]:
@@ -201,8 +206,7 @@ def describe_differences(
     if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
         return ["its record cannot be read"]
     stored, run_config = json.loads(json.dumps([stored, run_config]))
-    # a run of an earlier version lacks the options that came later: it ran with their defaults
-    old, new = {**json.loads(json.dumps(asdict(TrainOptions()))), **stored["options"]}, run_config["options"]
+    old, new = complete_options(stored["options"]), run_config["options"]
     if new.get("schedule") == "cosine":
         # its learning rates depend on the number of epochs
         ignored = tuple(key for key in ignored if key != "epochs")

@@ -1,4 +1,4 @@
-"""What `evaluate --record` measured of a model's evidence, as its metadata keeps it and as one line tells it.
+"""The recorded evaluation of a model's evidence, as its metadata keeps it and as one line for a person.
 
 The document, `Metadata.evaluation`:
 

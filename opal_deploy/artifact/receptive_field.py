@@ -1,4 +1,4 @@
-"""What a cell of a model's feature map sees of the input, as checkpoints and metadata keep it."""
+"""The receptive fields of a model's cells, as checkpoints and metadata keep them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
-from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
+from opal_deploy.cli.options import (
+    CPU_BATCH,
+    GPU_BATCH,
+    CropToBoxes,
+    DatasetName,
+    Partition,
+    SkipMissing,
+    default_batch,
+    default_workers,
+)
 from opal_deploy.errors import ExitCode, ImageError, MissingExtra, UsageError
 
 if TYPE_CHECKING:
@@ -46,14 +55,11 @@ def atlas(
     plain: Annotated[
         bool, typer.Option("--plain", help="Take DATA as `infer` does: every image in it, labelled by its folder.")
     ] = False,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
-    ] = None,
-    partition: Annotated[int, typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397).")] = 1,
-    skip_missing: Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")] = False,
+    dataset: DatasetName = None,
+    partition: Partition = 1,
+    skip_missing: SkipMissing = False,
     split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which images of a data set.")] = "train",
-    boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
+    boxes: CropToBoxes = True,
     limit: Annotated[
         int | None, typer.Option(min=1, help="At most so many images of each label.", show_default=False)
     ] = None,

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.runtime.session import Session
+
+# how a data set is read, of the commands that measure models on one
+DatasetName = Annotated[
+    str | None,
+    typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
+]
+Partition = Annotated[int, typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397).")]
+SkipMissing = Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")]
+CropToBoxes = Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")]
 
 # images per forward pass
 CPU_BATCH, GPU_BATCH = 8, 64

@@ -54,7 +54,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ImageAnnotation:
-    """What is known of one image; without objects and parts nothing is.
+    """The annotation of one image; without an object and parts nothing is known of it.
 
     Attributes:
         label: name of the image's class.

@@ -1,4 +1,4 @@
-"""What tests of commands share: reading their records, and the one line of a refused call."""
+"""Helpers of the tests of commands: reading their records, and the one line of a refused call."""
 
 from __future__ import annotations
 

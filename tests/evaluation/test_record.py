@@ -1,4 +1,4 @@
-"""What was measured of a model's evidence: kept in every kind of model file, and told in one line."""
+"""The evaluation of a model's evidence: kept in every kind of model file, and told in one line."""
 
 import shutil
 from dataclasses import replace

@@ -17,7 +17,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train.recipe import Sections, TrainOptions, load_recipe, resolve_recipe
 from opal_deploy.train.reproduce.paper import Column, DatasetSize, PaperRow, PaperTable, dataset_sizes
-from opal_deploy.train.resume import read_config
+from opal_deploy.train.resume import complete_options, read_config
 from opal_deploy.train.run_directory import TrainRunDirectory
 
 # assumed to be sustained while training, where no finished run of the same backbone gives a measured rate
@@ -244,13 +244,12 @@ def _paper_options(backbone: str | None) -> TrainOptions:
 def _find_deviations(run: Run) -> list[str]:
     """Return where a run differs from the paper's, apart from head and seed, which the row's name states."""
     stored = run.read_stored_config() if run.is_finished else {}
-    ours = stored.get("options") or json.loads(json.dumps(asdict(run.options)))
+    ours = complete_options(stored.get("options") or json.loads(json.dumps(asdict(run.options))))
     paper = _paper_options((run.row.run or {}).get("model", {}).get("backbone"))
     lines = []
     for key in _PROTOCOL:
         expected = json.loads(json.dumps(getattr(paper, key)))
-        # a run of an earlier version lacks the options that came later: it ran with their defaults
-        if ours.get(key, expected) != expected:
+        if ours[key] != expected:
             lines.append(f"{key} {ours[key]} instead of {expected}")
     size, data = official_size(run.dataset), stored.get("data")
     if size is not None and isinstance(data, dict):

@@ -25,7 +25,7 @@ from opal_deploy.cli.evaluate.inputs import (
 )
 from opal_deploy.cli.evaluate.measure import add_agreements, measure_model
 from opal_deploy.cli.evaluate.output import print_table
-from opal_deploy.cli.options import parse_rate
+from opal_deploy.cli.options import CropToBoxes, DatasetName, Partition, SkipMissing, parse_rate
 from opal_deploy.errors import UsageError, require
 
 
@@ -34,14 +34,11 @@ def evaluate(
     model: Annotated[
         list[Path], typer.Option(help="An exported model, or a checkpoint. Several are compared: give it again.")
     ],
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="The data set's name, as `train` takes it. Default: told by its files.", show_default=False),
-    ] = None,
-    partition: Annotated[int, typer.Option(min=1, max=10, help="Partition of the data set (DTD, SUN-397).")] = 1,
-    skip_missing: Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")] = False,
+    dataset: DatasetName = None,
+    partition: Partition = 1,
+    skip_missing: SkipMissing = False,
     split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which images.")] = "test",
-    boxes: Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")] = True,
+    boxes: CropToBoxes = True,
     parts: Annotated[
         bool | None,
         typer.Option(

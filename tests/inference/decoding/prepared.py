@@ -1,4 +1,4 @@
-"""What tests of both decoder pools share: photographs, and comparing what two pools made of them."""
+"""Helpers of the tests of both decoder pools: photographs, and comparing what two pools made of them."""
 
 from __future__ import annotations
 
