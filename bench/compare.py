@@ -206,11 +206,11 @@ def build_comparisons(
 
 
 def _head_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    from opal_deploy.bench.targets.networks import replace_head_with_linear
+    from opal_deploy.bench.targets.networks import describe_backbone, replace_head_with_linear
 
     if network.config.head.evidence != "exact":
         raise UsageError(f"{network.name}: its head does not explain; give a checkpoint with OPAL's, or --backbone")
-    return [(LINEAR, replace_head_with_linear(network), setup), (network.config.backbone, network, setup)]
+    return [(LINEAR, replace_head_with_linear(network), setup), (describe_backbone(network.config), network, setup)]
 
 
 def _runtime_variants(network: NamedNetwork, setup: Setup) -> _Variants:

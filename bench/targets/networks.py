@@ -91,18 +91,32 @@ def load_checkpoint_network(path: Path) -> NamedNetwork:
 
 
 def build_random_network(
-    backbone: str, *, head: Head = OPAL, num_classes: int = 200, prototypes: int = 5, size: tuple[int, int] = (224, 224)
+    backbone: str,
+    *,
+    stride: int | None = None,
+    head: Head = OPAL,
+    num_classes: int = 200,
+    prototypes: int = 5,
+    size: tuple[int, int] = (224, 224),
 ) -> NamedNetwork:
     """Build a backbone with random weights, the same every time; weights do not affect speed.
 
+    Args:
+        backbone: torchvision's name, or timm's after `timm:`.
+        stride: input pixels per cell, at which the backbone is cut; None keeps all layers.
+        head: on the backbone.
+        num_classes: C.
+        prototypes: m.
+        size: (H0, W0) in pixels.
+
     Raises:
-        UsageError: no such backbone, or an input size that it does not support.
+        UsageError: no such backbone, none of this stride, or an input size that it does not support.
     """
     head_config = LINEAR_BASELINE if head == LINEAR else HeadConfig(prototypes_per_class=prototypes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, head_config)).eval()
-    return NamedNetwork(f"{backbone} + {head}", _numbered_checkpoint(network))
+        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, head_config, stride=stride)).eval()
+    return _name_network(network, head)
 
 
 def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
@@ -111,7 +125,12 @@ def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
         torch.manual_seed(_SEED)
         linear = OpalNetwork(replace(network.config, head=LINEAR_BASELINE)).eval()
     linear.backbone.load_state_dict(network.checkpoint.network.backbone.state_dict())
-    return NamedNetwork(f"{network.config.backbone} + {LINEAR}", _numbered_checkpoint(linear))
+    return _name_network(linear, LINEAR)
+
+
+def describe_backbone(config: NetworkConfig) -> str:
+    """Return the backbone's name, with the stride where the network was cut at one: `resnet18, stride 16`."""
+    return config.backbone if config.stride is None else f"{config.backbone}, stride {config.stride}"
 
 
 def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
@@ -130,8 +149,9 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     network.eval()
 
 
-def _numbered_checkpoint(network: OpalNetwork) -> Checkpoint:
-    return Checkpoint(network, [f"class {number}" for number in range(network.config.num_classes)])
+def _name_network(network: OpalNetwork, head: Head) -> NamedNetwork:
+    labels = [f"class {number}" for number in range(network.config.num_classes)]
+    return NamedNetwork(f"{describe_backbone(network.config)} + {head}", Checkpoint(network, labels))
 
 
 def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:

@@ -79,6 +79,16 @@ def test_the_cost_of_the_head(bench: Any, exact_model: Path) -> None:
     assert measurement.details["reference_timed"].count("scores") == 0
 
 
+def test_each_stride_of_a_backbone_is_a_network_of_its_own(bench: Any) -> None:
+    network = ["--backbone", "shufflenet_v2_x0_5", "--size", "64", "--classes", "3", "--stride", "16", "--stride", "8"]
+    calls = (["throughput", "--batch", "1", "--repeats", "1"], ["compare", "--question", "head", "--pairs", "2"])
+    names = [f"shufflenet_v2_x0_5, stride {stride} + opal" for stride in (16, 8)]
+    for call in calls:
+        measurements, _ = bench(*call, *network, "--runtime", "eager")
+        found = [m.target.name for m in measurements if m.target and m.case.get("scenario") is None]
+        assert found == names
+
+
 @pytest.mark.parametrize(
     ("call", "usable", "unusable"),
     [
@@ -109,6 +119,7 @@ def test_one_that_cannot_run_here_is_named_and_stops_no_other(
         ("latency", "nothing to time: give --model FILE or --backbone NAME"),
         ("throughput --model no.onnx", "no.onnx: no such model"),
         ("throughput --backbone resnet19", "backbone 'resnet19': torchvision has no such classifier"),
+        ("throughput --backbone vgg11 --stride 3", "stride 3"),
         ("latency --model {model} --batch 0", "--batch '0': expected whole numbers from 1"),
         ("latency --model {model} --runtime caffe", "--runtime 'caffe': expected one of eager"),
         ("latency --model {model} --precision fp8", "--precision 'fp8': expected one of fp32"),

@@ -24,6 +24,7 @@ _STAGES = {"host_to_device_ms": "to the device", "compute_ms": "compute", "devic
 def latency(
     model: options.Models = None,
     backbone: options.Backbones = None,
+    stride: options.Strides = None,
     head: options.Head = "opal",
     classes: options.Classes = 200,
     prototypes: options.Prototypes = 5,
@@ -70,7 +71,7 @@ def latency(
     batches = options.parse_batches(batch, (1,))
     for loaded in options.load_targets(
         model,
-        options.build_random_networks(backbone, head, classes, prototypes, size),
+        options.build_random_networks(backbone, stride, head, classes, prototypes, size),
         options.build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
     ):
         measurements = _measure(loaded, scenario, batches, timing, server)

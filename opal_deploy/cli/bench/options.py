@@ -39,6 +39,8 @@ Counted = Annotated[
         show_default=False,
     ),
 ]
+_STRIDE_HELP = "Input pixels per cell of --backbone, repeatable: 32, 16, 8; default: all layers, 32."
+CountedStrides = Annotated[list[int] | None, typer.Option("--stride", min=1, help=_STRIDE_HELP, show_default=False)]
 CountedPrototypes = Annotated[int, typer.Option("--prototypes", min=1, help="m, prototypes per class.")]
 CountedSize = Annotated[str, typer.Option("--size", help="Input in pixels: 224, or height x width.")]
 ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw it: a name that ends in .svg or .png.")]
@@ -53,6 +55,10 @@ Backbones = Annotated[
     typer.Option(
         "--backbone", help="torchvision's name, or timm:NAME; random weights; repeatable.", rich_help_panel=_MODEL_PANEL
     ),
+]
+Strides = Annotated[
+    list[int] | None,
+    typer.Option("--stride", min=1, help=_STRIDE_HELP, show_default=False, rich_help_panel=_MODEL_PANEL),
 ]
 Head = Annotated[Literal["opal", "linear"], typer.Option(help="On --backbone.", rich_help_panel=_MODEL_PANEL)]
 Classes = Annotated[int, typer.Option(min=2, help="C of --backbone.", rich_help_panel=_MODEL_PANEL)]
@@ -187,12 +193,26 @@ def parse_batches(texts: list[str] | None, default: tuple[int, ...]) -> tuple[in
 
 
 def build_random_networks(
-    backbones: list[str] | None, head: Literal["opal", "linear"], classes: int, prototypes: int, size: str
+    backbones: list[str] | None,
+    strides: list[int] | None,
+    head: Literal["opal", "linear"],
+    classes: int,
+    prototypes: int,
+    size: str,
 ) -> Iterator[NamedNetwork]:
     """Return the networks of `--backbone`, each built when it is due, since all may not fit into memory together.
 
+    Args:
+        backbones: names; None or empty for no network.
+        strides: input pixels per cell, at which every backbone is cut; None or empty keeps all layers.
+        head: of every network.
+        classes: C.
+        prototypes: m.
+        size: input in pixels, as text: `224`, `224x160`.
+
     Raises:
-        UsageError: no such backbone, or not a size; raised by the call, before anything is measured.
+        UsageError: no such backbone, none of this stride, or not a size; raised by the call, before anything is
+            measured.
         MissingExtra: no torch.
     """
     if not backbones:
@@ -203,11 +223,12 @@ def build_random_networks(
     from opal_deploy.model import backbones as model_backbones
 
     pixels = parse_size(size)
-    for name in backbones:
-        model_backbones.build(name, device="meta")
+    variants = list(itertools.product(backbones, strides or (None,)))
+    for name, stride in variants:
+        model_backbones.build(name, stride=stride, device="meta").grid(pixels)
     return (
-        build_random_network(name, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
-        for name in backbones
+        build_random_network(name, stride=stride, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
+        for name, stride in variants
     )
 
 

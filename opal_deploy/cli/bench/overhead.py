@@ -27,12 +27,7 @@ def overhead(
     ] = None,
     prototypes: options.CountedPrototypes = 5,
     size: options.CountedSize = "224",
-    stride: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, help="Input pixels per cell, repeatable: 32, 16, 8; default: all layers, 32.", show_default=False
-        ),
-    ] = None,
+    stride: options.CountedStrides = None,
     without: Annotated[
         list[str] | None,
         typer.Option(

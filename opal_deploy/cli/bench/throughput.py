@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def throughput(
     model: options.Models = None,
     backbone: options.Backbones = None,
+    stride: options.Strides = None,
     head: options.Head = "opal",
     classes: options.Classes = 200,
     prototypes: options.Prototypes = 5,
@@ -50,7 +51,7 @@ def throughput(
     timing = TimingOptions(seconds, iterations, repeats, warmup, buffers)
     for loaded in options.load_targets(
         model,
-        options.build_random_networks(backbone, head, classes, prototypes, size),
+        options.build_random_networks(backbone, stride, head, classes, prototypes, size),
         options.build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
     ):
         measurements = measure_throughput(loaded, batches, timing, ceilings)
