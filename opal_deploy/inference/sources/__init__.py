@@ -1,7 +1,7 @@
 """Sources of images: folders, globs, lists, single files and archives; boxes and labels from other files.
 
 Start with `discovery.discover`, which turns the inputs of a call into `items.Item`s, lazily and in a fixed order.
-`archives` and `byte_ranges` read tar and zip files; `annotations` reads boxes and labels.
+`archives`, with `tar`, `zip`, `members` and `byte_ranges`, reads archives; `annotations` reads boxes and labels.
 
 What cannot be read is an item with a problem, of one of these codes:
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.sources import archives
+from opal_deploy.inference.sources import members
 from opal_deploy.inference.sources.byte_ranges import ByteRange
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Item, Skipped
@@ -350,7 +350,7 @@ def test_a_zip_bomb_is_inflated_no_further_than_it_claims(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "deflated.zip"])
 def test_a_member_over_the_limit_is_never_read(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pack(tmp_path / kind, {**numbered(3), "1.png": png(1) + bytes(5000)})
-    monkeypatch.setattr(archives, "MAX_MEMBER", 4000)
+    monkeypatch.setattr(members, "MAX_MEMBER", 4000)
     assert outcomes(items(path)) == [0, "oversized_member", 2]
 
 
