@@ -1,12 +1,14 @@
 """A pool that prepares images ahead of the loop, in threads or in worker processes.
 
 In processes, a decoder that crashes costs the image that it decoded and no other, and an image may take only so long.
-Each thread of the pool talks to one process at a time; a process is started when it is first needed, and replaced when
-it ended, was killed, or has grown too large. Processes end with this one, whatever ends it.
+An image whose process ended is tried a second time, since processes are also killed from outside. Each thread of the
+pool talks to one process at a time; a process is started when it is first needed, and replaced when it ended, was
+killed, or has grown too large. Processes end with this one, whatever ends it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import queue
 import re
@@ -21,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.decoding.prepare import MAX_KEPT_PIXELS, prepare
 from opal_deploy.inference.decoding.process import DecodeProcess, DecoderCrashed, DecodeTimeout
 from opal_deploy.inference.decoding.worker import WorkerConfig
@@ -32,6 +34,9 @@ from opal_deploy.preprocess.geometry import Geometry
 _SHA256 = re.compile("[0-9a-f]{64}")
 # between two checks of the processes' time limits
 _WATCH_SECONDS = 0.1
+# a system short of memory kills processes that did nothing wrong: the second crash is the image's fault, and the run
+# ends only where one process after the other does not start
+_MAX_ATTEMPTS, _MAX_STARTS = 2, 3
 
 
 class DecoderPool(ABC):
@@ -113,29 +118,32 @@ class CpuDecoderPool(DecoderPool):
             # an error needs no process, and pixels in memory have no decoder left that could crash
             return prepare(request, self._input_size, self._options, self._timer)
         message = pickle.dumps((request.source, request.box))
-        process = self._idle.get()
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return self._prepare_isolated(request, message)
+            except DecoderCrashed as crash:
+                failure = f"{crash}"
+            except DecodeTimeout:
+                reason = f"not decoded within {self._options.decode_timeout:g} s; raise --decode-timeout"
+                return Prepared(request, error=ImageError("decode_timeout", f"it was {reason}"))
+        return Prepared(
+            request, error=ImageError("decoder_crashed", f"its decoder {failure}, each of {_MAX_ATTEMPTS} times")
+        )
+
+    def _prepare_isolated(self, request: Request, message: bytes) -> Prepared:
+        """Prepare an image in a process; raises DecoderCrashed, DecodeTimeout, or StoppedEarly where none can start."""
+        process, reusable = self._idle.get(), False
         try:
             # a process that ended between two images is no image's fault
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
             prepared, reusable = self._prepare_in(process, request, message)
-        except (DecoderCrashed, DecodeTimeout) as failure:
-            prepared, reusable = Prepared(request, error=self._image_error(failure)), False
-        except BaseException:
-            self._close_process(process)
-            self._idle.put(None)
-            raise
-        if not reusable:
-            self._close_process(process)
-        self._idle.put(process if reusable else None)
-        return prepared
-
-    def _image_error(self, failure: DecoderCrashed | DecodeTimeout) -> ImageError:
-        if isinstance(failure, DecoderCrashed):
-            return ImageError("decoder_crashed", f"its decoder {failure}")
-        limit = f"{self._options.decode_timeout:g} s"
-        return ImageError("decode_timeout", f"it was not decoded within {limit}; raise --decode-timeout")
+            return prepared
+        finally:
+            if not reusable:
+                self._close_process(process)
+            self._idle.put(process if reusable else None)
 
     def _prepare_in(self, process: DecodeProcess, request: Request, message: bytes) -> tuple[Prepared, bool]:
         """Return the image as the process prepared it, and whether the process can be used again."""
@@ -173,6 +181,12 @@ class CpuDecoderPool(DecoderPool):
         return Prepared(request, geometry, pixels, image, file_sha256=digest)
 
     def _start_process(self) -> DecodeProcess:
+        for _ in range(_MAX_STARTS - 1):
+            with contextlib.suppress(StoppedEarly):
+                return self._start_once()
+        return self._start_once()
+
+    def _start_once(self) -> DecodeProcess:
         process = DecodeProcess()
         with self._lock:
             self._processes.add(process)
