@@ -6,7 +6,7 @@
     [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
 
-Defaults are the paper's. A run stores its resolved recipe, which repeats the run.
+Defaults are the paper's, but for `precision`, which is `auto`. A run stores its resolved recipe, which repeats the run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ Sections = dict[str, dict[str, Any]]
 
 IMAGENET, RANDOM = "imagenet", "none"
 
-# options that may differ between a run and its continuation: they change how fast and where, not what is computed
-CHANGEABLE_ON_RESUME = ("epochs", "device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
+# options of the machine: they change how fast and where a run computes, not what
+MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
+# options that may differ between a run and its continuation
+CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
 
 _MODEL: dict[str, type] = {"backbone": str, "weights": str, "input_size": list, "stride": int}
 _HEAD = {
@@ -57,7 +59,7 @@ _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of a run. The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2).
+    """The options of a run. The defaults are the paper's protocol (Sec. 4.1 and Supp. B.2), but for `precision`.
 
     Attributes:
         backbone: torchvision's name, or timm's after `timm:`.

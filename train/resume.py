@@ -196,7 +196,8 @@ def check_same_run(run_dir: TrainRunDirectory, last: dict[str, Any] | None, run_
 
 def complete_options(stored: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a stored run, with the defaults of those that came after its version: it ran with them."""
-    return {**json.loads(json.dumps(asdict(TrainOptions()))), **stored}
+    defaults = json.loads(json.dumps(asdict(TrainOptions())))
+    return {**defaults, **stored, "head": {**defaults["head"], **stored.get("head", {})}}
 
 
 def describe_differences(
@@ -207,6 +208,10 @@ def describe_differences(
         return ["its record cannot be read"]
     stored, run_config = json.loads(json.dumps([stored, run_config]))
     old, new = complete_options(stored["options"]), run_config["options"]
+    # of a stored run it is known what `auto` stood for; of the new one it is compared below, or not known yet
+    old["precision"] = stored.get("precision", old["precision"])
+    if "precision" in run_config or new.get("precision") == "auto":
+        ignored = (*ignored, "precision")
     if new.get("schedule") == "cosine":
         # its learning rates depend on the number of epochs
         ignored = tuple(key for key in ignored if key != "epochs")

@@ -42,7 +42,7 @@ def reproduce(
     show: Annotated[bool, typer.Option("--show", help="Train nothing: the table of what is finished.")] = False,
     tflops: Annotated[
         float, typer.Option(min=0.001, help="Assumed to be sustained while training, for --dry-run.")
-    ] = 40.0,
+    ] = 10.0,
     output: Annotated[
         Literal["text", "json", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
     ] = "text",
@@ -60,7 +60,9 @@ def reproduce(
     ] = None,
     augment: Annotated[Literal["paper", "none"] | None, typer.Option(show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=False)] = None,
-    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"] | None, typer.Option(show_default=False)] = None,
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"] | None, typer.Option(help="Paper: fp32.", show_default=False)
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=0, show_default=False)] = None,
 ) -> None:
     """Train what a table of the paper needs and is not there yet, and print ours beside the paper's.

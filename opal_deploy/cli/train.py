@@ -118,7 +118,8 @@ def train(
     precision: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"] | None,
         typer.Option(
-            help="Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU.", show_default=False
+            help="Precision of the convolutions. auto: bf16 or fp16 on a GPU, fp32 on a CPU. Paper: fp32.",
+            show_default=False,
         ),
     ] = None,
     tf32: Annotated[

@@ -9,6 +9,7 @@ graph and not in a list of names (`feature_graph`). Parameter names stay those o
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +46,20 @@ class Backbone(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = self.body(images)[_OUTPUT]
         return features
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
+        """Return a copy whose layers are in the same mode, training or evaluation, as the original's.
+
+        torchvision puts every copy of a cut network into training mode.
+        """
+        copied = Backbone.__new__(Backbone)
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        copied.body.train(self.body.training)  # chooses the graph too
+        modes = {name: module.training for name, module in self.body.named_modules()}
+        for name, module in copied.body.named_modules():
+            module.training = modes[name]
+        return copied
 
     def grid(self, input_size: tuple[int, int]) -> tuple[int, int]:
         """Return (H, W) for an input of (H0, W0).

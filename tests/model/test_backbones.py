@@ -1,5 +1,6 @@
 """Backbones: cut where torchvision pools, whatever the network; real weights give the real network's outputs."""
 
+import copy
 import re
 import warnings
 from contextlib import contextmanager
@@ -277,3 +278,18 @@ def test_real_weights_give_the_golden_logits(weights, name, dense, count, shared
             features = backbone(torch.stack(images)).mean((2, 3))
             logits.append(features @ state[f"{dense}.weight"].float().T + state[f"{dense}.bias"].float())
     np.testing.assert_allclose(torch.cat(logits).numpy(), golden[weights][:count], rtol=1e-3, atol=1e-4)
+
+
+def test_a_copy_is_in_the_modes_of_the_original():
+    """torchvision's copies of a cut network are in training mode, with the graph of that mode."""
+    network = OpalNetwork(NetworkConfig("efficientnet_b0", 3, (32, 32)), weights=None).eval()
+    images = torch.randn(2, 3, 32, 32)
+    copied = copy.deepcopy(network)
+    assert not any(module.training for module in copied.modules())
+    assert torch.equal(copied(images), network(images))
+    frozen = network.train().backbone.body.get_submodule("features.0").eval()
+    modes = {name: module.training for name, module in copy.deepcopy(network).named_modules()}
+    assert modes == {name: module.training for name, module in network.named_modules()}
+    assert not frozen.training
+    # in training mode stochastic depth is drawn anew each time, of the copy as of the original
+    assert not torch.equal(copied.train()(images), copied(images))

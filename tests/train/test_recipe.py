@@ -22,6 +22,7 @@ def test_the_papers_recipe_is_the_papers_protocol():
     assert options.backbone == "convnext_tiny"
     assert options.weights == "IMAGENET1K_V1"
     assert options.augment == "paper"
+    assert (options.precision, options.tf32) == ("fp32", False)
 
 
 def test_weights_follow_the_backbone_unless_they_are_given():

@@ -143,11 +143,15 @@ def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares, w
 def test_a_finished_run_is_read_on_a_machine_that_would_compute_otherwise(squares, tmp_path):
     options = replace(OPTIONS, epochs=1)
     fit(squares, options, tmp_path)
+    # what `auto` stands for on a CPU
+    assert fit(squares, replace(options, precision="fp32"), tmp_path, resume=True).best_epoch == 1
     for name in ("best.pt", "last.pt"):
         raw = torch.load(tmp_path / name, weights_only=True)
         raw["training"] |= {"precision": "bf16", "processes": 4, "device": "cuda:0"}
         torch.save(raw, tmp_path / name)
     assert fit(squares, options, tmp_path, resume=True).best_epoch == 1
+    with pytest.raises(UsageError, match='precision was "bf16" and is "fp32"; give --resume with the options'):
+        fit(squares, replace(options, precision="fp32"), tmp_path, resume=True)
 
 
 def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares, whole, tmp_path):

@@ -20,7 +20,7 @@ from opal_deploy.evaluation.parts import measure_parts
 from opal_deploy.model.checkpoint import load
 from opal_deploy.train.distributed import is_main_process
 from opal_deploy.train.loop import DivergenceError, fit
-from opal_deploy.train.recipe import CHANGEABLE_ON_RESUME, Recipe
+from opal_deploy.train.recipe import MACHINE_OPTIONS, Recipe
 from opal_deploy.train.reproduce.paper import Column, MetricName, PaperRow
 from opal_deploy.train.reproduce.plan import Run, TrainingPlan
 from opal_deploy.train.resume import describe_differences
@@ -119,8 +119,7 @@ def run_plan(
 
 def _check_finished_run(run: Run) -> None:
     stored = run.read_stored_config()
-    ignored = tuple(name for name in CHANGEABLE_ON_RESUME if name != "epochs")
-    if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, ignored)):
+    if stored and (differences := describe_differences(stored, {"options": asdict(run.options)}, MACHINE_OPTIONS)):
         raise UsageError(
             f"{run.folder}: it holds a finished run of other options: {'; '.join(differences)}; "
             "give the same options, another --out, or remove that folder"

@@ -72,13 +72,19 @@ def test_what_a_table_varies_cannot_be_fixed(tmp_path):
 
 
 def test_departures_from_the_protocol_are_said(tmp_path):
-    overrides = {"training": {"epochs": 2, "lr": 1e-3}, "model": {"backbone": "resnet18", "weights": "none"}}
-    plan = _plan("ablation", tmp_path, overrides=overrides)
+    overrides = {
+        "model": {"backbone": "resnet18", "weights": "none"},
+        "head": {"epsilon": 1e-3},
+        "training": {"epochs": 2, "lr": 1e-3, "precision": "auto"},
+    }
+    plan = _plan("ablation", tmp_path, overrides=overrides, only=("OPAL",))
     assert plan.deviations == (
         "backbone resnet18 instead of convnext_tiny",
         "weights None instead of IMAGENET1K_V1",
         "epochs 2 instead of 30",
         "lr 0.001 instead of 0.0001",
+        "precision auto instead of fp32",
+        "epsilon 0.001 instead of 1e-08",
     )
     assert "not the paper's protocol: backbone resnet18" in render.to_text(plan)
     assert _plan("ablation", tmp_path).deviations == ()
@@ -89,9 +95,11 @@ def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_n
     plan = _plan("methods", tmp_path)
     run = _run(plan, "OPAL")
     short = replace(run, options=replace(run.options, epochs=1))
-    _finish(short, {"data": {"classes": 10, "train": 240, "val": 60, "test": 243}}, test_accuracy=0.5)
+    data = {"classes": 10, "train": 240, "val": 60, "test": 243}
+    _finish(short, {"data": data, "precision": "bf16"}, test_accuracy=0.5)
     assert plan.deviations == (
         "epochs 1 instead of 30",
+        "precision bf16 instead of fp32",
         "cub is 10 classes, 300 images to train and validate on and 243 to test instead of 200, 5,994 and 5,794",
     )
 
