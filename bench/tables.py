@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import html
 import io
 import re
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any, TypeGuard
 
+from opal_deploy.records.lines import write_csv
 from opal_deploy.visualization.text import escape_unprintable
 
 Rows = Sequence[Sequence[str]]
@@ -153,7 +153,7 @@ def markdown_table(header: Sequence[str], rows: Rows, numeric: Sequence[bool]) -
 def csv_table(header: Sequence[str], rows: Rows) -> str:
     """Return CSV with a header line."""
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows([header, *rows])
+    write_csv(stream, header, rows)
     return stream.getvalue()
 
 

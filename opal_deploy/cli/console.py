@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 
 def print_message(text: str = "") -> None:
-    """Print a line for the user on stderr; a closed pipe stops nothing."""
+    """Print lines for the user on stderr, fit for a terminal as by `one_line`; a closed pipe stops nothing."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print("\n".join(map(one_line, text.split("\n"))), file=sys.stderr, flush=True)
     except BrokenPipeError:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 

@@ -6,7 +6,6 @@ annotated parts: slot_parts.csv. With --faithfulness: faithfulness.json and fait
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from opal_deploy.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.evaluation.metrics import confusion_matrix
 from opal_deploy.evaluation.pointing import PointingGame, slot_table
 from opal_deploy.evaluation.session import EvaluationResult
+from opal_deploy.records.lines import write_csv
 from opal_deploy.records.names import escape_name
 from opal_deploy.statistics.risk import RiskCurve, Threshold
 
@@ -188,6 +188,4 @@ def _prediction_rows(
 
 def _write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[str | int | float]]) -> None:
     with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(rows)
+        write_csv(stream, header, rows)

@@ -6,7 +6,6 @@ in Parquet and empty in CSV. The two lists of `LISTS` follow: in Parquet as list
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.records.lines import write_csv
 
 if TYPE_CHECKING:
     from opal_deploy.records.record import Record
@@ -143,15 +143,14 @@ def _flatten_slot(slot: Any) -> dict[str, Any]:
 
 def _write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-        writer = csv.DictWriter(stream, [*COLUMNS, *LISTS], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            for name in LISTS:
-                if row[name] is not None:
-                    row[name] = json.dumps(row[name], separators=(",", ":"))
-            if row["correct"] is not None:
-                row["correct"] = "true" if row["correct"] else "false"
-            writer.writerow(row)
+        names = [*COLUMNS, *LISTS]
+        write_csv(stream, names, ([_format_field(row[name]) for name in names] for row in rows))
+
+
+def _format_field(value: Any) -> Any:
+    if isinstance(value, list):
+        return json.dumps(value, separators=(",", ":"))
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:

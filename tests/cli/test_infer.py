@@ -49,14 +49,16 @@ def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, t
     (pictures / "bad.jpg").write_bytes(b"no")
     (pictures / "empty.jpg").write_bytes(b"")
     (pictures / "notes\x1b[31m.txt").write_text("x")
-    done = infer(pictures, "--explain", "--report-images", "files")
+    out = tmp_path / "o\x1b[1m"
+    done = infer(pictures, "--explain", "--report-images", "files", out=out)
     assert done.returncode == 3
     # a name must not drive the terminal
+    assert "\x1b" not in done.stderr
     for text in ("6 images in", "2 error, 4 ok", "not_an_image: 1", "empty_file: 1",
                  "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)"):  # fmt: skip
         assert text in done.stderr
-    assert len(read_results(tmp_path / "out")) == 6
-    assert (tmp_path / "out/report.html").read_text(encoding="utf-8").count('src="overlays/') == 4
+    assert len(read_results(out)) == 6
+    assert (out / "report.html").read_text(encoding="utf-8").count('src="overlays/') == 4
 
 
 def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -82,6 +83,15 @@ def test_csv_has_the_same_columns_with_lists_as_json(tmp_path):
     assert json.loads(first["evidence"])[0]["x1"] == 100.0
     assert [row["correct"] for row in (first, second, third)] == ["false", "", "true"]
     assert (second["status"], second["error_code"], second["evidence"]) == ("error", "truncated_image", "")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"])
+def test_a_name_with_a_line_end_breaks_no_csv(tmp_path, end):
+    write_table([{**OK, "image": f"a{end}b.jpg"}, OK], tmp_path, "csv")
+    text = (tmp_path / "results.csv").read_bytes().decode()
+    # also where a reader splits the lines first
+    for lines in (io.StringIO(text, newline=""), text.splitlines(keepends=True)):
+        assert [row["image"] for row in csv.DictReader(lines)] == [f"a{end}b.jpg", OK["image"]]
 
 
 def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ class Interrupt:
             # records are written by one call each, so they are whole lines now too
             print_message("Interrupted again: ending at once")
             if sys.stderr.isatty():
-                print_message("\x1b[?25h")  # a progress bar hides the cursor
+                sys.stderr.write("\x1b[?25h")  # a progress bar hides the cursor
             os._exit(ExitCode.INTERRUPTED)
         self.requested = True
         print_message("Interrupted: the batches in work are finished first (again: end at once)")

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, cast
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run_files import RESULTS
 from opal_deploy.inference.types import Request
+from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import RECORD_SCHEMA, Record
 
 # work that is lost at most when the power fails; a killed process loses none of what was written
@@ -62,7 +63,7 @@ class RecordWriter:
         Raises:
             StoppedEarly: the disk is full or gone; the records before are whole.
         """
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+        line = to_json_line(record)
         start = self._stream.tell()
         try:
             written = 0

@@ -228,7 +228,7 @@ def stdin_lines(stdin: TextIO | None) -> Iterator[str]:
         raise UsageError("-: there is no standard input to read paths from")
     if isinstance(stdin, io.TextIOWrapper):
         # names are bytes; one that is not UTF-8 names a file all the same
-        stdin.reconfigure(errors="surrogateescape")
+        stdin.reconfigure(errors="surrogateescape", newline="\n")
     yield from _read_names(stdin)
 
 
@@ -239,7 +239,7 @@ def file_lines(path: Path) -> Iterator[str]:
         UsageError: the file cannot be read.
     """
     try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as stream:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream)
     except OSError as error:
         raise UsageError(
@@ -249,6 +249,9 @@ def file_lines(path: Path) -> Iterator[str]:
 
 def _read_names(stream: TextIO) -> Iterator[str]:
     for line in stream:
-        name = line.rstrip("\n")
+        name = line.removesuffix("\n")
+        # a list written on Windows, unless a file has that very name
+        if name.endswith("\r") and not os.path.lexists(name):
+            name = name.removesuffix("\r")
         if name:
             yield name

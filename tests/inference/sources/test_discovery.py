@@ -149,8 +149,11 @@ def test_a_list_names_one_path_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [os.fsencode(item.path) for item in discover(["-"], Skipped(), stdin)] == expected
     (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + content)
     assert [os.fsencode(item.path) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
-    # a file whose name looks like a list's is that file
+    # a file whose name looks like a list's, or like lines of one, is that file
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.jpg\r").touch()
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\rb.jpg\nc.jpg\r\n"), encoding="utf-8")
+    assert [str(item.path) for item in discover(["-"], Skipped(), stdin)] == ["a\rb.jpg", "c.jpg\r"]
     touch(tmp_path / "@a.png")
     check_inputs(["@a.png"])
     assert names("@a.png") == ["@a.png"]
