@@ -5,6 +5,7 @@ In the order in which an image passes them:
     sources      find images in folders, lists and archives, with their boxes and labels
     types        `Request`, `Prepared`, `Result`, and `InferenceOptions`: start reading here
     decoding     from a `Request` to a `Prepared`
+    isolation    worker processes, for whatever may crash, hang or run out of memory
     prediction   from a batch of `Prepared` to their `Result` and record
     executor     `predict_stream`: all of it, with decoding ahead of the sessions
     run          a run directory with records, drawings and a report, as `opal-deploy infer` writes it

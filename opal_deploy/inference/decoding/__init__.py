@@ -3,7 +3,6 @@
 `prepare` does it for one image, and is where to start reading. The others run it for many at a time:
 
     pool      threads, or a worker process for each thread (`isolate`)
-    process   a worker process as its parent sees it
-    worker    the main function of a worker process
+    task      what a worker process does
     gpu       plain JPEG files in batches on GPUs, everything else through `pool`; `open_decoder_pool` chooses
 """

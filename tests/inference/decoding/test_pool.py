@@ -19,8 +19,8 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, StoppedEarly
-from opal_deploy.inference.decoding import pool as pool_module
 from opal_deploy.inference.decoding.pool import CpuDecoderPool
+from opal_deploy.inference.isolation import pool as pool_module
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import Decoding
@@ -90,7 +90,7 @@ def decode(pool: CpuDecoderPool, path: Path) -> str | None:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "decoding.worker" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "isolation.worker" in " ".join(child.cmdline())]
 
 
 def read_pid(path: Path) -> int:
@@ -242,7 +242,7 @@ def test_a_worker_that_keeps_memory_is_replaced(tmp_path: Path, image: Path, plu
 
 def test_a_bug_is_raised_not_recorded(image: Path) -> None:
     request: Any = Request("bug", image, box="no box at all")
-    with open_pool() as pool, pytest.raises(RuntimeError, match="in a decode worker"):
+    with open_pool() as pool, pytest.raises(RuntimeError, match="in a worker process"):
         pool.submit(request).result(60)
 
 
@@ -252,7 +252,7 @@ def test_a_worker_imports_no_runtime_and_prints_of_a_library_do_not_end_up_in_a_
     paths = [misbehaving(tmp_path / "chatter.jpg", "chatter"), misbehaving(tmp_path / "m.jpg", "modules"), image]
     assert [code(entry) for entry in prepare_all(open_pool(), paths)] == [None] * 3
     modules = (tmp_path / "m.txt").read_text().split()
-    assert "opal_deploy.inference.decoding.worker" in modules
+    assert "opal_deploy.inference.isolation.worker" in modules
     assert {"torch", "onnxruntime", "typer", "rich"}.isdisjoint(modules)
 
 

@@ -1,8 +1,8 @@
-"""The main function of a decode worker process: requests on stdin, responses on stdout, until stdin ends.
+"""The main function of a worker process: requests on stdin, responses on stdout, until stdin ends.
 
-It imports numpy, Pillow and the code that prepares images, and no runtime. A request is a pickle, since it comes from
-the parent process; a response is JSON and raw pixels, since a decoder may have been taken over by the file that it
-read, and must not be able to run anything in the parent.
+It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent
+process; a response is JSON and raw bytes, since a decoder may have been taken over by the file that it read, and must
+not be able to run anything in the parent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ import threading
 import traceback
 import warnings
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from PIL import Image
 
-from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request
-from opal_deploy.preprocess.decode import Source
-from opal_deploy.preprocess.geometry import Box
 
 LENGTH = struct.Struct(">Q")
 READY = b"\x01"
@@ -34,19 +30,29 @@ READY = b"\x01"
 _MAX_GROWTH_BYTES = 256 << 20
 
 
+# JSON, and the bytes that follow it
+Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
+
+
+class Task(Protocol):
+    """The work of a worker process; it is pickled once for each process."""
+
+    def __call__(self, request: Any, timer: StageTimer) -> Response:
+        """Answer one request, adding the times of its stages to `timer`."""
+        ...
+
+
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The part of a worker's work that is the same for every image.
+    """The part of a worker's work that is the same for every request.
 
     Attributes:
-        input_size: (H0, W0) of the model.
-        options: see `prepare`.
+        task: answers the requests.
         timed: send the times of the stages.
         pillow_limit: Pillow's own limit of pixels in the parent.
     """
 
-    input_size: tuple[int, int]
-    options: InferenceOptions
+    task: Task
     timed: bool
     pillow_limit: int | None
 
@@ -64,42 +70,23 @@ def main() -> None:
     # drop what libraries print about odd files from here on
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
-        source, box = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
-        for part in _build_response(source, box, config, memory_at_start):
+        request = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
+        for part in _build_response(request, config, memory_at_start):
             responses.write(part)
         responses.flush()
 
 
-def _build_response(source: Source, box: Box | None, config: WorkerConfig, memory_at_start: int) -> list[bytes]:
-    """Return the header with its length, the pixels, and the whole image where it is kept."""
+def _build_response(request: Any, config: WorkerConfig, memory_at_start: int) -> list[bytes]:
+    """Return the header with its length, and the bytes that follow it."""
     timer = StageTimer() if config.timed else NO_OP_TIMER
     try:
-        prepared = prepare(Request(None, source, box), config.input_size, config.options, timer)
-        header = _build_header(prepared)
-        parts = [] if prepared.pixels is None else [prepared.pixels.tobytes()]
-        if prepared.image is not None:
-            parts.append(prepared.image.tobytes())
-        del prepared
+        header, parts = config.task(request, timer)
     except Exception:
         header, parts = {"traceback": traceback.format_exc()}, []
     header["times"] = [(row.stage, row.wall, row.cpu, row.calls) for row in timer.read().stages]
     header["retire"] = _resident_bytes() - memory_at_start > _MAX_GROWTH_BYTES
     encoded = json.dumps(header).encode()
     return [LENGTH.pack(len(encoded)) + encoded, *parts]
-
-
-def _build_header(prepared: Prepared) -> dict[str, Any]:
-    if prepared.error is not None:
-        return {"error": [prepared.error.code, str(prepared.error)], "sha256": prepared.file_sha256}
-    geometry = prepared.geometry
-    assert geometry is not None  # there is no error
-    return {
-        "width": geometry.width,
-        "height": geometry.height,
-        "crop": geometry.crop,
-        "image": prepared.image is not None,
-        "sha256": prepared.file_sha256,
-    }
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
@@ -121,7 +108,7 @@ def _end_with_the_parent(requests: BinaryIO) -> None:
     hangup.register(requests.fileno(), 0)
 
     def watch() -> None:
-        # the parent's end is closed; a decoder may be in the middle of an image that takes for ever
+        # the parent's end is closed; the task may be in the middle of a request that takes for ever
         hangup.poll()
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""A decode worker process as its parent sees it: start, send a request, read the response, stop.
+"""A worker process as its parent sees it: start, send a request, read the response, stop.
 
 Python's own process pools are not used: a worker that crashes breaks the whole `ProcessPoolExecutor`, neither it nor
 `multiprocessing.Pool` can stop one task that takes too long, and both unpickle what a worker sends.
@@ -19,9 +19,9 @@ import time
 from typing import Any, BinaryIO, cast
 
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.decoding.worker import LENGTH, READY, WorkerConfig
+from opal_deploy.inference.isolation.worker import LENGTH, READY, WorkerConfig
 
-# from its start until it can decode; a machine that is loaded or reads its packages over a network takes its time
+# from its start until it takes requests; a machine that is loaded or reads its packages over a network takes its time
 _START_SECONDS = 120.0
 _EXIT_SECONDS = 2.0
 # a response fits into the pipe, so that the worker need not wait until it is read; some systems keep their 64 KiB
@@ -31,20 +31,20 @@ _MAX_HEADER_BYTES = 1 << 20
 # not `-m`, and no module of multiprocessing: both would import the caller's main module, or write beside it
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from opal_deploy.inference.decoding.worker import main; main()"
+    "from opal_deploy.inference.isolation.worker import main; main()"
 )
 
 
-class DecoderCrashed(Exception):
-    """The process ended in the middle of an image; the text says how, completing "its decoder ..."."""
+class WorkerCrashed(Exception):
+    """The process ended in the middle of a request; the text says how, completing "the worker ..."."""
 
 
-class DecodeTimeout(Exception):
-    """The process was killed because an image took too long."""
+class WorkerTimeout(Exception):
+    """The process was killed because a request took too long."""
 
 
-class DecodeProcess:
-    """A process that prepares one image at a time. Used by one thread at a time; any may call `kill_if_overdue`."""
+class WorkerProcess:
+    """A process that answers one request at a time. Used by one thread at a time; any may call `kill_if_overdue`."""
 
     def __init__(self) -> None:
         """Start the process.
@@ -104,11 +104,11 @@ class DecodeProcess:
         The rest of the response is read with `read_into`; `finish_response` ends it.
 
         Args:
-            message: pickle of (source, box).
+            message: pickle of the request.
             timeout: seconds until `finish_response` has to be called; None: no limit.
 
         Raises:
-            DecoderCrashed, DecodeTimeout: there is no response, and the process cannot be used again.
+            WorkerCrashed, WorkerTimeout: there is no response, and the process cannot be used again.
         """
         if timeout is not None:
             self._deadline = time.monotonic() + timeout
@@ -120,13 +120,13 @@ class DecodeProcess:
         self.read_into(memoryview(header))
         (size,) = LENGTH.unpack(header)
         if size > _MAX_HEADER_BYTES:
-            raise DecoderCrashed("sent an answer that makes no sense")
+            raise WorkerCrashed("sent an answer that makes no sense")
         header = bytearray(size)
         self.read_into(memoryview(header))
         try:
             response: dict[str, Any] = json.loads(header)
         except ValueError:
-            raise DecoderCrashed("sent an answer that makes no sense") from None
+            raise WorkerCrashed("sent an answer that makes no sense") from None
         return response
 
     def read_into(self, target: memoryview) -> None:
@@ -144,7 +144,7 @@ class DecodeProcess:
             return not self._overdue
 
     def kill_if_overdue(self, now: float) -> None:
-        """Kill the process if its request takes too long; the thread that waits for it gets a DecodeTimeout."""
+        """Kill the process if its request takes too long; the thread that waits for it gets a WorkerTimeout."""
         with self._lock:
             if self._deadline is not None and now > self._deadline:
                 self._deadline, self._overdue = None, True
@@ -171,10 +171,10 @@ class DecodeProcess:
         while data:
             data = data[self._stdin.write(data) :]
 
-    def _failure(self) -> DecoderCrashed | DecodeTimeout:
+    def _failure(self) -> WorkerCrashed | WorkerTimeout:
         ending = self._describe_end()
         with self._lock:
-            return DecodeTimeout() if self._overdue else DecoderCrashed(ending)
+            return WorkerTimeout() if self._overdue else WorkerCrashed(ending)
 
     def _describe_end(self) -> str:
         try:
@@ -207,4 +207,4 @@ def _enlarge_pipe(pipe: BinaryIO) -> None:
 
 
 def _start_error(reason: str) -> StoppedEarly:
-    return StoppedEarly(f"a decode worker cannot be started: {reason}; --no-isolate decodes without worker processes")
+    return StoppedEarly(f"a worker process cannot be started: {reason}; --no-isolate does without worker processes")

@@ -1,0 +1,151 @@
+"""Worker processes that are lent to the threads that need one.
+
+A process is started when it is first needed, and replaced when it ended, was killed, or has grown too large. All end
+with this process, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from opal_deploy.errors import StoppedEarly
+from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess
+from opal_deploy.inference.isolation.worker import Task, WorkerConfig
+from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
+
+T = TypeVar("T")
+# between two checks of the processes' time limits
+_WATCH_SECONDS = 0.1
+# a system short of memory kills processes that did nothing wrong: the second crash is the request's fault, and the run
+# ends only where one process after the other does not start
+_MAX_ATTEMPTS, _MAX_STARTS = 2, 3
+
+
+class ProcessPool:
+    """A number of worker processes of one task; every method but `close` may be called from any thread."""
+
+    def __init__(self, workers: int, task: Task, timeout: float | None, timer: StageTimer = NO_OP_TIMER) -> None:
+        """Start nothing yet.
+
+        Args:
+            workers: the largest number of processes.
+            task: answers the requests.
+            timeout: seconds that one request may take; None: no limit.
+            timer: gets the times of the task's stages, without the time that data takes between processes.
+        """
+        self._timeout, self._timer = timeout, timer
+        self._config = WorkerConfig(task, timed=not isinstance(timer, NoOpTimer), pillow_limit=Image.MAX_IMAGE_PIXELS)
+        # the last one used comes first, so that a short run starts no more processes than it needs; None: to be started
+        self._idle: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
+        for _ in range(workers):
+            self._idle.put(None)
+        self._processes: set[WorkerProcess] = set()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def call(self, request: object, read: Callable[[WorkerProcess, dict[str, Any]], T]) -> T:
+        """Have a request answered, waiting for a process while all of them are in use.
+
+        A request whose process ended is tried a second time, since processes are also killed from outside.
+
+        Args:
+            request: is pickled for the task.
+            read: makes the result of the response's header, and of the bytes that it reads from the process; a
+                KeyError, TypeError or ValueError of its means that the response makes no sense.
+
+        Raises:
+            WorkerCrashed: the process ended in the middle. WorkerTimeout: it took too long.
+            StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
+        """
+        message, failure = pickle.dumps(request), ""
+        for _ in range(_MAX_ATTEMPTS):
+            try:
+                return self._call_once(message, read)
+            except WorkerCrashed as crash:
+                failure = str(crash)
+        raise WorkerCrashed(f"{failure}, each of {_MAX_ATTEMPTS} times")
+
+    def _call_once(self, message: bytes, read: Callable[[WorkerProcess, dict[str, Any]], T]) -> T:
+        process, reusable = self._idle.get(), False
+        try:
+            # a process that ended between two requests is no request's fault
+            if process is None or not process.is_running():
+                self._close_process(process)
+                process = self._start_process()
+            result, reusable = self._call_process(process, message, read)
+            return result
+        finally:
+            if not reusable:
+                self._close_process(process)
+            self._idle.put(process if reusable else None)
+
+    def close(self) -> None:
+        """End the processes; no call may be going on."""
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        with self._lock:
+            processes = list(self._processes)
+        # all begin to end before any is waited for
+        for process in processes:
+            process.close_stdin()
+        for process in processes:
+            self._close_process(process)
+
+    def _call_process(
+        self, process: WorkerProcess, message: bytes, read: Callable[[WorkerProcess, dict[str, Any]], T]
+    ) -> tuple[T, bool]:
+        """Return the result, and whether the process can be used again."""
+        header = process.request(message, self._timeout)
+        if "traceback" in header:
+            raise RuntimeError(f"in a worker process: {header['traceback']}")
+        try:
+            result = read(process, header)
+            for stage, wall, cpu, calls in header["times"]:
+                self._timer.add(stage, wall, cpu, calls)
+            return result, process.finish_response() and not header["retire"]
+        except (KeyError, TypeError, ValueError):
+            # the process may have been taken over by the file that it decoded
+            raise WorkerCrashed("sent an answer that makes no sense") from None
+
+    def _start_process(self) -> WorkerProcess:
+        for _ in range(_MAX_STARTS - 1):
+            with contextlib.suppress(StoppedEarly):
+                return self._start_once()
+        return self._start_once()
+
+    def _start_once(self) -> WorkerProcess:
+        process = WorkerProcess()
+        with self._lock:
+            self._processes.add(process)
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._kill_overdue, name="time-limit", daemon=True)
+                self._watcher.start()
+        try:
+            process.wait_until_ready(self._config)
+        except BaseException:
+            self._close_process(process)
+            raise
+        return process
+
+    def _close_process(self, process: WorkerProcess | None) -> None:
+        if process is not None:
+            process.close()
+            with self._lock:
+                self._processes.discard(process)
+
+    def _kill_overdue(self) -> None:
+        while not self._closed.wait(_WATCH_SECONDS):
+            with self._lock:
+                processes = list(self._processes)
+            for process in processes:
+                process.kill_if_overdue(time.monotonic())
