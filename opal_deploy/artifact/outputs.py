@@ -14,6 +14,7 @@ IntArray = NDArray[np.int32]
 
 # inside both logarithms of the kl distance, as the authors do
 KL_EPSILON = 1e-8
+_NORM_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ class Outputs:
 
         return Outputs(cut(self.logits), cut(self.argmax), cut(self.scores), cut(self.attention))  # type: ignore[arg-type]
 
+    def take(self, rows: Sequence[int]) -> Outputs:
+        """Return the outputs of some images, in that order; views where these are the first ones."""
+        if list(rows) == list(range(len(rows))):
+            return self.rows(0, len(rows))
+
+        def pick(array: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
+            return None if array is None else array[list(rows)]
+
+        return Outputs(pick(self.logits), pick(self.argmax), pick(self.scores), pick(self.attention))  # type: ignore[arg-type]
+
     @staticmethod
     def concatenate(parts: Sequence[Outputs]) -> Outputs:
         """Return the outputs of consecutive batches of one model as one."""
@@ -56,9 +67,18 @@ class Outputs:
 
 def embedding(scores: FloatArray, epsilon: float) -> DoubleArray:
     """Return z = s / (|s| + epsilon) for scores s [N, K]: float64 [N, K], so that no rounding is added."""
-    wide = scores.astype(np.float64)
-    z: DoubleArray = wide / (np.linalg.norm(wide, axis=1, keepdims=True) + epsilon)
+    z: DoubleArray = scores.astype(np.float64) / embedding_norms(scores, epsilon)[:, None]
     return z
+
+
+def embedding_norms(scores: FloatArray, epsilon: float) -> DoubleArray:
+    """Return |s| + epsilon for scores s [N, K]: float64 [N]."""
+    # some rows at a time: large temporary arrays cost ten times the arithmetic
+    norms = [
+        np.linalg.norm(scores[start : start + _NORM_ROWS].astype(np.float64), axis=1)
+        for start in range(0, len(scores), _NORM_ROWS)
+    ]
+    return np.concatenate(norms) + epsilon if norms else np.empty(0)
 
 
 def cosines(scores: FloatArray, prototypes_per_class: int, epsilon: float) -> DoubleArray:

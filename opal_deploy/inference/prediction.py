@@ -8,7 +8,7 @@ the batch, every forward pass can be filled up to one size (`InferenceOptions.fi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from opal_deploy.errors import ImageError, OutOfMemory
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Digests, Record, build_record, error_record
+from opal_deploy.records.record import Digests, ImageInfo, Record, build_records, error_record
 from opal_deploy.runtime.session import ImageBatch, Session, StagedSession
 from opal_deploy.visualization.slot_names import SlotNames
 
@@ -87,7 +87,7 @@ class BatchPredictor:
             with self._timer.stage("compute"), self._lock:
                 outputs = self._run(images)
         with self._timer.stage("evidence"):
-            return [self._build_result(prepared, row, outputs) for row, prepared in enumerate(part)]
+            return self._build_results(part, outputs)
 
     def _run(self, images: ImageBatch) -> Outputs:
         session = self._session
@@ -107,23 +107,47 @@ class BatchPredictor:
         self._max_batch = size // 2
         self._print_message(f"{where}: out of memory with a batch of {size}; going on with {self._max_batch}")
 
-    def _build_result(self, prepared: Prepared, row: int, outputs: Outputs | None) -> Result:
-        error = prepared.error
-        if error is None and not np.isfinite(cast(Outputs, outputs).logits[row]).all():
-            # half precision overflows for some images, and JSON has no NaN
-            error = ImageError("not_finite", "the model's logits for it are NaN or infinite")
-        record = self._build_record(prepared, row, outputs, error)
-        if error is not None or outputs is None or not self._options.keep_outputs:
-            return Result(record, prepared)
-        return Result(record, prepared, outputs.rows(row, row + 1))
+    def _build_results(self, part: Sequence[Prepared], outputs: Outputs | None) -> list[Result]:
+        """Return the result of each image; `outputs` has a row for each, None where no image could be prepared."""
+        options = self._options
+        errors = self._find_errors(part, outputs)
+        answered = [row for row, error in enumerate(errors) if error is None]
+        infos = [self._build_info(part[row]) for row in answered]
+        records: Iterator[Record] = iter(())
+        if outputs is not None and answered:
+            names = self._slot_names
+            records = iter(
+                build_records(
+                    infos, outputs.take(answered), self._session.metadata,
+                    top=options.top, min_margin=options.min_margin, slot_name=names.name if names else None,
+                )
+            )  # fmt: skip
+        results = []
+        for row, (prepared, error) in enumerate(zip(part, errors, strict=True)):
+            if error is not None:
+                results.append(Result(self._build_error(prepared, error), prepared))
+            else:
+                kept = outputs.rows(row, row + 1) if outputs is not None and options.keep_outputs else None
+                results.append(Result(next(records), prepared, kept))
+        return results
 
-    def _build_record(self, prepared: Prepared, row: int, outputs: Outputs | None, error: ImageError | None) -> Record:
-        request, options = prepared.request, self._options
-        digests = Digests(prepared.file_sha256, options.model_sha256)
-        if error is not None:
-            return error_record(request.name, error.code, str(error), digests=digests, truth=request.truth)
-        return build_record(
-            request.name, cast(Geometry, prepared.geometry), cast(Outputs, outputs), row, self._session.metadata,
-            top=options.top, min_margin=options.min_margin,
-            digests=digests, slot_name=self._slot_names.name, truth=request.truth,
-        )  # fmt: skip
+    def _find_errors(self, part: Sequence[Prepared], outputs: Outputs | None) -> list[ImageError | None]:
+        if outputs is None:
+            return [prepared.error for prepared in part]
+        # half precision overflows for some images, and JSON has no NaN
+        finite = np.isfinite(outputs.logits[: len(part)]).min(axis=1).tolist()
+        return [
+            ImageError("not_finite", "the model's logits for it are NaN or infinite")
+            if prepared.error is None and not is_finite
+            else prepared.error
+            for prepared, is_finite in zip(part, finite, strict=True)
+        ]
+
+    def _build_info(self, prepared: Prepared) -> ImageInfo:
+        request = prepared.request
+        digests = Digests(prepared.file_sha256, self._options.model_sha256)
+        return ImageInfo(request.name, cast(Geometry, prepared.geometry), digests, request.truth)
+
+    def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
+        request, digests = prepared.request, Digests(prepared.file_sha256, self._options.model_sha256)
+        return error_record(request.name, error.code, str(error), digests=digests, truth=request.truth)

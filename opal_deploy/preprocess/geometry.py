@@ -8,7 +8,9 @@ the oriented image, `x = x0 + col / W * (x1 - x0)`, `y = y0 + row / H * (y1 - y0
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,15 +46,7 @@ class Geometry:
             row, col: of the cell, counted from the top left, from 0.
             grid: (H, W), the cells of the feature map.
         """
-        rows, cols = grid
-        x0, y0, x1, y1 = self.crop
-        cell_width, cell_height = (x1 - x0) / cols, (y1 - y0) / rows
-        return (
-            x0 + col * cell_width,
-            y0 + row * cell_height,
-            x0 + (col + 1) * cell_width,
-            y0 + (row + 1) * cell_height,
-        )
+        return cast(Box, _rectangle(*self.crop, row, col, grid))
 
     def cell_centres(self, grid: tuple[int, int]) -> NDArray[np.float64]:
         """Return the centres (x, y) of all cells of a grid (H, W) in the same pixels: float64 [H * W, 2], row-major."""
@@ -60,6 +54,30 @@ class Geometry:
         x = x0 + (np.arange(cols) + 0.5) * (x1 - x0) / cols
         y = y0 + (np.arange(rows) + 0.5) * (y1 - y0) / rows
         return np.stack([np.tile(x, rows), np.repeat(y, cols)], axis=1)
+
+
+def cell_boxes(
+    crops: Sequence[tuple[int, int, int, int]], rows: NDArray[np.int64], cols: NDArray[np.int64], grid: tuple[int, int]
+) -> NDArray[np.float64]:
+    """Return the rectangles of many images' cells, the same as `Geometry.cell_box` to the last bit.
+
+    Args:
+        crops: of N images, see `Geometry`.
+        rows, cols: int64 [N, m], the cells.
+        grid: (H, W), the cells of the feature map.
+
+    Returns:
+        float64 [N, m, 4]: (x0, y0, x1, y1).
+    """
+    x0, y0, x1, y1 = np.array(crops, np.float64).reshape(-1, 4).T[:, :, None]
+    return np.stack(_rectangle(x0, y0, x1, y1, rows, cols, grid), axis=2)
+
+
+def _rectangle(x0: Any, y0: Any, x1: Any, y1: Any, row: Any, col: Any, grid: tuple[int, int]) -> tuple[Any, ...]:
+    """Return (x0, y0, x1, y1) of a cell of a crop; of many where numbers are arrays that broadcast."""
+    rows, cols = grid
+    width, height = (x1 - x0) / cols, (y1 - y0) / rows
+    return x0 + col * width, y0 + row * height, x0 + (col + 1) * width, y0 + (row + 1) * height
 
 
 def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:

@@ -6,15 +6,16 @@ of the forward pass; nothing is looked up, smoothed or recomputed from pixels.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import KL_EPSILON, DoubleArray, Outputs, cosines, embedding
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
 
 RECORD_SCHEMA = 1
 
@@ -46,8 +47,8 @@ class Slot(TypedDict):
     """One prototype slot's evidence for the predicted class.
 
     `cell` is [row, col] of the feature map, `box` [x0, y0, x1, y1] in pixels of the whole image as a viewer shows it,
-    `score` in [0, 1] with channel-wise softmax. `contribution` is an entry of `contributions`, None where the distance
-    is no sum over slots. `name` is there where somebody named the slot.
+    `score` in [0, 1] with channel-wise softmax. `contribution` is an entry of `evidence.contributions`, None where the
+    distance is no sum over slots. `name` is there where somebody named the slot.
     """
 
     slot: int
@@ -99,29 +100,71 @@ class Record(TypedDict):
     error: NotRequired[Problem]
 
 
-def contributions(block: DoubleArray, distance: str) -> DoubleArray | None:
-    """Return the contribution of each slot of one class to its logit.
+class ImageInfo(NamedTuple):
+    """What a record says of an image beside the model's answer.
+
+    Attributes:
+        name: the image's name; None for an image without one.
+        geometry: the image's size and crop.
+        digests: of the image's file and the model's; None: the record has neither key.
+        truth: the image's label; None: the record has no such key.
+    """
+
+    name: str | None
+    geometry: Geometry
+    digests: Digests | None = None
+    truth: str | None = None
+
+
+def build_records(
+    images: Sequence[ImageInfo],
+    outputs: Outputs,
+    metadata: Metadata,
+    *,
+    top: int = 5,
+    min_margin: float | None = None,
+    slot_name: SlotName | None = None,
+) -> list[Record]:
+    """Return the record of each of N images.
+
+    `margin` is the cosine of the predicted class minus that of the runner-up by logit. Evidence is that of the
+    predicted class, in slot order; the key is absent unless the model's evidence is `exact`: elsewhere no single cell
+    decided.
 
     Args:
-        block: float64 [m], the embedding's entries of the class's block.
-        distance: the head's distance.
-
-    Returns:
-        float64 [m]. For l2 they add up to the cosine <z, a_c>, for l1 and kl to the block's part of the distance, for
-        l3 to the block's part of its third power (smaller is closer for these three). None for linf and tropical, where
-        one extreme entry decides.
+        images: N, in the order of the outputs.
+        outputs: of the N images; every logit is finite.
+        metadata: the model's metadata.
+        top: number of classes to list.
+        min_margin: margin below which the status is `abstained`; None: never.
+        slot_name: names the slots of the evidence; None: they have no names.
     """
-    anchor = 1.0 / math.sqrt(len(block))
-    values: DoubleArray | None = None
-    if distance == "l2":
-        values = block * anchor
-    elif distance == "l1":
-        values = np.abs(block - anchor)
-    elif distance == "l3":
-        values = np.abs(block - anchor) ** 3
-    elif distance == "kl":
-        values = block * (np.log(block + KL_EPSILON) - math.log(anchor + KL_EPSILON))
-    return values
+    best = find_top_classes(outputs, metadata, max(top, 2))
+    all_answers = _build_answers(best, metadata)
+    all_slots: Iterable[list[Slot] | None] = itertools.repeat(None)
+    if metadata.evidence == "exact" and outputs.scores is not None and outputs.argmax is not None:
+        geometries = [image.geometry for image in images]
+        all_slots = _build_slots(find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms))
+    records = []
+    for image, answers, slots in zip(images, all_answers, all_slots, strict=False):
+        first, second = answers[0]["cosine"], answers[1]["cosine"] if len(answers) > 1 else None
+        margin = None if first is None or second is None else first - second
+        abstained = min_margin is not None and margin is not None and margin < min_margin
+        record = _start_record(image.name, "abstained" if abstained else "ok", image.digests)
+        record["width"], record["height"] = image.geometry.width, image.geometry.height
+        record["prediction"] = answers[0]
+        record["margin"] = margin
+        record["top"] = answers[:top]
+        if slots is not None:
+            record["evidence"] = slots
+            if slot_name is not None:
+                for slot in slots:
+                    if (name := slot_name(answers[0]["class_id"], slot["slot"])) is not None:
+                        slot["name"] = name
+        if image.truth is not None:
+            record["truth"] = image.truth
+        records.append(record)
+    return records
 
 
 def build_record(
@@ -133,58 +176,10 @@ def build_record(
     *,
     top: int = 5,
     min_margin: float | None = None,
-    digests: Digests | None = None,
-    slot_name: SlotName = lambda class_id, slot: None,
-    truth: str | None = None,
 ) -> Record:
-    """Return the record of image `row` of a batch's outputs.
-
-    `margin` is the cosine of the predicted class minus that of the runner-up by logit. Evidence is that of the
-    predicted class, in slot order; the key is absent unless the model's evidence is `exact`: elsewhere no single cell
-    decided.
-
-    Args:
-        image: the image's name; None for an image without one.
-        geometry: the image's size and crop.
-        outputs: the model's outputs for the batch.
-        row: the image's position in the batch.
-        metadata: the model's metadata.
-        top: number of classes to list.
-        min_margin: margin below which the status is `abstained`; None: never.
-        digests: of the image's file and the model's; None: the record has neither key.
-        slot_name: names the slots of the evidence.
-        truth: the image's label; None: the record has no such key.
-    """
-    logits = outputs.logits[row]
-    scores = None if outputs.scores is None else outputs.scores[row]
-    cosine = None if scores is None else cosines(scores[None], metadata.prototypes_per_class, metadata.epsilon)[0]
-    # stable: of equal logits the lowest class id, as argmax would choose
-    order = np.argsort(-logits, kind="stable")[: max(top, 2)]
-
-    def answer(class_id: int) -> Answer:
-        return {
-            "class_id": class_id,
-            "label": metadata.class_names[class_id],
-            "logit": float(logits[class_id]),
-            "cosine": None if cosine is None else float(cosine[class_id]),
-        }
-
-    answers = [answer(int(c)) for c in order]
-    margin = None if cosine is None or len(order) < 2 else float(cosine[order[0]] - cosine[order[1]])
-    abstained = min_margin is not None and margin is not None and margin < min_margin
-    record = _start_record(image, "abstained" if abstained else "ok", digests)
-    record["width"], record["height"] = geometry.width, geometry.height
-    record["prediction"] = answers[0]
-    record["margin"] = margin
-    record["top"] = answers[:top]
-    if metadata.evidence == "exact" and scores is not None and outputs.argmax is not None:
-        record["evidence"] = class_evidence(int(order[0]), geometry, outputs, row, metadata)
-        for slot in record["evidence"]:
-            if (name := slot_name(int(order[0]), slot["slot"])) is not None:
-                slot["name"] = name
-    if truth is not None:
-        record["truth"] = truth
-    return record
+    """Return the record of image `row` of a batch's outputs; see `build_records`."""
+    infos = [ImageInfo(image, geometry)]
+    return build_records(infos, outputs.rows(row, row + 1), metadata, top=top, min_margin=min_margin)[0]
 
 
 def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int, metadata: Metadata) -> list[Slot]:
@@ -193,28 +188,39 @@ def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, row: int
     Raises:
         ValueError: the model's evidence is not `exact`.
     """
-    if metadata.evidence != "exact" or outputs.scores is None or outputs.argmax is None:
-        raise ValueError(f"evidence {metadata.evidence!r}: no single cell decided")
-    scores, argmax = outputs.scores[row], outputs.argmax[row]
-    m = metadata.prototypes_per_class
-    first = class_id * m
-    z = embedding(scores[None], metadata.epsilon)[0]
-    slot_contributions = contributions(z[first : first + m], metadata.distance)
-    slots: list[Slot] = []
-    for slot in range(m):
-        channel = first + slot
-        cell_row, cell_col = divmod(int(argmax[channel]), metadata.grid[1])
-        slots.append(
+    evidence = find_evidence(outputs.rows(row, row + 1), np.array([class_id]), [geometry], metadata)
+    return next(_build_slots(evidence))
+
+
+def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer]]:
+    labels = metadata.class_names
+    no_cosines = itertools.repeat(itertools.repeat(None))
+    all_cosines = no_cosines if best.cosines is None else best.cosines.tolist()
+    for class_ids, logits, cosines in zip(best.class_ids.tolist(), best.logits.tolist(), all_cosines, strict=False):
+        yield [
+            {"class_id": class_id, "label": labels[class_id], "logit": logit, "cosine": cosine}
+            for class_id, logit, cosine in zip(class_ids, logits, cosines, strict=False)
+        ]
+
+
+def _build_slots(evidence: SlotEvidence) -> Iterator[list[Slot]]:
+    num_slots = evidence.scores.shape[1]
+    no_parts = itertools.repeat(itertools.repeat(None))
+    all_parts = no_parts if evidence.contributions is None else evidence.contributions.tolist()
+    arrays = (evidence.class_ids, evidence.cells, evidence.scores, evidence.boxes)
+    for class_id, cells, scores, boxes, parts in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
+        first = class_id * num_slots
+        yield [
             {
                 "slot": slot,
-                "channel": channel,
-                "cell": [cell_row, cell_col],
-                "score": float(scores[channel]),
-                "contribution": None if slot_contributions is None else float(slot_contributions[slot]),
-                "box": list(geometry.cell_box(cell_row, cell_col, metadata.grid)),
+                "channel": first + slot,
+                "cell": cell,
+                "score": score,
+                "contribution": part,
+                "box": box,
             }
-        )
-    return slots
+            for slot, (cell, score, part, box) in enumerate(zip(cells, scores, parts, boxes, strict=False))
+        ]
 
 
 def error_record(

@@ -12,7 +12,8 @@ import pytest
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
-from opal_deploy.records.record import Record, contributions
+from opal_deploy.records.evidence import contributions
+from opal_deploy.records.record import Record
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.inference.bright import predict
 
