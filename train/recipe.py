@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from opal_deploy.datasets.samples import Validation
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 
@@ -53,7 +54,7 @@ _DATA = {"dataset": str, "validation": str, "partition": int, "skip_missing": bo
 _SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
-_CHOICES = {"validation": ("authors",), "kind": ("opal", "linear")}
+_CHOICES = {"validation": get_args(Validation), "kind": ("opal", "linear")}
 _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
 
@@ -144,12 +145,14 @@ class Recipe:
         dataset: name of the data set (`datasets.registry.DATASET_NAMES`); None recognizes the folder by its files.
         partition: number of the official partition.
         skip_missing: leave out images that the lists name and that do not exist.
+        validation: how validation images are set aside where the data set has none.
     """
 
     options: TrainOptions
     dataset: str | None = None
     partition: int = 1
     skip_missing: bool = False
+    validation: Validation = "authors"
 
     def to_toml(self) -> str:
         """Return the TOML text that `resolve_recipe` turns into this recipe again."""
@@ -157,7 +160,7 @@ class Recipe:
         import tomli_w
 
         o = self.options
-        data: dict[str, Any] = {"validation": "authors", "partition": self.partition, "skip_missing": self.skip_missing}
+        data: dict[str, Any] = {key: getattr(self, key) for key in ("validation", "partition", "skip_missing")}
         if self.dataset is not None:
             data["dataset"] = self.dataset
         sections: Sections = {
@@ -233,7 +236,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
         **merged["machine"],
     )
     options.check()
-    return Recipe(options, data.get("dataset"), data.get("partition", 1), data.get("skip_missing", False))
+    return Recipe(options, **data)
 
 
 def _find_problems(raw: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opal_deploy.datasets.samples import DataSet
+from opal_deploy.datasets.samples import DataSet, Validation, recorded_validation
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.network import OpalNetwork
@@ -224,6 +224,15 @@ def describe_differences(
     }
     clauses += [text for key, text in others.items() if key in run_config and stored.get(key) != run_config[key]]
     return clauses
+
+
+def stored_validation(run_dir: TrainRunDirectory) -> Validation:
+    """Return how the run in a directory set its validation images aside; `authors` where there is no run.
+
+    Raises:
+        CheckpointError: config.json is damaged.
+    """
+    return recorded_validation(read_config(run_dir) or {})
 
 
 def read_config(run_dir: TrainRunDirectory) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from opal_deploy.errors import ExitCode, ImageError, MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.datasets.samples import Validation
     from opal_deploy.inference.types import InferenceOptions, Request
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
@@ -83,6 +84,7 @@ def atlas(
     """
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.cli.infer import setup
+    from opal_deploy.datasets.samples import recorded_validation
     from opal_deploy.inference.sheets import check_exact_evidence
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.runtime.select import open_sessions
@@ -97,7 +99,8 @@ def atlas(
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
     check_exact_evidence(metadata, str(path))
-    images = _read_images(data, _DataOptions(dataset, partition, skip_missing, split, boxes, plain=plain))
+    validation = recorded_validation(metadata.training)
+    images = _read_images(data, _DataOptions(dataset, partition, skip_missing, validation, split, boxes, plain=plain))
     _check_labels(images, metadata, data, only_correct=only_correct)
     if metadata.unverified:
         print_message(
@@ -188,6 +191,7 @@ class _DataOptions:
     dataset: str | None
     partition: int
     skip_missing: bool
+    validation: Validation
     split: str
     boxes: bool
     plain: bool
@@ -229,6 +233,7 @@ def _read_images(data: Path, options: _DataOptions) -> _ImageSet:
                 options.dataset,
                 partition=options.partition,
                 skip_missing=options.skip_missing,
+                validation=options.validation,
                 report=advance,
             )
     except MissingExtra as error:

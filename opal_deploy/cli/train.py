@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -162,6 +163,8 @@ def train(
     from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.loop import fit
     from opal_deploy.train.recipe import load_recipe, resolve_recipe
+    from opal_deploy.train.resume import stored_validation
+    from opal_deploy.train.run_directory import TrainRunDirectory
 
     switches = {"cws": no_cws, "projection": no_projection, "anchors": no_anchors}
     resolved = resolve_recipe(
@@ -203,9 +206,16 @@ def train(
         },
     )
     out = out or Path("runs") / data.resolve().name
+    if resume and TrainRunDirectory(out).config.is_file():
+        resolved = replace(resolved, validation=stored_validation(TrainRunDirectory(out)))
     with progress("reading") as advance:
         labelled = read_dataset(
-            data, resolved.dataset, partition=resolved.partition, skip_missing=resolved.skip_missing, report=advance
+            data,
+            resolved.dataset,
+            partition=resolved.partition,
+            skip_missing=resolved.skip_missing,
+            validation=resolved.validation,
+            report=advance,
         )
     # under torchrun every process runs this command, and one prints
     log = print_message if is_main_process() else discard_message

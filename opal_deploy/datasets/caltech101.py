@@ -26,7 +26,7 @@ from opal_deploy.datasets.listing import (
     missing_files,
     require_files,
 )
-from opal_deploy.datasets.samples import SPLITS, pluralize, stratified_split
+from opal_deploy.datasets.samples import SPLIT_FRACTION, SPLIT_SEED, pluralize, stratified_split
 from opal_deploy.errors import UsageError
 
 _TITLE = "Caltech-101"
@@ -64,15 +64,14 @@ def _read_caltech101(folder: Path) -> Listing:
         part="test",
         advice="unpack the official archive again",
     )
-    split = SPLITS["authors"]
     return build_listing(
         "caltech101",
         folder,
         class_names,
         {"train": [pairs[i] for i in train], "test": [pairs[i] for i in test]},
         warnings=[
-            f"{_TITLE} has no official split: a stratified {split.fraction:.0%} of each class is tested on (seed "
-            f"{split.seed}), which compares with no published result"
+            f"{_TITLE} has no official split: a stratified {SPLIT_FRACTION:.0%} of each class is tested on (seed "
+            f"{SPLIT_SEED}), which compares with no published result"
         ],
         image_folders=tuple(classes),
     )

@@ -20,7 +20,7 @@ from opal_deploy.datasets.dogs import DOGS
 from opal_deploy.datasets.image_folder import IMAGE_FOLDER
 from opal_deploy.datasets.imagenet import IMAGENET
 from opal_deploy.datasets.listing import Adapter, unreadable_error
-from opal_deploy.datasets.samples import DataSet, ProgressCallback, stratified_split
+from opal_deploy.datasets.samples import DataSet, ProgressCallback, Validation, set_validation_aside
 from opal_deploy.datasets.torchvision_datasets import CARS, DTD, FLOWERS, PETS, SUN397
 from opal_deploy.errors import UsageError
 
@@ -37,6 +37,7 @@ def read_dataset(
     *,
     partition: int = 1,
     skip_missing: bool = False,
+    validation: Validation = "authors",
     report: ProgressCallback | None = None,
 ) -> DataSet:
     """Read and check a data set, and set a fifth of each class aside for validation where it has no validation split.
@@ -47,6 +48,7 @@ def read_dataset(
             ImageFolder.
         partition: number of the official partition, from 1, where a data set has several.
         skip_missing: leave listed images that do not exist out, with a warning, instead of raising.
+        validation: how validation images are set aside; `samples.recorded_validation` says it of a run.
         report: called while image headers are read, which takes minutes on a network drive.
 
     Raises:
@@ -55,13 +57,18 @@ def read_dataset(
     if dataset is not None and dataset not in _ADAPTERS:
         raise UsageError(f"no data set is called {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")
     try:
-        return _read_and_check(root, dataset, partition, skip_missing, report)
+        return _read_and_check(root, dataset, partition, skip_missing, validation, report)
     except OSError as error:
         raise unreadable_error(error, root) from None
 
 
 def _read_and_check(
-    root: Path, dataset: str | None, partition: int, skip_missing: bool, report: ProgressCallback | None
+    root: Path,
+    dataset: str | None,
+    partition: int,
+    skip_missing: bool,
+    validation: Validation,
+    report: ProgressCallback | None,
 ) -> DataSet:
     if not root.is_dir():
         raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
@@ -69,8 +76,7 @@ def _read_and_check(
     _check_partition(adapter, partition)
     data = check_dataset(adapter.read(folder, partition), skip_missing=skip_missing, report=report)
     if not data.val:
-        train, val = stratified_split([sample.label for sample in data.train], data.class_names, root=data.root)
-        data = replace(data, train=[data.train[i] for i in train], val=[data.train[i] for i in val])
+        data = set_validation_aside(data, validation)
     # after the split, because two equal files of train/ may now be in different splits
     return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
 

@@ -1,15 +1,14 @@
 """A data set in memory: images with labels, in three splits. Plain data; no image is opened here.
 
-A data set without an official validation or test split is split by name (`SPLITS`); a name always means the same
-images. `authors` is the split of the paper's authors: scikit-learn's
-StratifiedShuffleSplit(test_size=0.2, random_state=42).
+Where a data set has no official validation images, a fifth of each class is set aside as the paper's authors do it:
+scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42) over torchvision's ImageFolder.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,8 @@ from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
+# how validation images are set aside: as the authors do, or in the order of a data set's lists, as earlier versions did
+Validation = Literal["authors", "list-order"]
 # called with the number of images done, the number of all images where known, and a note on what is being done
 ProgressCallback = Callable[[int, int | None, str], None]
 
@@ -51,6 +52,7 @@ class DataSet:
         crop: `boxes` where samples carry boxes, else None.
         warnings: one line for each kind of oddity that was found and tolerated.
         skipped: images left out because they are missing or their headers cannot be read.
+        validation: how `val` was set aside from the training images; None for official validation images.
     """
 
     root: Path
@@ -62,6 +64,7 @@ class DataSet:
     crop: Crop | None = None
     warnings: list[str] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
+    validation: Validation | None = None
 
     @property
     def num_classes(self) -> int:
@@ -88,40 +91,78 @@ class DataSet:
             "test": len(self.test),
             "crop": self.crop,
             "skipped": len(self.skipped),
+            "validation": self.validation,
         }
 
 
-@dataclass(frozen=True)
-class Split:
-    """A stratified random split.
+# of the images that the second part of a stratified split gets, and of the shuffle
+SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 
-    Attributes:
-        fraction: share of the images that go to the second part, in (0, 1).
-        seed: seed of the shuffle.
+
+def recorded_validation(training: dict[str, Any]) -> Validation:
+    """Return how the validation images of a run were set aside.
+
+    Args:
+        training: the run's record: config.json, a checkpoint's `training` or metadata's. Records of earlier versions
+            do not say it: they split in the order of the lists.
     """
+    data = training.get("data")
+    if not isinstance(data, dict) or data.get("validation", "") in ("authors", None):
+        return "authors"
+    return "list-order"
 
-    fraction: float
-    seed: int
+
+def set_validation_aside(data: DataSet, validation: Validation = "authors") -> DataSet:
+    """Return a data set that has a fifth of each class's training images as validation images.
+
+    Raises:
+        UsageError: see `stratified_split`.
+    """
+    order, ranks = list(range(len(data.train))), list(range(data.num_classes))
+    if validation == "authors":
+        order, ranks = image_folder_order(data.train, data.class_names)
+    names = [name for _, name in sorted(zip(ranks, data.class_names, strict=True))]
+    first, second = stratified_split([ranks[data.train[i].label] for i in order], names, root=data.root)
+    train, val = ([data.train[i] for i in sorted(order[j] for j in part)] for part in (first, second))
+    return replace(data, train=train, val=val, validation=validation)
 
 
-SPLITS = {"authors": Split(fraction=0.2, seed=42)}
+def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:
+    """Return how torchvision's ImageFolder would order samples and classes, one folder a class.
+
+    Args:
+        samples: images of a data set, in the order of its lists.
+        class_names: C names in the order of the labels.
+
+    Returns:
+        Positions in `samples`, by class folder, then by path; and for each label the position of its class folder. A
+        class's folder is the one that all of its images and no others lie in, or else is called by the class's name.
+    """
+    folders: list[set[str]] = [set() for _ in class_names]
+    for sample in samples:
+        folders[sample.label].add(str(sample.path.parent))
+    alone = all(len(each) <= 1 for each in folders) and len(set.union(*folders)) == sum(map(len, folders))
+    keys = [min(each, default="") if alone else name for each, name in zip(folders, class_names, strict=True)]
+    labels = sorted(range(len(keys)), key=keys.__getitem__)
+    ranks = sorted(range(len(keys)), key=labels.__getitem__)
+    # torchvision walks a class's folders one after the other
+    paths = [(ranks[sample.label], str(sample.path.parent), sample.path.name) for sample in samples]
+    return sorted(range(len(samples)), key=paths.__getitem__), ranks
 
 
 def stratified_split(
     labels: list[int],
     class_names: list[str],
-    name: str = "authors",
     *,
     root: Path | None = None,
     part: str = "validation",
     advice: str = "add images, or give a val/ folder beside train/",
 ) -> tuple[list[int], list[int]]:
-    """Split images class by class.
+    """Split images class by class; the split depends on the order of images and classes.
 
     Args:
         labels: class index of each image.
         class_names: C names, for errors.
-        name: one of `SPLITS`.
         root: the data set's folder, for errors.
         part: what the second part is for, for errors.
         advice: what to do where no split is possible, for errors.
@@ -135,7 +176,6 @@ def stratified_split(
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
 
-    split = SPLITS[name]
     where = "" if root is None else f"{root}: "
     counts = Counter(labels)
     singles = [name for label, name in enumerate(class_names) if counts[label] == 1]
@@ -143,7 +183,7 @@ def stratified_split(
         raise UsageError(
             f"{where}no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
         )
-    splitter = StratifiedShuffleSplit(n_splits=1, test_size=split.fraction, random_state=split.seed)
+    splitter = StratifiedShuffleSplit(n_splits=1, test_size=SPLIT_FRACTION, random_state=SPLIT_SEED)
     try:
         first, second = next(splitter.split(labels, labels))
     except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from opal_deploy.artifact.files import write_json
 from opal_deploy.datasets.cub import has_parts
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, ProgressCallback
+from opal_deploy.datasets.samples import DataSet, ProgressCallback, Validation
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, STABILITY
 from opal_deploy.evaluation.parts import measure_parts
@@ -23,7 +23,7 @@ from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Recipe
 from opal_deploy.train.reproduce.paper import Column, MetricName, PaperRow
 from opal_deploy.train.reproduce.plan import Run, TrainingPlan
-from opal_deploy.train.resume import describe_differences
+from opal_deploy.train.resume import describe_differences, stored_validation
 
 PARTS_FILE = "parts.json"
 # the names of part metrics in PARTS_FILE
@@ -90,23 +90,24 @@ def run_plan(
             _check_finished_run(run)
     todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, metrics)]
     # all data sets are checked before the first run, which takes hours
-    data: dict[str, DataSet] = {}
-    for name in dict.fromkeys(run.dataset for run in todo):
-        data[name] = read_dataset(sources[name].root, sources[name].dataset, report=report)
-        for line in data[name].warnings:
+    data: dict[tuple[str, Validation], DataSet] = {}
+    for name, validation in dict.fromkeys(map(_data_key, todo)):
+        dataset = read_dataset(sources[name].root, sources[name].dataset, validation=validation, report=report)
+        data[name, validation] = dataset
+        for line in dataset.warnings:
             log(f"warning: {name}: {line}")
-        log(f"{name}: read as {data[name].describe()}")
-        if metrics <= _PART_METRICS.keys() and not has_parts(data[name]):
+        log(f"{name}: read as {dataset.describe()}")
+        if metrics <= _PART_METRICS.keys() and not has_parts(dataset):
             raise UsageError(
                 f"{name} ({sources[name].root}): it has no part locations (CUB's parts/part_locs.txt), and the table "
                 f"{plan.table.name} is about nothing else"
             )
     failures: list[OpalError] = []
     for number, run in enumerate(todo, 1):
-        dataset = data[run.dataset]
+        dataset = data[_data_key(run)]
         name = f"{run.dataset}, {run.row.name}, seed {run.seed}"
         log(f"run {number} of {len(todo)}: {name} ({run.folder})")
-        recipe = Recipe(run.options, sources[run.dataset].dataset)
+        recipe = Recipe(run.options, sources[run.dataset].dataset, validation=_data_key(run)[1])
         try:
             fit(dataset, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
             if _needs_parts(run, metrics) and has_parts(dataset) and is_main_process():
@@ -115,6 +116,11 @@ def run_plan(
             failures.append(type(error)(f"{name}: {error}"))
             log(f"failed: {failures[-1]}")
     return failures
+
+
+def _data_key(run: Run) -> tuple[str, Validation]:
+    """Return the name of a run's data set, and how its validation images are set aside."""
+    return run.dataset, stored_validation(run.files)
 
 
 def _check_finished_run(run: Run) -> None:

@@ -17,6 +17,7 @@ from opal_deploy.cli.evaluate.inputs import (
     check_classes,
     check_evidence,
     check_split,
+    check_validation,
     open_model,
     parse_baselines,
     read_model_metadata,
@@ -110,6 +111,7 @@ def evaluate(
     for package in ("torch", "sklearn", "matplotlib"):
         require(package, "train", "opal-deploy evaluate", pip_name={"sklearn": "scikit-learn"}.get(package))
     from opal_deploy.datasets.registry import read_dataset
+    from opal_deploy.datasets.samples import recorded_validation
     from opal_deploy.evaluation import report
     from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
 
@@ -131,12 +133,20 @@ def evaluate(
         if record:
             check_recordable(path, metadata[path])
     with progress("reading") as advance:
-        data_set = read_dataset(data, dataset, partition=partition, skip_missing=skip_missing, report=advance)
+        data_set = read_dataset(
+            data,
+            dataset,
+            partition=partition,
+            skip_missing=skip_missing,
+            validation=recorded_validation(sessions[0].metadata.training),
+            report=advance,
+        )
     print_message(one_line(f"read as {data_set.describe()}"))
     for line in data_set.warnings:
         print_message(one_line(f"warning: {line}"))
     check_split(data_set, split)
     for path in model:
+        check_validation(path, metadata[path].training, data_set, split)
         check_classes(path, list(metadata[path].class_names), data_set)
         warn_crop_mismatch(path, metadata[path].crop, data_set, boxes=boxes)
     inputs = select_inputs(data_set, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opal_deploy.cli.console import one_line, print_message
 from opal_deploy.errors import UsageError
@@ -196,3 +196,16 @@ def check_split(data_set: DataSet, split: str) -> None:
     """Raise UsageError if a split has no images."""
     if not getattr(data_set, split):
         raise UsageError(f"{data_set.root}: it has no {split} images; choose another --split")
+
+
+def check_validation(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
+    """Raise UsageError if a model was trained on images that the data set has in another split than it."""
+    from opal_deploy.datasets.samples import recorded_validation
+
+    if split == "test" or data_set.validation is None:
+        return
+    if recorded_validation(training) != data_set.validation:
+        raise UsageError(
+            f"{path}: its validation images are not those of the first model, so that it has trained on some of them; "
+            "evaluate the two apart, or take --split test"
+        )
