@@ -106,9 +106,11 @@ def export(
         typer.Option(help="Default: l2.", rich_help_panel=_AUTHORS),
     ] = None,
     pooling: Annotated[
-        Literal["max", "avg"] | None, typer.Option(help="Default: max.", rich_help_panel=_AUTHORS)
+        Literal["max", "avg"] | None, typer.Option(help="Default: max; without anchors avg.", rich_help_panel=_AUTHORS)
     ] = None,
-    cws: Annotated[bool | None, typer.Option("--cws/--no-cws", help="Default: on.", rich_help_panel=_AUTHORS)] = None,
+    cws: Annotated[
+        bool | None, typer.Option("--cws/--no-cws", help="Default: on; without anchors off.", rich_help_panel=_AUTHORS)
+    ] = None,
     size: Annotated[
         str | None, typer.Option(help="Input size, such as 224 or 224x448.", rich_help_panel=_AUTHORS)
     ] = None,
@@ -243,11 +245,10 @@ def _load(
 ) -> Checkpoint:
     """Load a checkpoint; what the authors' format does not record is taken from the options."""
     from opal_deploy.model import checkpoint as checkpoints
-    from opal_deploy.model.config import HeadConfig
+    from opal_deploy.model.authors_checkpoint import Assumptions
 
     names = checkpoints.read_class_names(classes) if classes else None
-    head = HeadConfig(cws=cws is not False, pooling=pooling or "max", distance=distance or "l2")
-    assumptions = checkpoints.Assumptions(head, parse_size(size) if size else (224, 224), crop)
+    assumptions = Assumptions(distance, pooling, cws, parse_size(size) if size else (224, 224), crop)
     checkpoint = checkpoints.load(source, class_names=names, assumptions=assumptions)
     assumed = checkpoint.source.get("assumed")
     given = [value for value in (distance, pooling, cws, size, crop) if value is not None]

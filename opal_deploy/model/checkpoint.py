@@ -2,21 +2,11 @@
 
 Ours is one `.pt` file that `torch.load(weights_only=True)` reads: a dictionary of plain values with one state dict.
 
-The authors' format is a contract that must keep loading: a bare state dict, possibly with DistributedDataParallel's
-prefix `module.`, of exactly these keys:
-
-    backbone.*                       torchvision's names: `backbone.features.*` (ConvNeXt, EfficientNet) or
-                                     `backbone.conv1.*` ... `backbone.layer4.*` (ResNet); no norm after the last stage
-    final_conv_layer.weight, .bias   [K, D, 1, 1], [K]: the projection
-    classifier.prototypes            [C, K]: the anchors of Eq. 1
-
-Backbone, C and m are inferred from names and shapes. Distance, pooling, CWS, input size and crop leave no trace in such
-a file: they are options with the paper's values as defaults, and the metadata records them as `assumed`.
+The authors' is a bare state dict, see `authors_checkpoint`.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,28 +19,14 @@ from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.errors import ArtifactError, CheckpointError, UsageError
-from opal_deploy.model import backbones, torchvision_backbones
-from opal_deploy.model.config import HeadConfig, NetworkConfig
-from opal_deploy.model.head import build_anchors
+from opal_deploy.model import authors_checkpoint, backbones
+from opal_deploy.model.authors_checkpoint import Assumptions
+from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 
 FORMAT = "opal-deploy checkpoint"
 SCHEMA = 1
-
-# the paper's nine backbones; other torchvision networks are tried after these
-PAPER_BACKBONES = (
-    "resnet50", "resnet101", "resnet152",
-    "efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l",
-    "convnext_tiny", "convnext_small", "convnext_base",
-)  # fmt: skip
-
-# the authors' key prefixes and ours
-_AUTHORS_PREFIXES = (("backbone.", "backbone.body."), ("final_conv_layer.", "head.projection."))
-_AUTHORS_HEAD = ("final_conv_layer.weight", "final_conv_layer.bias")
-_AUTHORS_ANCHORS = "classifier.prototypes"
-# what torchvision's networks have behind their pooling
-_CLASSIFIERS = ("fc.", "classifier.")
 
 
 @dataclass
@@ -76,15 +52,6 @@ class Checkpoint:
     evaluation: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     receptive_field: ReceptiveField | None = None
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Settings that an authors' checkpoint does not record; the defaults are the paper's."""
-
-    head: HeadConfig = field(default_factory=HeadConfig)
-    input_size: tuple[int, int] = (224, 224)
-    crop: str | None = None
 
 
 def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
@@ -224,128 +191,24 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
 def _load_authors(
     path: Path, raw: dict[str, Tensor], class_names: list[str] | None, assumptions: Assumptions
 ) -> Checkpoint:
-    # DistributedDataParallel's prefix says nothing about the network
-    state = {str(key).removeprefix("module."): value for key, value in raw.items()}
-    head_keys = (*_AUTHORS_HEAD, _AUTHORS_ANCHORS)
-    body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
-    if not body or not any(key in state for key in head_keys):
-        raise CheckpointError(
-            f"{path}: a state dict that is no OPAL network's (found {_sample_keys(state)}); the authors' OPAL "
-            f"checkpoints have backbone.*, {', '.join(head_keys)}"
-        )
-    backbone, missing, unexpected, mismatched = _infer_backbone(path, body)
-    missing += [key for key in head_keys if key not in state]
-    unexpected += [key for key in state if key not in head_keys and not key.startswith("backbone.")]
-    if missing or unexpected or mismatched:
-        raise CheckpointError(
-            f"{path} does not fit {backbone}, the nearest of torchvision's networks: "
-            f"{backbones.format_key_errors(sorted(missing), sorted(unexpected), sorted(mismatched))}"
-        )
-    stored_anchors = state.pop(_AUTHORS_ANCHORS)
-    num_classes, prototypes = _classes_and_prototypes(path, stored_anchors, state["final_conv_layer.weight"])
-    head = HeadConfig(**{**assumptions.head.to_dict(), "prototypes_per_class": prototypes})
-    if not head.anchors:
-        raise UsageError(f"{path}: it has anchors; only a head with anchors can be assumed for it")
-    config = NetworkConfig(backbone, num_classes, assumptions.input_size, head)
-    network = OpalNetwork(config)
-    _load_state(path, network, _rename_keys(state))
-    names = [f"class {index}" for index in range(num_classes)] if class_names is None else class_names
-    assumed: dict[str, Any] = {"distance": head.distance, "pooling": head.pooling, "cws": head.cws}
-    assumed["input_size"] = list(assumptions.input_size)
+    parsed = authors_checkpoint.parse(path, raw, assumptions)
+    network = OpalNetwork(parsed.config)
+    _load_state(path, network, parsed.state)
+    num_classes, assumed = parsed.config.num_classes, parsed.assumed
     if class_names is None:
-        assumed["class_names"] = "numbered"
+        class_names, assumed = [f"class {i}" for i in range(num_classes)], {**assumed, "class_names": "numbered"}
     return Checkpoint(
         network,
-        _check_class_names(path, names, num_classes),
+        _check_class_names(path, class_names, num_classes),
         crop=assumptions.crop,
         source={"format": "authors", "assumed": assumed},
     )
 
 
-def _classes_and_prototypes(path: Path, stored: Tensor, projection: Tensor) -> tuple[int, int]:
-    """Return C and m, inferred from the stored anchors [C, K] and the projection [K, D, 1, 1]."""
-    if stored.ndim != 2 or projection.ndim != 4 or stored.shape[1] != projection.shape[0]:
-        raise CheckpointError(
-            f"{path}: anchors {list(stored.shape)} and projection {list(projection.shape)} do not fit together; "
-            "expected [C, K] and [K, D, 1, 1]"
-        )
-    num_classes, channels = stored.shape
-    if channels % num_classes:
-        raise CheckpointError(f"{path}: {channels} channels are no multiple of {num_classes} classes")
-    prototypes = channels // num_classes
-    if not torch.allclose(stored.float(), build_anchors(num_classes, prototypes), atol=1e-5):
-        raise CheckpointError(
-            f"{path}: its {_AUTHORS_ANCHORS} are not the paper's orthonormal anchors (1/sqrt(m) on each class's "
-            "block); only those are supported"
-        )
-    return num_classes, prototypes
-
-
-def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str], list[str], list[str]]:
-    """Find the torchvision network that has these parameters before its pooling, or the nearest to it.
-
-    Returns:
-        Its name, then the keys that are missing, unexpected, and of another shape: three empty lists where it fits.
-    """
-    shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
-    others = [name for name in torchvision_backbones.list_networks() if name not in PAPER_BACKBONES]
-    nearest, fewest = "", len(shapes)
-    for name in (*PAPER_BACKBONES, *others):
-        full = _body_shapes(name)
-        wrong = len(full.keys() ^ shapes.keys()) + sum(full[k] != shapes[k] for k in full.keys() & shapes.keys())
-        if wrong < fewest:
-            nearest, fewest, fitting = name, wrong, full
-        if not wrong:
-            break
-    if not nearest:
-        raise CheckpointError(
-            f"{path}: no torchvision network is like its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
-            f"the authors use {', '.join(PAPER_BACKBONES)}"
-        )
-    return (
-        nearest,
-        [f"backbone.{key}" for key in fitting.keys() - shapes.keys()],
-        [f"backbone.{key}" for key in shapes.keys() - fitting.keys()],
-        [
-            f"backbone.{key} {list(shapes[key])} instead of {list(fitting[key])}"
-            for key in shapes.keys() & fitting.keys()
-            if shapes[key] != fitting[key]
-        ],
-    )
-
-
-@functools.cache
-def _body_shapes(name: str) -> dict[str, torch.Size]:
-    """Return the shapes of a torchvision network's parameters, without those behind its pooling."""
-    state = torchvision_backbones.build_network(name, "meta").state_dict()
-    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
-
-
-def _is_counter(key: str) -> bool:
-    return key.endswith("num_batches_tracked")
-
-
-def _sample_keys(state: dict[str, Any]) -> str:
-    keys = sorted(map(str, state))
-    return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-
-
-def _rename_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace the authors' key prefixes with ours."""
-    renamed: dict[str, Tensor] = {}
-    for key, value in state.items():
-        new = key
-        for theirs, ours in _AUTHORS_PREFIXES:
-            if key.startswith(theirs):
-                new = ours + key.removeprefix(theirs)
-        renamed[new] = value
-    return renamed
-
-
 def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
     """Load a state dict strictly, with every wrong key in one error."""
     own = network.state_dict()
-    missing = sorted(k for k in own.keys() - state.keys() if not _is_counter(k))
+    missing = sorted(k for k in own.keys() - state.keys() if not k.endswith("num_batches_tracked"))
     unexpected = sorted(state.keys() - own.keys())
     mismatched = sorted(
         f"{key} {list(state[key].shape)} instead of {list(own[key].shape)}"

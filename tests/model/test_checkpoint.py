@@ -3,18 +3,23 @@
 import hashlib
 import os
 import random
+from collections import OrderedDict
 
 import pytest
 import torch
+import torchvision
 
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, checkpoint, torchvision_backbones
-from opal_deploy.model.checkpoint import PAPER_BACKBONES, Assumptions, Checkpoint
+from opal_deploy.model.authors_checkpoint import PAPER_BACKBONES, Assumptions
+from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.head import build_anchors
 from opal_deploy.model.network import OpalNetwork
 
 SMALL = "shufflenet_v2_x0_5"
+# the authors' command for the linear baseline
+LINEAR = {"ch_last_conv": 0, "classifier": "linear", "softmax": False, "pooling": "avg"}
 NAMES = ["Sooty Albatross", "Crested Auklet", "Äußerer Käuz"]
 
 
@@ -30,22 +35,45 @@ def build_checkpoint(head=None):
     return Checkpoint(network, list(NAMES), crop="boxes", metrics={"test_accuracy": 0.75}, training={"epochs": 3})
 
 
-def authors_state_dict(name, num_classes=4, m=3):
-    """Return a state dict as the authors' training writes it: random weights, the body's names under `backbone.`."""
-    torch.manual_seed(0)
-    backbone = backbones.build(name)
-    convolution = torch.nn.Conv2d(backbone.num_features, num_classes * m, 1)
-    return {
-        **{f"backbone.{key}": value for key, value in backbone.body.state_dict().items()},
-        "final_conv_layer.weight": convolution.weight.detach(),
-        "final_conv_layer.bias": convolution.bias.detach(),
-        "classifier.prototypes": build_anchors(num_classes, m),
-    }
+class AuthorsModel(torch.nn.Module):
+    """Modules and forward pass of the authors' NNModel and NNModel_softmax (net/net_model.py), with random weights."""
+
+    def __init__(
+        self, name, num_classes=4, ch_last_conv=3, classifier="norm_prototypes_dist", softmax=True, pooling="max"
+    ):
+        torch.manual_seed(0)
+        super().__init__()
+        model = torchvision.models.get_model(name)
+        self.backbone = model
+        if name.startswith("resnet"):
+            kept = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4")
+            self.backbone = torch.nn.Sequential(OrderedDict((child, getattr(model, child)) for child in kept))
+        elif name.startswith("efficientnet"):
+            self.backbone = torch.nn.Sequential(OrderedDict(features=model.features))
+        else:
+            model.avgpool = model.classifier = model.fc = torch.nn.Identity()
+        width = backbones.build(name, device="meta").num_features
+        self.softmax, self.pooling, channels = softmax, pooling, num_classes * ch_last_conv or width
+        self.final_conv_layer = torch.nn.Conv2d(width, channels, 1) if ch_last_conv else torch.nn.Identity()
+        if classifier == "linear":
+            self.classifier = torch.nn.Linear(channels, num_classes)
+        else:
+            self.classifier = torch.nn.Module()
+            self.classifier.register_buffer("prototypes", build_anchors(num_classes, ch_last_conv))
+
+    def forward(self, images):
+        maps = self.final_conv_layer(self.backbone(images))
+        cells = (maps.softmax(1) if self.softmax else maps).flatten(2)
+        pooled = cells.amax(2) if self.pooling == "max" else cells.mean(2)
+        z = pooled / (pooled.norm(dim=1, keepdim=True) + 1e-8)
+        if isinstance(self.classifier, torch.nn.Linear):
+            return self.classifier(z)
+        return -torch.cdist(z, self.classifier.prototypes)
 
 
 @pytest.fixture(scope="module")
 def authors():
-    return authors_state_dict(SMALL)
+    return AuthorsModel(SMALL).state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +187,7 @@ class TestAuthors:
         [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("resnet50", "convnext_tiny"))) for n in PAPER_BACKBONES],
     )
     def test_backbone_classes_and_prototypes_are_inferred(self, name, save):
-        state = authors_state_dict(name)
+        state = AuthorsModel(name).state_dict()
         read = checkpoint.load(save(state))
         config = read.network.config
         assert (config.backbone, config.num_classes, config.head.prototypes_per_class) == (name, 4, 3)
@@ -167,19 +195,44 @@ class TestAuthors:
         body = read.network.backbone.body.state_dict()
         assert all(torch.equal(value, state[f"backbone.{key}"]) for key, value in body.items())
 
-    def test_the_logits_are_those_of_the_authors_forward_pass(self, authors, save):
-        network = checkpoint.load(save({f"module.{key}": value for key, value in authors.items()})).network
-        assert network.config.backbone == SMALL, "a backbone beyond the paper's, with parallel training's prefix"
+    @pytest.mark.parametrize(
+        ("options", "assumptions", "evidence"),
+        [
+            pytest.param({}, Assumptions(), "exact", id="opal"),
+            pytest.param(LINEAR, Assumptions(), "none", id="linear baseline"),
+            pytest.param({**LINEAR, "pooling": "max"}, Assumptions(pooling="max"), "none", id="max pooling"),
+            pytest.param({**LINEAR, "softmax": True}, Assumptions(cws=True), "none", id="CWS"),
+            pytest.param({**LINEAR, "ch_last_conv": 3}, Assumptions(), "none", id="projection"),
+            pytest.param(
+                {"ch_last_conv": 3, "classifier": "linear", "softmax": True, "pooling": "avg"},
+                Assumptions(cws=True),
+                "none",
+                id="projection and CWS",
+            ),
+        ],
+    )
+    def test_the_logits_are_those_of_the_authors_forward_pass(self, options, assumptions, evidence, save):
+        theirs = AuthorsModel("resnet18", **options).eval()
+        path = save({f"module.{key}": value for key, value in theirs.state_dict().items()})
+        read = checkpoint.load(path, assumptions=assumptions)
+        config = read.network.config
+        assert config.backbone == "resnet18", "a backbone beyond the paper's, with parallel training's prefix"
+        assert config.head.evidence == evidence
+        assert (config.head == LINEAR_BASELINE) == (options == LINEAR)
         images = torch.randn(2, 3, 64, 64)
         with torch.no_grad():
-            attention = torch.nn.functional.conv2d(
-                network.backbone(images), authors["final_conv_layer.weight"], authors["final_conv_layer.bias"]
-            ).softmax(1)
-            s = attention.flatten(2).amax(2)
-            z = s / (s.norm(dim=1, keepdim=True) + 1e-8)
-            expected = -torch.cdist(z.double(), authors["classifier.prototypes"].double())
-            logits = network(images)
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(read.network(images), theirs(images), rtol=1e-5, atol=1e-5)
+
+    def test_a_head_that_the_file_cannot_have_is_refused(self, save):
+        path = save(AuthorsModel(SMALL, **LINEAR).state_dict())
+        assumed = checkpoint.load(path).source["assumed"]
+        assert assumed == {"pooling": "avg", "cws": False, "input_size": [224, 224], "class_names": "numbered"}
+        assert "no distance; leave --distance out" in refusal(path, UsageError, assumptions=Assumptions("l1"))
+        state = AuthorsModel(SMALL, **{**LINEAR, "ch_last_conv": 3}).state_dict()
+        assert "2 missing: classifier.bias, final_conv_layer.bias" in refusal(
+            save({key: value for key, value in state.items() if not key.endswith(("r.bias",))})
+        )
+        assert "do not fit together" in refusal(save({**state, "classifier.weight": torch.zeros(4, 13)}))
 
     def test_settings_that_the_file_lacks_are_noted_as_assumed_and_can_be_given(self, authors, save):
         path = save(authors)
@@ -189,7 +242,7 @@ class TestAuthors:
         assert read.source["assumed"] == {
             "distance": "l2", "pooling": "max", "cws": True, "input_size": [224, 224], "class_names": "numbered",
         }  # fmt: skip
-        assumptions = Assumptions(HeadConfig(distance="l1", pooling="avg", prototypes_per_class=9), (64, 96), "boxes")
+        assumptions = Assumptions("l1", "avg", input_size=(64, 96), crop="boxes")
         read = checkpoint.load(path, class_names=list("abcd"), assumptions=assumptions)
         config = read.network.config
         assert (config.head.distance, config.head.pooling, config.input_size) == ("l1", "avg", (64, 96))

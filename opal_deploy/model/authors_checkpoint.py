@@ -1,0 +1,227 @@
+"""The checkpoint format of the paper's authors, a contract that must keep loading.
+
+It is the bare state dict of their `NNModel` or `NNModel_softmax` (net/net_model.py and main.py of their repository),
+possibly with DistributedDataParallel's prefix `module.`, of exactly these keys:
+
+    backbone.*                           torchvision's names: `backbone.features.*` (ConvNeXt, EfficientNet) or
+                                         `backbone.conv1.*` ... `backbone.layer4.*` (ResNet); no norm after the last
+                                         stage
+    final_conv_layer.weight, .bias       [K, D, 1, 1], [K]: the projection; absent with `--ch_last_conv 0`
+    classifier.prototypes                [C, K]: the anchors of Eq. 1 (`--classifier norm_prototypes_dist`), or else
+    classifier.weight, classifier.bias   [C, K] or, without projection, [C, D], and [C]: a dense layer on the
+                                         L2-normalised embedding (`--classifier linear`)
+
+Backbone, C and m are inferred from names and shapes. Distance, pooling, CWS, input size and crop leave no trace in such
+a file: they are options (`Assumptions`), and the metadata records them as `assumed`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opal_deploy.errors import CheckpointError, UsageError
+from opal_deploy.model import backbones, torchvision_backbones
+from opal_deploy.model.config import LINEAR_BASELINE, Distance, HeadConfig, NetworkConfig, Pooling
+from opal_deploy.model.head import build_anchors
+
+# the paper's nine backbones; other torchvision networks are tried after these
+PAPER_BACKBONES = (
+    "resnet50", "resnet101", "resnet152",
+    "efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l",
+    "convnext_tiny", "convnext_small", "convnext_base",
+)  # fmt: skip
+
+# the authors' key prefixes and ours
+_PREFIXES = (
+    ("backbone.", "backbone.body."), ("final_conv_layer.", "head.projection."), ("classifier.", "head.classifier."),
+)  # fmt: skip
+_PROJECTION = ("final_conv_layer.weight", "final_conv_layer.bias")
+_DENSE = ("classifier.weight", "classifier.bias")
+_ANCHORS = "classifier.prototypes"
+# what torchvision's networks have behind their pooling
+_CLASSIFIERS = ("fc.", "classifier.")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Settings that an authors' checkpoint does not record; None is the paper's value.
+
+    Attributes:
+        distance: to the anchors; the paper's is `l2`.
+        pooling: over cells; the paper's is `max`, without anchors `avg` as in its linear baseline.
+        cws: channel-wise softmax; the paper's OPAL has it, its linear baseline does not.
+        input_size: (H0, W0) in pixels.
+        crop: `boxes` where the network was trained on images cropped to boxes.
+    """
+
+    distance: Distance | None = None
+    pooling: Pooling | None = None
+    cws: bool | None = None
+    input_size: tuple[int, int] = (224, 224)
+    crop: str | None = None
+
+
+@dataclass(frozen=True)
+class AuthorsCheckpoint:
+    """An authors' checkpoint, read.
+
+    Attributes:
+        config: of the network.
+        state: the state dict under this package's keys.
+        assumed: name to value of each setting that the file does not record.
+    """
+
+    config: NetworkConfig
+    state: dict[str, Tensor]
+    assumed: dict[str, Any]
+
+
+def parse(path: Path, raw: dict[str, Tensor], assumptions: Assumptions) -> AuthorsCheckpoint:
+    """Read a state dict.
+
+    Args:
+        path: the file, for errors.
+        raw: its state dict.
+        assumptions: what the file does not record.
+
+    Raises:
+        CheckpointError: keys or shapes are not those of the format.
+        UsageError: assumptions that do not fit the file's head.
+    """
+    # DistributedDataParallel's prefix says nothing about the network
+    state = {str(key).removeprefix("module."): value for key, value in raw.items()}
+    body = {k.removeprefix("backbone."): v for k, v in state.items() if k.startswith("backbone.")}
+    if not body or not any(key in state for key in (*_PROJECTION, *_DENSE, _ANCHORS)):
+        raise CheckpointError(
+            f"{path}: a state dict that is no OPAL network's (found {_sample_keys(state)}); the authors' OPAL "
+            f"checkpoints have backbone.*, {', '.join((*_PROJECTION, _ANCHORS))}, or {', '.join(_DENSE)}"
+        )
+    is_dense = _ANCHORS not in state and any(key in state for key in _DENSE)
+    has_projection = not is_dense or any(key in state for key in _PROJECTION)
+    head_keys = (*(_PROJECTION if has_projection else ()), *(_DENSE if is_dense else (_ANCHORS,)))
+    backbone, missing, unexpected, mismatched = _infer_backbone(path, body)
+    missing += [key for key in head_keys if key not in state]
+    unexpected += [key for key in state if key not in head_keys and not key.startswith("backbone.")]
+    if missing or unexpected or mismatched:
+        raise CheckpointError(
+            f"{path} does not fit {backbone}, the nearest of torchvision's networks: "
+            f"{backbones.format_key_errors(sorted(missing), sorted(unexpected), sorted(mismatched))}"
+        )
+    classifier = state["classifier.weight"] if is_dense else state.pop(_ANCHORS)
+    head = _infer_head(path, classifier, state.get("final_conv_layer.weight"), assumptions, is_dense=is_dense)
+    assumed: dict[str, Any] = {} if is_dense else {"distance": head.distance}
+    assumed |= {"pooling": head.pooling, "cws": head.cws, "input_size": list(assumptions.input_size)}
+    config = NetworkConfig(backbone, classifier.shape[0], assumptions.input_size, head)
+    return AuthorsCheckpoint(config, _rename_keys(state), assumed)
+
+
+def _infer_head(
+    path: Path, classifier: Tensor, projection: Tensor | None, assumptions: Assumptions, *, is_dense: bool
+) -> HeadConfig:
+    """Return the head of a file's anchors or dense layer [C, K], and its projection [K, D, 1, 1]."""
+    if is_dense and assumptions.distance is not None:
+        raise UsageError(f"{path}: it has a dense layer instead of anchors, so no distance; leave --distance out")
+    default = LINEAR_BASELINE if is_dense else HeadConfig()
+    pooling = default.pooling if assumptions.pooling is None else assumptions.pooling
+    cws = default.cws if assumptions.cws is None else assumptions.cws
+    distance = default.distance if assumptions.distance is None else assumptions.distance
+    prototypes = default.prototypes_per_class
+    if projection is not None:
+        prototypes = _infer_prototypes(path, classifier, projection)
+        if not is_dense and not torch.allclose(
+            classifier.float(), build_anchors(classifier.shape[0], prototypes), atol=1e-5
+        ):
+            raise CheckpointError(
+                f"{path}: its {_ANCHORS} are not the paper's orthonormal anchors (1/sqrt(m) on each class's block); "
+                "only those are supported"
+            )
+    elif classifier.ndim != 2:
+        raise CheckpointError(f"{path}: its classifier.weight is {list(classifier.shape)}; expected [C, D]")
+    return replace(
+        default,
+        projection=projection is not None,
+        cws=cws,
+        pooling=pooling,
+        prototypes_per_class=prototypes,
+        distance=distance,
+    )
+
+
+def _infer_prototypes(path: Path, classifier: Tensor, projection: Tensor) -> int:
+    """Return m, inferred from anchors or dense layer [C, K] and the projection [K, D, 1, 1]."""
+    if classifier.ndim != 2 or projection.ndim != 4 or classifier.shape[1] != projection.shape[0]:
+        raise CheckpointError(
+            f"{path}: classifier {list(classifier.shape)} and projection {list(projection.shape)} do not fit together; "
+            "expected [C, K] and [K, D, 1, 1]"
+        )
+    num_classes, channels = classifier.shape
+    if channels % num_classes:
+        raise CheckpointError(f"{path}: {channels} channels are no multiple of {num_classes} classes")
+    return channels // num_classes
+
+
+def _infer_backbone(path: Path, body: dict[str, Tensor]) -> tuple[str, list[str], list[str], list[str]]:
+    """Find the torchvision network that has these parameters before its pooling, or the nearest to it.
+
+    Returns:
+        Its name, then the keys that are missing, unexpected, and of another shape: three empty lists where it fits.
+    """
+    shapes = {key: value.shape for key, value in body.items() if not _is_counter(key)}
+    others = [name for name in torchvision_backbones.list_networks() if name not in PAPER_BACKBONES]
+    nearest, fewest = "", len(shapes)
+    for name in (*PAPER_BACKBONES, *others):
+        full = _body_shapes(name)
+        wrong = len(full.keys() ^ shapes.keys()) + sum(full[k] != shapes[k] for k in full.keys() & shapes.keys())
+        if wrong < fewest:
+            nearest, fewest, fitting = name, wrong, full
+        if not wrong:
+            break
+    if not nearest:
+        raise CheckpointError(
+            f"{path}: no torchvision network is like its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
+            f"the authors use {', '.join(PAPER_BACKBONES)}"
+        )
+    return (
+        nearest,
+        [f"backbone.{key}" for key in fitting.keys() - shapes.keys()],
+        [f"backbone.{key}" for key in shapes.keys() - fitting.keys()],
+        [
+            f"backbone.{key} {list(shapes[key])} instead of {list(fitting[key])}"
+            for key in shapes.keys() & fitting.keys()
+            if shapes[key] != fitting[key]
+        ],
+    )
+
+
+@functools.cache
+def _body_shapes(name: str) -> dict[str, torch.Size]:
+    """Return the shapes of a torchvision network's parameters, without those behind its pooling."""
+    state = torchvision_backbones.build_network(name, "meta").state_dict()
+    return {k: v.shape for k, v in state.items() if not k.startswith(_CLASSIFIERS) and not _is_counter(k)}
+
+
+def _is_counter(key: str) -> bool:
+    return key.endswith("num_batches_tracked")
+
+
+def _sample_keys(state: dict[str, Any]) -> str:
+    keys = sorted(map(str, state))
+    return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+
+
+def _rename_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replace the authors' key prefixes with ours."""
+    renamed: dict[str, Tensor] = {}
+    for key, value in state.items():
+        new = key
+        for theirs, ours in _PREFIXES:
+            if key.startswith(theirs):
+                new = ours + key.removeprefix(theirs)
+        renamed[new] = value
+    return renamed
