@@ -21,7 +21,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.verification import GATES, Gate
 
 # fields that no model computes: how the image was found, files written beside the record, what people said
-NOT_COMPUTED = frozenset({"image", "overlay", "sheet", "truth", "name"})
+NOT_COMPUTED = frozenset({"image", "overlay", "sheet", "drawing_error", "truth", "name"})
 # relative
 _BOX_TOLERANCE = 1e-6
 

@@ -179,9 +179,8 @@ def collect_images(
             except ImageError as error:
                 record = error_record(record["image"], error.code, str(error))
         label = prepared.request.truth
-        collector.add(record, label=label, sha256=sha256 or "", image=prepared.image, source=source)
+        collector.add(record, label=label, sha256=sha256 or "", image=prepared.image)
         report(collector.counts.images)
-    collector.cut_missing(options.workers, options.max_pixels)
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def explain(
     inference = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
     requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     results = predict_stream(requests, sessions, inference)
-    _write_sheets(results, builder, output, max_pixels, as_json=as_json)
+    _write_sheets(results, builder, output, as_json=as_json)
 
 
 class _Output:
@@ -166,9 +166,7 @@ class _Output:
         return self.path / Path(overlay_name(index, image_name)).with_suffix(f".{self._format}").name
 
 
-def _write_sheets(
-    results: Iterator[Result], builder: SheetBuilder, output: _Output, max_pixels: int, *, as_json: bool
-) -> None:
+def _write_sheets(results: Iterator[Result], builder: SheetBuilder, output: _Output, *, as_json: bool) -> None:
     """Draw and write the sheet of every result.
 
     Raises:
@@ -184,7 +182,7 @@ def _write_sheets(
             try:
                 path = output.name_sheet(index, name)
                 output.check(path)
-                documents.append({**_write_sheet(result, builder, path, max_pixels), "sheet": path.as_posix()})
+                documents.append({**_write_sheet(result, builder, path), "sheet": path.as_posix()})
             except ImageError as error:
                 if output.one:
                     raise
@@ -199,24 +197,19 @@ def _write_sheets(
         raise typer.Exit(ExitCode.SOME_IMAGES_FAILED)
 
 
-def _write_sheet(result: Result, builder: SheetBuilder, path: Path, max_pixels: int) -> dict[str, Any]:
+def _write_sheet(result: Result, builder: SheetBuilder, path: Path) -> dict[str, Any]:
     """Write one sheet and return its content for JSON.
 
     Raises:
         ImageError: the image cannot be used.
     """
     from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.preprocess.decode import decode
     from opal_deploy.visualization.legend import format_number
 
     if "error" in result.record:
         raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
     request = result.prepared.request
-    # a large image is not kept while its batch is computed
-    image = result.prepared.image or decode(request.source, max_pixels=max_pixels)
-    if image.size != (result.record["width"], result.record["height"]):
-        raise ImageError("unreadable", "the file changed while it was read")
-    sheet = builder.build(result, image)
+    sheet = builder.build(result)
     with atomic_write(path) as temporary:
         temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
     content = sheet.content

@@ -9,9 +9,9 @@ from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
-from opal_deploy.inference.types import Result
+from opal_deploy.inference.types import Prepared, Result
 from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
 from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.atlas.exemplars import Exemplars, find_exemplars
@@ -71,20 +71,21 @@ class SheetBuilder:
         check_exact_evidence(metadata, model)
         self._metadata, self._options = metadata, options or SheetOptions()
 
-    def build(self, result: Result, image: Image.Image) -> Sheet:
+    def build(self, result: Result) -> Sheet:
         """Return the sheet of an answered image.
 
         Args:
-            result: a result with outputs (`InferenceOptions.keep_outputs`).
-            image: the whole oriented image, RGB, of the size in the record.
+            result: a result with image and outputs (`InferenceOptions.keep_images` and `keep_outputs`).
 
         Raises:
-            ImageError: the image's file, whose digest keeps it from being its own exemplar, is gone.
+            ImageError: memory did not suffice for the image, or its file, whose digest keeps it from being its own
+                exemplar, is gone.
             ArtifactError: a patch of the atlas is missing or damaged.
         """
         prepared, outputs, options = result.prepared, result.outputs, self._options
         if prepared.geometry is None or outputs is None:
             raise ValueError("a sheet needs an answered image whose outputs were kept")
+        image = get_image(prepared)
         if not options.heatmap:
             outputs = Outputs(outputs.logits, outputs.argmax, outputs.scores)
         content = build_sheet_content(
@@ -104,6 +105,17 @@ class SheetBuilder:
         own = {prepared.file_sha256 or content_sha256(prepared.request.source), content.image or ""}
         slots = [slot.slot for slot in predicted.slots]
         return find_exemplars(atlas, predicted.class_id, slots, exclude=own, rows=self._options.exemplar_rows)
+
+
+def get_image(prepared: Prepared) -> Image.Image:
+    """Return the image to draw on.
+
+    Raises:
+        ImageError: memory did not suffice for it.
+    """
+    if prepared.image is None:
+        raise ImageError("drawing_failed", "memory did not suffice to keep its image")
+    return prepared.image
 
 
 def check_exact_evidence(metadata: Metadata, model: str) -> None:

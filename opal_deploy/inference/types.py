@@ -58,7 +58,7 @@ class InferenceOptions:
         model_sha256: digest of the model's file, for the records.
         slot_names: names of slots, for the records.
 
-        keep_images: keep small decoded images until they are drawn.
+        keep_images: keep decoded images, reduced by `to_display`, until they are drawn.
         keep_outputs: keep each image's row of the outputs, for evidence sheets.
     """
 
@@ -125,7 +125,8 @@ class Prepared:
         request: the request that it answers.
         geometry: size of the whole image and the crop in it; None where there is an error.
         pixels: uint8 [H0, W0, 3] RGB; None where there is an error.
-        image: the whole oriented image, RGB, where `keep_images` is set and it is small enough.
+        image: the whole oriented image, RGB, reduced by `to_display`; None without `keep_images`, and where memory did
+            not suffice for it.
         error: the reason why it cannot be classified; None where it can.
         file_sha256: hex digest of the file's bytes; None for an image without a file, and for a file that cannot be
             read or is too large.

@@ -1,4 +1,4 @@
-"""From an image to a model's input: crop to a box if there is one, resize to H0 x W0, normalise.
+"""From an image to a model's input: crop to a box if there is one, resize to H0 x W0, normalise; and to one to draw on.
 
 As the paper's authors evaluate: straight to the input size, aspect ratio not kept, antialiased bilinear (Pillow's, or
 the same arithmetic of a faster library, see `accelerated`). The crop comes first, so that pixels outside the box do not
@@ -7,6 +7,7 @@ bleed in at its edge.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,9 @@ from PIL import Image
 from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.preprocess.geometry import Geometry
+
+# of an image that is drawn on: what a screen shows and an image in flight may cost, whatever the shape of the file
+MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 4_000_000, 4096
 
 
 def to_input(
@@ -41,6 +45,19 @@ def to_input(
         if resized is not None:
             return resized
     return np.asarray(region.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def display_size(width: int, height: int) -> tuple[int, int]:
+    """Return the (width, height) at which an image is drawn on: its own up to 4 megapixels and 4096 pixels a side."""
+    share = min(1.0, MAX_DISPLAY_SIDE / max(width, height), math.sqrt(MAX_DISPLAY_PIXELS / (width * height)))
+    return max(1, math.floor(width * share)), max(1, math.floor(height * share))
+
+
+def to_display(image: Image.Image) -> Image.Image:
+    """Return an RGB image reduced to its `display_size`; one that is not larger as it is."""
+    size = display_size(*image.size)
+    # whole pixels are averaged first, which takes a fraction of the time and memory
+    return image if size == image.size else image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def normalise(images: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> NDArray[np.float32]:

@@ -61,7 +61,7 @@ class Slot(TypedDict):
 
 
 class Problem(TypedDict):
-    """The reason why an image has no answer: a stable code, and a line for a person."""
+    """The reason why an image has no answer or no drawing: a stable code, and a line for a person."""
 
     code: str
     message: str
@@ -80,6 +80,7 @@ class Record(TypedDict):
         top: the best classes, the prediction first.
         evidence: slots of the predicted class; only where the model's evidence is `exact`.
         overlay, sheet: paths of the drawn images, relative to the run's folder.
+        drawing_error: the reason why a drawing that was asked for is missing.
         truth: the image's label, where labels were given.
     """
 
@@ -96,6 +97,7 @@ class Record(TypedDict):
     evidence: NotRequired[list[Slot]]
     overlay: NotRequired[str]
     sheet: NotRequired[str]
+    drawing_error: NotRequired[Problem]
     truth: NotRequired[str]
     error: NotRequired[Problem]
 

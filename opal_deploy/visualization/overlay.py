@@ -1,7 +1,9 @@
 """Overlays: a photograph with the slots' boxes on it and a legend, for a person to check an answer with.
 
-The photograph keeps its own resolution and every pixel outside boxes and tags. Only one whose smaller side is under 160
-pixels is enlarged, each pixel to k x k, so that boxes and numbers can be read (`display_scale`).
+The photograph keeps its own resolution and every pixel outside boxes and tags, with two exceptions: one of over 4
+megapixels, or 4096 pixels a side, is reduced (`display_size`), so that no shape of an image makes a drawing large; one
+whose smaller side is under 160 pixels is enlarged, each pixel to k x k, so that boxes and numbers can be read
+(`display_scale`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw
 
 from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Record, Slot
 from opal_deploy.visualization.legend import FIELD_NOTE, INK, MIN_WIDTH_EM, PAPER, Legend, get_prediction
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
@@ -41,8 +44,9 @@ def display_scale(width: int, height: int) -> int:
 
 
 def photograph_size(width: int, height: int) -> tuple[int, int]:
-    """Return width and height of the photograph on its overlay; both have the same upper left corner."""
+    """Return width and height of an image's photograph on its overlay; both have the same upper left corner."""
     scale = display_scale(width, height)
+    width, height = display_size(width, height)
     return width * scale, height * scale
 
 
@@ -64,7 +68,7 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     Lines lie wholly inside their boxes, so boxes of neighbouring cells never cover each other.
 
     Args:
-        image: the whole image, EXIF orientation applied; not changed.
+        image: the whole image, EXIF orientation applied, or what `to_display` returns for it; not changed.
         record: the image's record; without `evidence` no boxes are drawn, and the legend says so.
         field: draw the cells' effective receptive fields too, dashed, and have the legend tell the two apart.
 
@@ -75,13 +79,11 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
         ValueError: the record is of another image size, or has no prediction.
     """
     get_prediction(record)
-    expected = (record.get("width"), record.get("height"))
-    if image.size != expected:
-        raise ValueError(f"the image is {image.size} pixels but its record says {expected}")
-    scale = display_scale(*image.size)
-    width, height = photograph_size(*image.size)
-    photograph = image if image.mode == "RGB" else image.convert("RGB")
-    if scale > 1:
+    whole = (record.get("width", 0), record.get("height", 0))
+    check_display(image, whole)
+    width, height = photograph_size(*whole)
+    photograph = to_display(image if image.mode == "RGB" else image.convert("RGB"))
+    if photograph.size != (width, height):
         photograph = photograph.resize((width, height), Image.Resampling.NEAREST)
 
     size = _font_size(width, height)
@@ -96,8 +98,18 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     draw = ImageDraw.Draw(canvas)
     legend.draw(draw, width if beside else 0, 0 if beside else height)
     boxes = [SlotBox.of(slot, field) for slot in record.get("evidence", [])]
-    draw_boxes(draw, boxes, (scale, scale), (width, height))
+    draw_boxes(draw, boxes, (width / whole[0], height / whole[1]), (width, height))
     return canvas
+
+
+def check_display(image: Image.Image, size: tuple[int, int]) -> None:
+    """Check that an image has the (width, height) of its record, or is reduced from it as `to_display` does.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if image.size != size and (0 in size or image.size != display_size(*size)):
+        raise ValueError(f"the image is {image.size} pixels but its record says {size}")
 
 
 @dataclass(frozen=True)
@@ -126,12 +138,17 @@ def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
     return buffer.getvalue()
 
 
-def crop_box(image: Image.Image, box: Sequence[float]) -> Image.Image:
-    """Return the pixels of a box (x0, y0, x1, y1), x1 and y1 exclusive: at least one, none outside the image."""
-    left = min(max(round(box[0]), 0), image.width - 1)
-    top = min(max(round(box[1]), 0), image.height - 1)
-    right = min(max(round(box[2]), left + 1), image.width)
-    bottom = min(max(round(box[3]), top + 1), image.height)
+def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) -> Image.Image:
+    """Return the pixels of a box: at least one, none outside the image.
+
+    Args:
+        image: the whole image, or what `to_display` returns for it.
+        box: (x0, y0, x1, y1), x1 and y1 exclusive, in pixels of the whole image.
+        size: (width, height) of the whole image.
+    """
+    x0, y0, x1, y1 = (round(value * image.size[axis % 2] / size[axis % 2]) for axis, value in enumerate(box))
+    left, top = min(max(x0, 0), image.width - 1), min(max(y0, 0), image.height - 1)
+    right, bottom = min(max(x1, left + 1), image.width), min(max(y1, top + 1), image.height)
     return image.crop((left, top, right, bottom))
 
 

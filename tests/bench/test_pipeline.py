@@ -128,7 +128,7 @@ def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[I
         ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "pictures"),
         ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "pictures"),
         ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk"),
-        ("opal_deploy.inference.run.drawing.draw_overlay", "drawers", "draw", "drawing"),
+        ("opal_deploy.inference.run.drawing_task.draw_overlay", "drawers", "draw", "drawing"),
     ],
     ids=["session", "decoding", "reading", "writing", "drawing"],
 )

@@ -86,8 +86,8 @@ def test_only_correct_leaves_out_wrong_predictions_and_an_unusable_image_costs_t
     assert (counts.unlabelled, counts.used) == (10, 0)
 
 
-def test_images_too_large_to_keep_are_cut_all_the_same(tmp_path: Path) -> None:
-    write_spot(tmp_path / "set" / "a.png", 200, (3, 0), 2048)
+def test_patches_of_large_images_are_cut_from_what_is_kept_of_them(tmp_path: Path) -> None:
+    write_spot(tmp_path / "set" / "a.png", 200, (3, 0), 2400)
     atlas = build(collect(requests(tmp_path / "set")), tmp_path / "atlas")
     (patch,) = atlas.patches(1, 0)
     pixels = load_patch(atlas, patch)

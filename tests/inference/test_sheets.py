@@ -26,7 +26,7 @@ OPTIONS = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=Tr
 
 def build(session: Any, path: Path, options: SheetOptions | None = None, **request: Any) -> Sheet:
     (result,) = predict_stream([Request(path.name, path, **request)], [session], OPTIONS)
-    return SheetBuilder(session.metadata, options).build(result, result.prepared.image)
+    return SheetBuilder(session.metadata, options).build(result)
 
 
 def test_results_have_their_outputs_only_with_keep_outputs(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.legend import INK
 from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_jpeg, photograph_size, pixel_box
@@ -106,6 +107,16 @@ def test_odd_sizes_do_not_raise(make_record, size):
         cells = [(i * 7 % 5, i * 3 % 5) for i in range(slots)]
         overlay = draw_overlay(photograph(size), make_record(size, cells))
         assert min(np.subtract(overlay.size, photograph_size(*size))) >= 0
+
+
+@pytest.mark.parametrize("size", [(2_000_000, 1), (1, 2_000_000), (9000, 1000), (1000, 9000), (3000, 3000)], ids=str)
+def test_no_shape_makes_a_drawing_large(make_record, size):
+    image, record = Image.new("RGB", size, "#777"), make_record(size, [(i % 5, i // 2) for i in range(10)])
+    overlay = draw_overlay(image, record)
+    assert overlay.width * overlay.height < 10_500_000
+    # the same from an image that was reduced when it was decoded, with boxes at the same places
+    assert draw_overlay(to_display(image), record).tobytes() == overlay.tobytes()
+    assert overlay.crop((0, 0, *photograph_size(*size))).getcolors(3) is None or min(size) == 1
 
 
 def test_an_enlarged_image_keeps_every_pixel(make_record):

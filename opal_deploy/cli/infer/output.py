@@ -103,6 +103,8 @@ def print_summary(summary: Summary, skipped: Skipped, options: RunOptions) -> No
     print_message(f"{summary.total} images{before} in {summary.seconds:.1f} s{rate}: {counts or 'nothing to do'}")
     for code, count in summary.errors.most_common():
         print_message(f"  {code}: {count}")
+    for code, count in summary.drawing_errors.most_common():
+        print_message(f"  predicted, but not drawn: {code}: {count}")
     if summary.accuracy is not None:
         _print_accuracy(summary.accuracy)
     if skipped.count:

@@ -20,11 +20,13 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.inference.decoding.pool import CpuDecoderPool, DecoderPool
-from opal_deploy.inference.decoding.prepare import MAX_KEPT_PIXELS, read_small_file, timed_open
+from opal_deploy.inference.decoding.prepare import read_small_file, timed_open
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.gpu import GpuDecoder, is_out_of_memory
 from opal_deploy.preprocess.jpeg_header import Jpeg, read_header
+from opal_deploy.preprocess.resize import display_size
 
 if TYPE_CHECKING:
     import torch
@@ -183,16 +185,18 @@ class GpuDecoderPool(DecoderPool):
                 geometries = [task.file.geometry for task, _ in decoded]
                 inputs = gpu.resize_to_inputs([image for _, image in decoded], geometries, self._input_size)
             for (task, image), pixels in zip(decoded, inputs, strict=True):
-                kept = self._keep_image(task, image)
+                kept = self._keep_image(gpu, image) if self._options.keep_images else None
                 # a copy: an image that is kept must not keep the batch
                 prepared = Prepared(task.request, task.file.geometry, pixels.copy(), kept, file_sha256=task.sha256)
                 task.future.set_result(prepared)
         return [task for task, image in zip(tasks, images, strict=True) if image is None]
 
-    def _keep_image(self, task: DecodeTask, image: torch.Tensor) -> Image.Image | None:
-        if not self._options.keep_images or task.file.pixels > MAX_KEPT_PIXELS:
-            return None
-        return Image.fromarray(image.cpu().numpy())
+    def _keep_image(self, gpu: GpuDecoder, image: torch.Tensor) -> Image.Image:
+        height, width = image.shape[:2]
+        reduced = display_size(width, height)
+        if reduced == (width, height):
+            return Image.fromarray(image.cpu().numpy())
+        return Image.fromarray(gpu.resize_to_inputs([image], [Geometry.whole(width, height)], reduced[::-1])[0])
 
     def _retire_gpu(self, gpu: GpuDecoder, reason: str) -> None:
         with self._lock:

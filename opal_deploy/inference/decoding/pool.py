@@ -18,13 +18,14 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.decoding.prepare import MAX_KEPT_PIXELS, prepare
+from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.decoding.task import PrepareTask
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import display_size
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -106,9 +107,7 @@ class CpuDecoderPool(DecoderPool):
         geometry = Geometry(int(header["width"]), int(header["height"]), (x0, y0, x1, y1))
         image = None
         if header["image"]:
-            size = (geometry.width, geometry.height)
-            if size[0] * size[1] > MAX_KEPT_PIXELS:
-                raise ValueError("larger than any image that is kept")
+            size = display_size(geometry.width, geometry.height)
             whole = np.empty(3 * size[0] * size[1], np.uint8)
             process.read_into(whole.data)
             image = Image.frombuffer("RGB", size, whole, "raw", "RGB", 0, 1)

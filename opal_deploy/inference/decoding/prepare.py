@@ -9,6 +9,7 @@ claims too many pixels ends its decoding. Reading is therefore timed inside each
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
@@ -25,13 +26,10 @@ from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 from opal_deploy.preprocess.decode import FileSource, PathOrSource, Source, decode, decode_for_input, open_file
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import to_display, to_input
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-
-# larger images are decoded again when they are drawn, to bound memory
-MAX_KEPT_PIXELS = 2_000_000
 
 # a file up to the first size is read once, as a whole, so that the bytes hashed are the bytes decoded; a larger one is
 # read by its decoder and hashed in a second pass, up to the second size
@@ -83,9 +81,14 @@ def prepare(
     if digest is None and not isinstance(source, Image.Image | np.ndarray | bytes):
         with timer.stage("read"):
             digest = _hash_large_file(source, open_timed)
-    is_whole = image.size == (geometry.width, geometry.height)
-    keep = options.keep_images and is_whole and image.width * image.height <= MAX_KEPT_PIXELS
-    return Prepared(request, geometry, pixels, image if keep else None, file_sha256=digest)
+    kept = None
+    if options.keep_images:
+        with timer.stage("resize"), contextlib.suppress(ImageError, MemoryError):
+            if image.size != (geometry.width, geometry.height):
+                # it came at a fraction of its size, enough for the model; a person wants to see more
+                image = decode(source, max_pixels=options.max_pixels, open_file=open_timed)
+            kept = to_display(image)
+    return Prepared(request, geometry, pixels, kept, file_sha256=digest)
 
 
 def _without_frames(error: ImageError) -> ImageError:

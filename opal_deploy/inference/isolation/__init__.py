@@ -4,5 +4,5 @@
     process   a worker process as its parent sees it
     worker    the main function of a worker process
 
-The work itself is a `Task`: `decoding.task` prepares images, `run.drawing` draws overlays and sheets.
+The work itself is a `Task`: `decoding.task` prepares images, `run.drawing_task` draws overlays and sheets.
 """

@@ -167,9 +167,10 @@ class WorkerProcess:
         self._stderr.close()
 
     def _send(self, message: bytes) -> None:
-        data = memoryview(LENGTH.pack(len(message)) + message)
-        while data:
-            data = data[self._stdin.write(data) :]
+        for part in (LENGTH.pack(len(message)), message):
+            data = memoryview(part)
+            while data:
+                data = data[self._stdin.write(data) :]
 
     def _failure(self) -> WorkerCrashed | WorkerTimeout:
         ending = self._describe_end()

@@ -1,6 +1,7 @@
 """The drawings of a run: overlays, evidence sheets, and the report that shows the overlays.
 
-Overlays and sheets are drawn by threads of their own from the forward pass that made the record. The report is written
+Overlays and sheets are drawn from the forward pass that made the record, in processes of their own: a drawing that
+crashes, takes too long or finds no memory costs the image its drawing, and its record says so. The report is written
 once the run is complete, from its records and the overlays on the disk, so that a run that was interrupted and resumed
 has the same report as one that ran through.
 """
@@ -9,17 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
-
-from PIL import Image
+from typing import Any, TypeAlias
 
 from opal_deploy.artifact.receptive_field import EffectiveField
-from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly, UsageError
-from opal_deploy.inference.decoding.prepare import timed_open
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.executor import prefetch, thread_pool
+from opal_deploy.inference.isolation.pool import ProcessPool
+from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
+from opal_deploy.inference.run.drawing_task import PARTS, DrawRequest, DrawTask
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run_files import (
     OVERLAYS,
@@ -33,10 +34,8 @@ from opal_deploy.inference.run_files import (
 )
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
-from opal_deploy.inference.types import InferenceOptions, Request, Result
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.records.record import Record
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.inference.types import InferenceOptions, Result
+from opal_deploy.records.record import Problem, Record
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     REPORT_LIMIT,
@@ -45,7 +44,6 @@ from opal_deploy.visualization.report import (
     ReportWriter,
     Thumbnail,
     choose_image_mode,
-    make_thumbnail,
 )
 
 # by the image's number in the run
@@ -88,14 +86,14 @@ def draw_records(
     thumbnails: Thumbnails,
     timer: StageTimer,
 ) -> Iterator[Iterator[Record]]:
-    """Open the threads that draw, and yield the records with the names of their drawings, in order.
+    """Open the processes that draw, and yield the records with the names of their drawings, in order.
 
     Args:
-        results: with whole images where they are small, and with outputs where there are `sheets`.
+        results: with images, and with outputs where there are `sheets`.
         out: the run directory.
         report: draw overlays; None: draw none.
         sheets: draw evidence sheets; None: draw none.
-        inference: `workers` images are drawn at a time; `max_pixels` bounds those that are decoded again.
+        inference: `workers` images are drawn at a time, with `isolate` in processes, each for at most `decode_timeout`.
         first: number of the first result's image; drawings of it and of all after it are removed.
         thumbnails: gets those of the report's first images, made here where the overlay is in memory.
         timer: gets the times of drawing and writing, under the role `drawers`.
@@ -103,9 +101,9 @@ def draw_records(
     Raises:
         UsageError: the folders cannot be written to.
     """
-    drawer = _Drawer(out, report, sheets, inference.max_pixels, thumbnails, timer)
+    drawer = _Drawer(out, report, sheets, inference, thumbnails, timer)
     drawer.prepare_folders(first)
-    with thread_pool(inference.workers, "draw", timer, "drawers") as threads:
+    with closing(drawer), thread_pool(inference.workers, "draw", timer, "drawers") as threads:
 
         def futures() -> Iterator[Future[Record]]:
             for index, result in enumerate(results, first):
@@ -115,22 +113,32 @@ def draw_records(
 
 
 class _Drawer:
-    """Draws and writes the overlay and the sheet of one result; used by several threads."""
+    """Has the overlay and the sheet of one result drawn, and writes them; used by several threads."""
 
     def __init__(
         self,
         out: Path,
         report: ReportOptions | None,
         sheets: SheetBuilder | None,
-        max_pixels: int,
+        inference: InferenceOptions,
         thumbnails: Thumbnails,
         timer: StageTimer,
     ) -> None:
         self._out, self._report, self._sheets = out, report, sheets
-        self._max_pixels, self._thumbnails, self._timer = max_pixels, thumbnails, timer
+        self._thumbnails, self._timer, self._timeout = thumbnails, timer, inference.decode_timeout
+        self._num_thumbnails = 0
         if report is not None:
             limit = {"embed": _MAX_THUMBNAILS, "files": 0, None: EMBED_LIMIT}[report.images]
             self._num_thumbnails = min(report.limit, limit)
+        field = report.field if report is not None and report.draw_field else None
+        self._task = DrawTask(report is not None, field, sheets)
+        self._processes = None
+        if inference.isolate:
+            self._processes = ProcessPool(inference.workers, self._task, self._timeout, timer)
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
 
     def prepare_folders(self, first: int) -> None:
         try:
@@ -144,50 +152,61 @@ class _Drawer:
             ) from None
 
     def draw(self, index: int, result: Result) -> Record:
-        """Return the record, which names the drawings that were written."""
+        """Return the record, which names the drawings that were written, or the reason why one is missing."""
         record = result.record
         if record["status"] == "error":
             return record
+        drawn: dict[str, bytes] = {}
         try:
-            image = result.prepared.image or self._decode_again(result.prepared.request)
-            if image.size == (record["width"], record["height"]):
-                if self._report is not None:
-                    self._draw_overlay(index, record, image)
-                if self._sheets is not None:
-                    self._draw_sheet(index, result, image, self._sheets)
-        except ImageError:
-            # its file has gone or changed since it was classified: the record stands, without a drawing
-            pass
+            drawn, error = self._draw_all(index, result)
+        except WorkerCrashed as crash:
+            error = Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
+        except WorkerTimeout:
+            reason = f"it was not drawn within {self._timeout:g} s; raise --decode-timeout"
+            error = Problem(code="drawing_timeout", message=reason)
+        except MemoryError:
+            error = Problem(code="drawing_failed", message="its image needs more memory than there is; lower --workers")
+        if "thumbnail" in drawn:
+            self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
+        with self._timer.stage("write"):
+            if "overlay" in drawn:
+                record["overlay"] = overlay_name(index, record["image"])
+                write_image_file(self._out, record["overlay"], drawn["overlay"])
+            if "sheet" in drawn:
+                record["sheet"] = sheet_name(index, record["image"])
+                write_image_file(self._out, record["sheet"], drawn["sheet"])
+        if error is not None:
+            record["drawing_error"] = error
         return record
 
-    def _decode_again(self, request: Request) -> Image.Image:
-        """Return an image too large to be kept while its batch was predicted."""
-        with self._timer.stage("decode"):
-            return decode(request.source, max_pixels=self._max_pixels, open_file=timed_open(self._timer))
+    def _draw_all(self, index: int, result: Result) -> tuple[dict[str, bytes], Problem | None]:
+        """Return the encoded drawings by their names in `PARTS`, and the reason why one is missing."""
+        # the model's input is not drawn on
+        result = replace(result, prepared=replace(result.prepared, pixels=None))
+        request = DrawRequest(result, index < self._num_thumbnails)
+        if self._processes is not None:
+            return self._processes.call(request, _read_drawings)
+        header, parts = self._task(request, self._timer)
+        return dict(zip((name for name in PARTS if name in header), parts, strict=True)), _read_problem(header)
 
-    def _draw_overlay(self, index: int, record: Record, image: Image.Image) -> None:
-        report = self._report
-        field = report.field if report is not None and report.draw_field else None
-        with self._timer.stage("draw"):
-            overlay = draw_overlay(image, record, field)
-            encoded = encode_jpeg(overlay)
-            if index < self._num_thumbnails:
-                self._thumbnails[index] = make_thumbnail(overlay, record)
-        name = overlay_name(index, record["image"])
-        with self._timer.stage("write"):
-            write_image_file(self._out, name, encoded)
-        record["overlay"] = name
 
-    def _draw_sheet(self, index: int, result: Result, image: Image.Image, sheets: SheetBuilder) -> None:
-        with self._timer.stage("draw"):
-            try:
-                encoded = sheets.build(result, image).encode()
-            except ArtifactError as error:
-                raise StoppedEarly(str(error)) from None
-        name = sheet_name(index, result.record["image"])
-        with self._timer.stage("write"):
-            write_image_file(self._out, name, encoded)
-        result.record["sheet"] = name
+def _read_drawings(process: WorkerProcess, header: dict[str, Any]) -> tuple[dict[str, bytes], Problem | None]:
+    drawn = {}
+    for name in PARTS:
+        if name in header:
+            data = bytearray(header[name])
+            process.read_into(memoryview(data))
+            drawn[name] = bytes(data)
+    return drawn, _read_problem(header)
+
+
+def _read_problem(header: dict[str, Any]) -> Problem | None:
+    if "stop" in header:
+        raise StoppedEarly(header["stop"])
+    if "error" not in header:
+        return None
+    code, message = header["error"]
+    return Problem(code=code, message=message)
 
 
 def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> None:

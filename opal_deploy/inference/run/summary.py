@@ -77,6 +77,7 @@ class Summary:
     Attributes:
         statuses: number of records by status.
         errors: number of error records by code.
+        drawing_errors: number of records without a drawing that was asked for, by code.
         classes: number of predictions by (class id, label).
         accuracy: where images have labels; else None.
         resumed: records that were there already when the run was resumed; all other counts include them.
@@ -87,6 +88,7 @@ class Summary:
 
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+    drawing_errors: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     accuracy: Accuracy | None = None
     resumed: int = 0
@@ -117,6 +119,8 @@ class Summary:
         else:
             prediction = record["prediction"]
             self.classes[prediction["class_id"], prediction["label"]] += 1
+        if "drawing_error" in record:
+            self.drawing_errors[record["drawing_error"]["code"]] += 1
         if self.accuracy is not None:
             self.accuracy.count(record)
 
@@ -127,6 +131,7 @@ class Summary:
             "images": self.total,
             "statuses": dict(sorted(self.statuses.items())),
             "errors": dict(self.errors.most_common()),
+            "drawing_errors": dict(self.drawing_errors.most_common()),
             "classes": [{"class_id": number, "label": label, "images": n} for (number, label), n in ranked],
             "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
             "new_images": self.new,

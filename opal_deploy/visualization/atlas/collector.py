@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.records.record import Record, Slot
 from opal_deploy.visualization.atlas.entries import Box, SlotStatistics
 from opal_deploy.visualization.overlay import crop_box, encode_jpeg
@@ -42,8 +39,7 @@ class PatchCandidate:
         sha256: the digest of the image's file.
         slot: the slot's evidence in the image's record.
         around: (x0, y0, x1, y1) of what the patch shows around the slot's cell; None for the cell alone.
-        jpeg: the encoded patch; None until it is cut.
-        source: where to decode the image from while `jpeg` is None.
+        jpeg: the encoded patch; None where the image was not at hand.
     """
 
     key: float
@@ -52,13 +48,12 @@ class PatchCandidate:
     slot: Slot = field(compare=False)
     around: Box | None = field(compare=False, default=None)
     jpeg: bytes | None = field(compare=False, default=None)
-    source: Source | None = field(compare=False, default=None)
 
-    def cut(self, image: Image.Image) -> None:
-        """Cut and keep the patch out of `image`, the whole oriented image, RGB."""
-        patch = crop_box(image, self.around or self.slot["box"])
+    def cut(self, image: Image.Image, size: tuple[int, int]) -> None:
+        """Cut and keep the patch out of an image, RGB, whole or reduced, of `size` = (width, height) as a whole."""
+        patch = crop_box(image, self.around or self.slot["box"], size)
         patch.thumbnail((_PATCH_SIDE, _PATCH_SIDE), Image.Resampling.LANCZOS)
-        self.jpeg, self.source = encode_jpeg(patch, _PATCH_QUALITY), None
+        self.jpeg = encode_jpeg(patch, _PATCH_QUALITY)
 
 
 @dataclass
@@ -126,7 +121,6 @@ class AtlasCollector:
         label: str | None = None,
         sha256: str = "",
         image: Image.Image | None = None,
-        source: Source | None = None,
     ) -> None:
         """Count a record, and keep its patches where they are among a slot's best.
 
@@ -136,8 +130,7 @@ class AtlasCollector:
             record: of any status; with `evidence` where it has a prediction.
             label: the class that the image shows, where it is known.
             sha256: the digest of the image's file.
-            image: the whole oriented image, RGB; None to cut patches later from `source`.
-            source: where `cut_missing` decodes the image from.
+            image: the whole oriented image, RGB, or what `to_display` returns for it; without it there are no patches.
         """
         self.counts.images += 1
         if "error" in record:
@@ -147,20 +140,22 @@ class AtlasCollector:
         elif self._only_correct and label != record["prediction"]["label"]:
             self.counts.wrong += 1
         else:
-            self._keep_patches(record, sha256, image, source)
+            self._keep_patches(record, sha256, image)
             self._count_evidence(record["prediction"]["class_id"], record["evidence"])
 
-    def _keep_patches(self, record: Record, sha256: str, image: Image.Image | None, source: Source | None) -> None:
+    def _keep_patches(self, record: Record, sha256: str, image: Image.Image | None) -> None:
         class_id, effective = record["prediction"]["class_id"], self.metadata.effective_field
         for slot in record["evidence"]:
             around = None if effective is None else effective.surround(slot["cell"], slot["box"])
             name = record["image"] or ""
-            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, None, source)
+            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around)
             best = self._best.setdefault((class_id, slot["slot"]), [])
             if len(best) < self.top or candidate < best[-1]:
-                self._insert(best, candidate, image)
+                self._insert(best, candidate, image, (record["width"], record["height"]))
 
-    def _insert(self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None) -> None:
+    def _insert(
+        self, best: list[PatchCandidate], candidate: PatchCandidate, image: Image.Image | None, size: tuple[int, int]
+    ) -> None:
         # one image under two names is one exemplar
         same = next((index for index, other in enumerate(best) if other.sha256 == candidate.sha256), None)
         if same is not None:
@@ -168,7 +163,7 @@ class AtlasCollector:
                 return
             del best[same]
         if image is not None:
-            candidate.cut(image)
+            candidate.cut(image, size)
         bisect.insort(best, candidate)
         del best[self.top :]
 
@@ -185,28 +180,6 @@ class AtlasCollector:
     def _rank(self, slot: Slot) -> float:
         contribution = slot["contribution"]
         return slot["score"] if contribution is None or self.metadata.distance != "l2" else contribution
-
-    def cut_missing(self, workers: int = 1, max_pixels: int = MAX_PIXELS) -> None:
-        """Cut the patches of images that were not at hand, decoding each image once.
-
-        Patches of an image that can no longer be decoded stay without pixels, and `best` leaves them out.
-        """
-        by_image: dict[str, list[PatchCandidate]] = {}
-        for best in self._best.values():
-            for candidate in best:
-                if candidate.jpeg is None:
-                    by_image.setdefault(candidate.sha256, []).append(candidate)
-
-        def cut(candidates: list[PatchCandidate]) -> None:
-            try:
-                image = decode(candidates[0].source, max_pixels=max_pixels)  # type: ignore[arg-type]
-            except ImageError:
-                return
-            for candidate in candidates:
-                candidate.cut(image)
-
-        with ThreadPoolExecutor(workers, "patches") as pool:
-            list(pool.map(cut, by_image.values()))
 
     def best(self, class_id: int, slot: int) -> list[PatchCandidate]:
         """Return a slot's patches, best first, without those that could not be cut."""

@@ -81,6 +81,7 @@ class Card:
         overlay: the overlay's file in the run's folder; None without one.
         sheet: the evidence sheet's file in the run's folder; None without one.
         overlay_width: the overlay's width as a multiple of the photograph's.
+        undrawn: the reason why a drawing is missing; empty where there is none.
         code: the error code of a failed image.
         message: the error message of a failed image.
     """
@@ -103,6 +104,7 @@ class Card:
     overlay: str | None = None
     sheet: str | None = None
     overlay_width: float = 1.0
+    undrawn: str = ""
     code: str = ""
     message: str = ""
 
@@ -154,6 +156,7 @@ class Card:
             "overlay": self.overlay,
             "sheet": self.sheet,
             "overlay_width": self.overlay_width,
+            "undrawn": self.undrawn,
         }
 
 
@@ -185,7 +188,7 @@ def build_card(
     bars = build_bars(record)
     evidence = record.get("evidence", [])
     width, height = record.get("width", 1), record.get("height", 1)
-    overlay, sheet = record.get("overlay"), record.get("sheet")
+    overlay, sheet, undrawn = record.get("overlay"), record.get("sheet"), record.get("drawing_error")
     return Card(
         number,
         name,
@@ -220,6 +223,7 @@ def build_card(
         height=height,
         overlay=overlay if overlay is not None and _OVERLAY_NAME.fullmatch(overlay) else None,
         sheet=sheet if sheet is not None and _SHEET_NAME.fullmatch(sheet) else None,
+        undrawn=f"not drawn: {escape_unprintable(shorten(undrawn['message']))}" if undrawn else "",
         overlay_width=round(overlay_width(width, height) / photograph_size(width, height)[0], 4),
     )
 

@@ -84,7 +84,7 @@
   function photo(position) {
     const row = rows[position], d = details(position), address = source(position);
     if (row[STATUS] === FAILED) return null;
-    if (!address) return el("p", { class: "no-image" }, "no image kept");
+    if (!address) return el("p", { class: "no-image" }, d.undrawn || "no image kept");
     const boxes = d.slots.length ? "with the evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
     const figure = el("figure", { class: "photo" }, image, fields(d)), ratio = d.size[0] / d.size[1];

@@ -26,18 +26,19 @@ def fit_size(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
 
 
 def draw_class_boxes(
-    photograph: Image.Image, view: ClassView, bounds: tuple[int, int], *, fields: bool = False
+    photograph: Image.Image, size: tuple[int, int], view: ClassView, bounds: tuple[int, int], *, fields: bool = False
 ) -> Image.Image:
     """Return the photograph as large as `bounds` allows, with the boxes of one class drawn at that size.
 
     Args:
-        photograph: the whole oriented image, RGB.
+        photograph: the whole oriented image, RGB, or what `to_display` returns for it.
+        size: (width, height) of the whole image.
         view: the class.
         bounds: (width, height) in pixels.
         fields: draw effective receptive fields too, where slots have them.
     """
     drawn = enlarge(photograph, bounds)
-    scale = (drawn.width / photograph.width, drawn.height / photograph.height)
+    scale = (drawn.width / size[0], drawn.height / size[1])
     slots = sorted(view.slots, key=lambda slot: slot.slot)
     boxes = [SlotBox(slot.slot, slot.box, slot.field if fields else None) for slot in slots]
     draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
@@ -52,14 +53,16 @@ def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
 
 
 def cut_context(
-    photograph: Image.Image, box: Box, field: Box | None, bounds: tuple[int, int]
+    photograph: Image.Image, size: tuple[int, int], box: Box, field: Box | None, bounds: tuple[int, int]
 ) -> tuple[Image.Image, Rectangle | None]:
     """Return what a slot saw, as large as `bounds` allows: the field, or where it is not known the cell alone.
+
+    The photograph and its size are those of `draw_class_boxes`.
 
     Returns:
         The pixels, and (x, y, width, height) of the cell within them; None where the cell is all there is.
     """
-    drawn = enlarge(crop_box(photograph, field or box), bounds)
+    drawn = enlarge(crop_box(photograph, field or box, size), bounds)
     return drawn, None if field is None else locate_cell(box, field, drawn.size)
 
 

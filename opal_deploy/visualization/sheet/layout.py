@@ -16,6 +16,7 @@ from PIL import Image
 
 from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
 from opal_deploy.visualization.legend import INK, format_number
+from opal_deploy.visualization.overlay import check_display
 from opal_deploy.visualization.palette import RGB, WHITE, slot_color, text_color
 from opal_deploy.visualization.sheet import captions
 from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
@@ -60,17 +61,14 @@ def layout_sheet(
 
     Args:
         content: what to show; attention maps are shown where slots have them.
-        photograph: the whole oriented image, RGB.
+        photograph: the whole oriented image, RGB, or what `to_display` returns for it.
         exemplars: patches of other images of the predicted class.
         fields: draw effective receptive fields on the photographs.
 
     Raises:
         ValueError: the photograph is not of the size in the content.
     """
-    if photograph.size != (content.width, content.height):
-        raise ValueError(
-            f"the image is {photograph.size} pixels but its content says {(content.width, content.height)}"
-        )
+    check_display(photograph, (content.width, content.height))
     page = _Page(content, photograph, fields=fields)
     page.add_answer()
     page.add_photographs()
@@ -85,6 +83,7 @@ class _Page:
 
     def __init__(self, content: SheetContent, photograph: Image.Image, *, fields: bool) -> None:
         self.content, self.photograph, self.fields = content, photograph, fields
+        self.size = content.width, content.height
         self.shapes: list[Shape] = []
         self.y = _EDGE
 
@@ -168,7 +167,7 @@ class _Page:
         self.text(x, self.y + 20, heading, _HEAD, bold=True)
         self.text(x, self.y + 42, fit_line(_label(view), _BODY, bounds[0]), _BODY)
         self.y += 54
-        drawn = draw_class_boxes(self.photograph, view, bounds, fields=self.fields)
+        drawn = draw_class_boxes(self.photograph, self.size, view, bounds, fields=self.fields)
         alt = f"the image with the places that {_label(view)} was found at"
         self.shapes.append(Bitmap(x, self.y, drawn, alt))
         self._view_frame(x, self.y, drawn.size)
@@ -232,7 +231,7 @@ class _Page:
             wide = (wide - _GAP) // 2
         self._swatch(slot.slot, x, self.y + (tall - 30) // 2)
         x += _SWATCH
-        patch, cell = cut_context(self.photograph, slot.box, slot.field, (wide, tall))
+        patch, cell = cut_context(self.photograph, self.size, slot.box, slot.field, (wide, tall))
         self._framed(patch, x, self.y + (tall - patch.height) // 2, slot, cell)
         x += wide + _GAP
         if max_attention is not None and slot.attention is not None:
@@ -308,7 +307,7 @@ class _Page:
         """Add a column per slot: its own patch, and its exemplars below, side by side where slots are few."""
         side_by_side = max(1, column // _MIN_EXEMPLAR_WIDTH)
         bounds = (column // side_by_side - 12, 120)
-        own = [cut_context(self.photograph, slot.box, slot.field, bounds) for slot in slots]
+        own = [cut_context(self.photograph, self.size, slot.box, slot.field, bounds) for slot in slots]
         for index, slot in enumerate(slots):
             x = _LEFT + index * column
             self._swatch(slot.slot, x, self.y)

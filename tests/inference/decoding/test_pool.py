@@ -114,7 +114,7 @@ def test_processes_give_what_threads_give(tmp_path: Path, image: Path, decoding:
     requests = [
         *(Request("kind", source) for source in (image, str(image), image.read_bytes(), opened, np.asarray(opened))),
         *(Request("size", photograph(tmp_path / f"{n}.jpg", (60 + 40 * n, 50 + 31 * n))) for n in range(4)),
-        Request("not kept", photograph(tmp_path / "large.jpg", (1600, 1400))),
+        Request("reduced", photograph(tmp_path / "large.jpg", (5000, 50))),
         Request("crop", image, (10, 5, 60, 50)),
         Request("no box", image, error=ImageError("no_box", "none is listed")),
         Request("broken", tmp_path / "broken.jpg"),
@@ -125,7 +125,9 @@ def test_processes_give_what_threads_give(tmp_path: Path, image: Path, decoding:
     found, expected = (prepare_all(open_pool(**options, isolate=isolate), requests) for isolate in (True, False))
     assert_alike(found, expected)
     assert [code(one) for one in found] == [None] * 11 + ["no_box", "not_an_image", "not_found", "too_many_pixels"]
-    assert [found[n].image is None for n in (0, 9)] == [not keep, True]
+    assert [None if found[n].image is None else found[n].image.size for n in (0, 9)] == (
+        [(90, 70), (4096, 40)] if keep else [None, None]
+    )
     assert found[10].geometry is not None
     assert found[10].geometry.crop == (10, 5, 60, 50)
     for entry in found[:5]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from PIL import Image
 
 from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.inference.isolation.pool import ProcessPool
+from opal_deploy.inference.isolation.process import WorkerTimeout
 from opal_deploy.inference.run.drawing import ReportOptions, write_report
+from opal_deploy.inference.run.drawing_task import DrawRequest
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
@@ -46,8 +50,8 @@ def run_in(
 
 def test_sheets_cost_no_forward_pass(images: Path, tmp_path: Path) -> None:
     session = BrightSession()
-    # too large to be kept: it is read again
-    save(images / "6.png", (1500, 1400))
+    # reduced before it is drawn on
+    save(images / "6.png", (2500, 2400))
     run_in(tmp_path / "out", images, session)
     assert session.batches == [4, 3]
     written = [record.get("sheet") for record in read_results(tmp_path / "out")]
@@ -71,6 +75,61 @@ def test_a_damaged_atlas_stops_the_run_and_a_whole_one_lets_it_go_on(images: Pat
         patch.write_bytes(content)
     assert run_in(tmp_path / "out", images, session, SheetOptions(atlas=atlas), resume=True).total == 6
     assert len(list((tmp_path / "out/sheets").iterdir())) == 5
+
+
+# in the drawing processes: the shade of a photograph says how its drawing goes wrong
+MISBEHAVING = """
+import os, signal
+from PIL import ImageDraw
+
+draw = ImageDraw.Draw
+
+def misbehave(canvas):
+    shade = canvas.getpixel((0, 0))[0]
+    if shade == 40:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if shade == 120:
+        raise MemoryError
+    return draw(canvas)
+
+ImageDraw.Draw = misbehave
+"""
+
+
+def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules/sitecustomize.py").write_text(MISBEHAVING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
+    call = ProcessPool.call
+
+    def hang(pool: ProcessPool, request: object, read: Any) -> Any:
+        if isinstance(request, DrawRequest) and request.result.record["image"] == "4.png":
+            raise WorkerTimeout
+        return call(pool, request, read)
+
+    monkeypatch.setattr(ProcessPool, "call", hang)
+    out = tmp_path / "out"
+    out.mkdir()
+    session = BrightSession()
+    options = RunOptions(out, InferenceOptions(batch=4, isolate=True), ReportOptions(), SheetBuilder(session.metadata))
+    summary = run(iter(requests(images)), [session], options)
+    records = read_results(out)
+    codes = [None, "drawing_crashed", None, "drawing_failed", "drawing_timeout", None]
+    assert [record.get("drawing_error", {}).get("code") for record in records] == codes
+    assert [record["status"] for record in records] == ["ok", "ok", "error", "ok", "ok", "ok"]
+    assert ["overlay" in record and "sheet" in record for record in records] == [True, *[False] * 4, True]
+    assert summary.to_dict()["drawing_errors"] == {code: 1 for code in codes if code}
+    # the page shows the reason
+    assert (out / "report.html").read_text("utf-8").count('"no-image">not drawn: ') == 3
+    # the same drawings without processes
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    again = RunOptions(plain, InferenceOptions(batch=4), ReportOptions(), SheetBuilder(session.metadata))
+    run(iter(requests(images)), [session], again)
+    for name in (records[5]["overlay"], records[5]["sheet"]):
+        assert (plain / name).read_bytes() == (out / name).read_bytes()
 
 
 # ---- the report

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.inference.run import drawing
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.inference.decoding import prepare
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.run.summary import Summary
@@ -85,17 +85,23 @@ def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(tmp_path
     assert "not_an_image" in page
 
 
-def test_a_large_image_that_vanishes_before_it_is_drawn_keeps_its_record(
+def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def vanished(*_: object, **__: object) -> Image.Image:
-        raise ImageError("not_found", "no such file")
+    def keep(image: Image.Image) -> Image.Image:
+        if image.width > 1000:
+            raise MemoryError
+        return image
 
-    monkeypatch.setattr(drawing, "decode", vanished)
+    monkeypatch.setattr(prepare, "to_display", keep)
     save(tmp_path / "in/a.png", (1500, 1400))
     save(tmp_path / "in/b.png")
     run_in(tmp_path / "out", tmp_path / "in", explain=True)
-    assert [(r["status"], "overlay" in r) for r in read_results(tmp_path / "out")] == [("ok", False), ("ok", True)]
+    records = read_results(tmp_path / "out")
+    assert [(r["status"], "overlay" in r, "drawing_error" in r) for r in records] == [
+        ("ok", False, True),
+        ("ok", True, False),
+    ]
 
 
 ODD_NAMES = [

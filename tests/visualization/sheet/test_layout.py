@@ -187,7 +187,7 @@ def test_the_svg_has_text_as_text_and_says_what_it_shows():
 
 
 def test_an_image_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="its content says"):
+    with pytest.raises(ValueError, match="its record says"):
         layout_sheet(content(), photograph((10, 10)))
 
 
@@ -201,7 +201,9 @@ def test_the_darkest_cell_of_an_attention_map_is_its_highest():
 
 def test_a_patch_stays_in_the_image_and_is_at_least_a_pixel_and_few_pixels_are_shown_as_squares():
     image = photograph((70, 70))
-    assert crop_box(image, (60.0, 60.0, 70.4, 70.4)).size == (10, 10)
-    assert crop_box(image, (69.9, 69.9, 70.0, 70.0)).size == (1, 1)
+    assert crop_box(image, (60.0, 60.0, 70.4, 70.4), image.size).size == (10, 10)
+    assert crop_box(image, (69.9, 69.9, 70.0, 70.0), image.size).size == (1, 1)
+    # of an image twice as large
+    assert crop_box(image, (120.0, 120.0, 140.0, 130.0), (140, 140)).size == (10, 5)
     two = Image.fromarray(np.array([[[0] * 3, [255] * 3]], dtype=np.uint8))
     assert {color for _, color in enlarge(two, (100, 100)).getcolors()} == {(0, 0, 0), (255, 255, 255)}
