@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -175,19 +175,27 @@ class PartLocations:
     visible: NDArray[np.bool_]
     boxes: NDArray[np.float64]
 
-    def input_points(self, size: int) -> NDArray[np.float64]:
-        """Return float64 [N, P, 2], (x, y) of the parts on the box resized to size x size pixels; may lie outside."""
-        corner, extent = self.boxes[:, None, :2], self.boxes[:, None, 2:]
+    def input_points(self, size: int, crops: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return float64 [N, P, 2], (x, y) of the parts on crops resized to size x size pixels; may lie outside.
+
+        Args:
+            size: of the input.
+            crops: [N, 4], (x0, y0, x1, y1) of the part of each image that the model sees.
+        """
+        corner, extent = crops[:, None, :2], crops[:, None, 2:] - crops[:, None, :2]
         points: NDArray[np.float64] = size * ((self.points - corner) / extent)
         return points
 
     def truncated_input_points(self, size: int) -> NDArray[np.int64]:
-        """Return int64 [N, P, 2]: `input_points` with part, box and result each truncated toward zero.
+        """Return int64 [N, P, 2], (x, y) of the parts on their boxes, with part, box and result truncated toward zero.
 
-        This is the rounding of the published evaluation protocol (Huang et al. 2023).
+        This is the rounding of the published evaluation protocol (Huang et al. 2023). Its frame is the whole box, where
+        the box leaves the image too.
         """
-        truncated = PartLocations(self.names, np.trunc(self.points), self.visible, np.trunc(self.boxes))
-        return np.trunc(truncated.input_points(size)).astype(np.int64)
+        boxes = np.trunc(self.boxes)
+        truncated = replace(self, points=np.trunc(self.points))
+        points = truncated.input_points(size, np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1))
+        return np.trunc(points).astype(np.int64)
 
 
 def has_parts(data: DataSet) -> bool:

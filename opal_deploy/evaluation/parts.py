@@ -6,6 +6,7 @@ patch of its strongest cell. The purity is the largest share, over parts, of ima
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from opal_deploy.evaluation import consistency as regions
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, MapSource, from_network
 from opal_deploy.evaluation.predictions import predict_samples
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch
 
@@ -97,8 +99,10 @@ class PartMeter:
             outputs = source.run_normalised(regions.add_noise(images, first, self._seed))
             self._noisy.append(self._hits(first, outputs))
 
-    def figures(self, scores: FloatArray | None, argmax: NDArray[np.int32] | None) -> PartFigures:
-        """Return the figures after the last batch, of scores and argmax [N, K] of all images."""
+    def figures(
+        self, scores: FloatArray | None, argmax: NDArray[np.int32] | None, geometries: Sequence[Geometry]
+    ) -> PartFigures:
+        """Return the figures after the last batch, of scores and argmax [N, K] and geometries of all N images."""
         source, labels = self._source, self._labels
         consistency = stability = purity = purity_std = None
         if self._clean:
@@ -108,7 +112,9 @@ class PartMeter:
                 stability = regions.stability(clean, np.concatenate(self._noisy), labels)
         if PURITY not in source.unavailable and scores is not None and argmax is not None:
             size = source.input_size[0]
-            points, visible = self._parts.input_points(size), self._parts.visible
+            # a box that leaves the image was clipped: the patch lies on what is left
+            crops = np.array([geometry.crop for geometry in geometries], dtype=np.float64)
+            points, visible = self._parts.input_points(size, crops), self._parts.visible
             purities = purity_by_channel(scores, argmax, source.grid, points, visible, self._parts.names, size)
             purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
         prototypes = len(np.unique(labels)) * source.prototypes_per_class if consistency is not None else 0
@@ -141,8 +147,10 @@ def measure_parts(
         raise UsageError(f"prototypes cannot be measured: {next(iter(source.unavailable.values()))}")
     labels = np.array([sample.label for sample in data.test], dtype=np.int64)
     meter = PartMeter(source, cub.read_parts(data.root, data.test), labels, seed=seed)
-    outputs, _ = predict_samples(source.run, data.test, source.input_size, batch=batch, watch=meter, report=report)
-    return meter.figures(outputs.scores, outputs.argmax)
+    outputs, geometries = predict_samples(
+        source.run, data.test, source.input_size, batch=batch, watch=meter, report=report
+    )
+    return meter.figures(outputs.scores, outputs.argmax, geometries)
 
 
 def merge_sides(

@@ -99,5 +99,5 @@ def evaluate_session(
     m = metadata.prototypes_per_class
     top2_margins = None if outputs.scores is None else margins(outputs.logits, outputs.scores, m, metadata.epsilon)
     evaluation = compute_metrics(outputs.logits, labels, outputs.argmax, m, top2_margins)
-    part_figures = meter.figures(outputs.scores, outputs.argmax) if meter else None
+    part_figures = meter.figures(outputs.scores, outputs.argmax, geometries) if meter else None
     return EvaluationResult(evaluation, part_figures, labels, outputs, geometries, top2_margins)

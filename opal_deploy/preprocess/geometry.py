@@ -85,8 +85,10 @@ def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
 
     Args:
         image: the whole image, EXIF orientation applied.
-        box: (x0, y0, x1, y1) in pixels of that image, x1 and y1 exclusive; truncated to integers as the paper's authors
-            do, then clipped to the image. None: the whole image.
+        box: (x0, y0, x1, y1) in pixels of that image, x1 and y1 exclusive; truncated to integers as in the part metrics
+            of Huang et al. (2023), then clipped to the image. The paper's authors have no code that crops; PIP-Net's,
+            which they point to, rounds to the nearest integer and paints black what lies outside the image. CUB's boxes
+            are integers. None: the whole image.
 
     Raises:
         ImageError: `bad_box`, if no pixel is left.

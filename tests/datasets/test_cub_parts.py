@@ -33,8 +33,8 @@ def test_truncated_coordinates(point, box, expected):
 
 
 def test_exact_coordinates_keep_their_fractions():
-    parts = _one((31.5, 20.0), (10.5, 10.0, 42.0, 40.0))
-    assert parts.input_points(224)[0, 0].tolist() == [112.0, 56.0]
+    parts = _one((31.5, 20.0), (0.0, 0.0, 1.0, 1.0))
+    assert parts.input_points(224, np.array([[10.5, 10.0, 52.5, 50.0]]))[0, 0].tolist() == [112.0, 56.0]
 
 
 @pytest.mark.parametrize("change", ["", "tabs", "byte order mark"])

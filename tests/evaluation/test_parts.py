@@ -26,6 +26,7 @@ from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
@@ -218,10 +219,15 @@ def test_a_perfect_detector_scores_a_hundred():
         scores.append(outputs.scores)
         cells.append(outputs.argmax)
 
-    figures = meter.figures(np.concatenate(scores), np.concatenate(cells))
+    seen = [Geometry.whole(200, 200)] * 40
+    figures = meter.figures(np.concatenate(scores), np.concatenate(cells), seen)
 
     assert (figures.consistency, figures.stability, figures.purity, figures.purity_std) == (100.0, 100.0, 100.0, 0.0)
     assert (figures.prototypes, figures.images) == (18, 40)
+    # the same boxes on images of 100 x 200 pixels: the model sees the left half of each, twice as wide
+    clipped = meter.figures(np.concatenate(scores), np.concatenate(cells), [Geometry.whole(100, 200)] * 40)
+    assert replace(clipped, purity=100.0, purity_std=0.0) == figures
+    assert clipped.purity < 100.0
 
 
 def test_network_checkpoint_and_export_agree(data, network, checkpoint, exported):
