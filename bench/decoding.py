@@ -18,16 +18,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from opal_deploy.errors import ImageError
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode_for_input
-from opal_deploy.preprocess.gpu import GpuDecoder
-from opal_deploy.preprocess.jpeg_header import read_header
+from opal_deploy.preprocess.decode import Decoding, decode_for_input
 from opal_deploy.preprocess.resize import to_input
 
 Pixels = NDArray[np.uint8]
 DecodePath = Callable[[Path, tuple[int, int]], Pixels]
-
-# files a call of the GPU's decoder
-_GPU_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -59,22 +54,17 @@ class DecodePathResult:
 
 
 class _Stopwatch:
-    """Wall and CPU seconds, summed over blocks.
+    """Wall and CPU seconds of this thread, summed over blocks."""
 
-    Args:
-        whole_process: count the CPU time of all threads of the process, such as a library's own, not only of this one.
-    """
-
-    def __init__(self, *, whole_process: bool = False) -> None:
+    def __init__(self) -> None:
         self.wall = self.cpu = 0.0
-        self._cpu_clock = time.process_time if whole_process else time.thread_time
 
     def __enter__(self) -> None:
-        self._wall_start, self._cpu_start = time.perf_counter(), self._cpu_clock()
+        self._wall_start, self._cpu_start = time.perf_counter(), time.thread_time()
 
     def __exit__(self, *_: object) -> None:
         self.wall += time.perf_counter() - self._wall_start
-        self.cpu += self._cpu_clock() - self._cpu_start
+        self.cpu += time.thread_time() - self._cpu_start
 
 
 @dataclass
@@ -109,40 +99,14 @@ class _PixelDifference:
         )
 
 
-def compare_cpu_paths(files: list[Path], size: tuple[int, int]) -> list[DecodePathResult]:
-    """Compare each decode path on the CPU with plain Pillow on every readable image, timed alternately.
+def compare_paths(files: list[Path], size: tuple[int, int]) -> list[DecodePathResult]:
+    """Compare each decode path with plain Pillow on every readable image, timed alternately.
 
     Args:
         files: images.
         size: (height, width) to resize to.
     """
     return [_compare_path(name, decode, files, size) for name, decode in DECODE_PATHS.items()]
-
-
-def compare_gpu_path(files: list[Path], size: tuple[int, int], gpu: GpuDecoder) -> DecodePathResult:
-    """Compare the GPU's decode path, in batches from files in memory, with plain Pillow on every image it accepts.
-
-    CPU time is that of the whole process, since the codec has threads of its own.
-    """
-    path_time, pillow_time = _Stopwatch(whole_process=True), _Stopwatch()
-    difference = _PixelDifference()
-    for start in range(0, len(files), _GPU_BATCH):
-        batch = files[start : start + _GPU_BATCH]
-        with path_time:
-            headers = [(file, read_header(file.read_bytes(), None, MAX_PIXELS)) for file in batch]
-            accepted = [(file, header) for file, header in headers if header is not None]
-            images = gpu.decode([header for _, header in accepted])
-            decoded = [(*pair, image) for pair, image in zip(accepted, images, strict=True) if image is not None]
-            if not decoded:
-                continue
-            inputs = gpu.resize_to_inputs(
-                [image for *_, image in decoded], [header.geometry for _, header, _ in decoded], size
-            )
-        for (file, *_), pixels in zip(decoded, inputs, strict=True):
-            with pillow_time:
-                expected = _decode_with_pillow(file, size)
-            difference.add(pixels, expected)
-    return difference.result(f"gpu ({gpu.device})", path_time, pillow_time)
 
 
 def _compare_path(name: str, decode: DecodePath, files: list[Path], size: tuple[int, int]) -> DecodePathResult:
@@ -179,7 +143,5 @@ def _ratio(value: float, by: float) -> float:
     return value / by if by else 0.0
 
 
-# the decode paths of `infer` and of training on the CPU
-DECODE_PATHS: dict[str, DecodePath] = {
-    decoding.value: partial(_decode, decoding) for decoding in Decoding if decoding is not Decoding.gpu
-}
+# the decode paths of `infer` and of training
+DECODE_PATHS: dict[str, DecodePath] = {decoding.value: partial(_decode, decoding) for decoding in Decoding}

@@ -7,7 +7,7 @@
 #         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
 #         (joblib, threadpoolctl), scipy; matplotlib of the trainer (contourpy, cycler, fonttools, kiwisolver, pyparsing,
 #         python_dateutil, six); psutil, nvidia_ml_py, ptflops; simplejpeg, cykooz_resizer; pyarrow, hypothesis
-#         (sortedcontainers); nvidia_nvimgcodec_cu13 and nvidia_nvjpeg (13.*). Each whole, or as `split` parts
+#         (sortedcontainers). Each whole, or as `split` parts
 #         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
 # OUT:    a folder for small result files: log, junit.xml, *.json, *.jsonl (benchmarks; see bench/results/README.md).
 #
@@ -93,7 +93,7 @@ if [ -f "$model" ]; then
   done
   step pipeline_cuda 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$model" --device cuda \
     --batch 64 --limit 900 --json
-  # generated images at the size of photographs, as JPEG: the GPU's decoder against the CPU's, then both in the whole pipeline
+  # generated images at the size of photographs, as JPEG, in the whole pipeline
   step jpegs 15 python3 -c "
 import pathlib, sys
 from PIL import Image
@@ -103,11 +103,8 @@ folder.mkdir()
 for number, pixels in enumerate(example_images(256, 375, 500)):
     Image.fromarray(pixels).save(folder / f'{number:04}.jpg', quality=90)
 " "$work/jpegs"
-  step decoding_gpu 20 "${opal[@]}" bench decoding "$work/jpegs" --limit 256 --device cuda --json
-  for decode in default gpu; do
-    step "pipeline_decode_$decode" 40 "${opal[@]}" bench pipeline "$work/jpegs" --model "${model%.onnx}.fp16.onnx" \
-      --device cuda --decode "$decode" --batch 64 --repeats 3 --json
-  done
+  step pipeline_jpegs 40 "${opal[@]}" bench pipeline "$work/jpegs" --model "${model%.onnx}.fp16.onnx" --device cuda \
+    --batch 64 --repeats 3 --json
 fi
 
 if [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ]; then

@@ -25,7 +25,6 @@ from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import ThreadRole
 from opal_deploy.inference.types import InferenceOptions, build_requests
-from opal_deploy.preprocess.gpu import GpuDecoder
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
@@ -45,14 +44,12 @@ class PipelineOptions:
         repeats: of everything, at least one.
         network: False: outputs computed beforehand are replayed, so that only the pipeline costs time; the bare session
             is not measured then.
-        gpus: decode plain JPEG files, where the case asks for it.
         baseline: the same model as a research script runs it; None: not measured.
         interval: seconds between samples of the memory.
     """
 
     repeats: int = 5
     network: bool = True
-    gpus: tuple[GpuDecoder, ...] = ()
     baseline: EagerBaseline | None = None
     interval: float = 0.1
 
@@ -179,7 +176,7 @@ class _Pipeline:
         case = self.case
         inference = InferenceOptions(
             batch=case.batch, fixed_batch=True, workers=case.workers, time_transfers=True,
-            decode=case.decode, gpus=self.options.gpus, isolate=case.isolate,
+            decode=case.decode, isolate=case.isolate,
         )  # fmt: skip
         with MemorySampler(self.options.interval) as memory:
             cpu = _process_cpu_seconds()

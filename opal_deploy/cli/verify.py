@@ -180,17 +180,11 @@ def _inference_options(run_options: dict[str, Any], options: _ResultsOptions, se
     """Return how the run prepared images; the defaults for what run.json does not state."""
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
-    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
-    from opal_deploy.runtime.devices import gpu_names
 
     decode, max_pixels = run_options.get("decode"), run_options.get("max_pixels")
     min_margin, run_margin = options.min_margin, run_options.get("min_margin")
     if min_margin is None and isinstance(run_margin, int | float):
         min_margin = float(run_margin)
-    gpus: tuple[GpuDecoder, ...] = ()
-    if decode == Decoding.gpu:
-        otherwise = "those records were made with --decode gpu, and are checked where there is a GPU"
-        gpus = open_gpu_decoders(gpu_names(options.device), default_workers(), otherwise)
     return InferenceOptions(
         batch=options.batch or default_batch(session),
         fixed_batch=True,
@@ -198,7 +192,6 @@ def _inference_options(run_options: dict[str, Any], options: _ResultsOptions, se
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
         min_margin=min_margin,
         decode=Decoding(decode) if decode in list(Decoding) else Decoding.default,
-        gpus=gpus,
         isolate=True,
     )
 

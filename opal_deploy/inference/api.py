@@ -18,10 +18,8 @@ from opal_deploy.inference.service import Service
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
-from opal_deploy.preprocess.gpu import open_gpu_decoders
 from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.devices import gpu_names
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
 
@@ -35,9 +33,9 @@ class Model:
         sha256: hex digest of the model's file; None for a model without one.
     """
 
-    def __init__(self, sessions: Sequence[Session], sha256: str | None = None, gpus: Sequence[str] = ()) -> None:
-        """Wrap open sessions of one model; `load` opens them. `gpus` are the names of their devices."""
-        self._sessions, self._gpus = list(sessions), list(gpus)
+    def __init__(self, sessions: Sequence[Session], sha256: str | None = None) -> None:
+        """Wrap open sessions of one model; `load` opens them."""
+        self._sessions = list(sessions)
         self.sha256 = sha256
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
@@ -138,15 +136,12 @@ class Model:
             top: classes listed in a record's `top`.
             min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
             max_pixels: width times height above which an image gets an error record.
-            decode: the decode path; `gpu` needs the model on a GPU.
+            decode: the decode path.
             decode_timeout: seconds for one image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
 
         Returns:
             A service; close it, or use it as a context manager. `explain` may be called beside it.
-
-        Raises:
-            UsageError: `decode` is `gpu`, and the model is on no GPU that can decode.
         """
         options = InferenceOptions(
             batch=batch,
@@ -156,7 +151,6 @@ class Model:
             min_margin=min_margin,
             decode=decode,
             decode_timeout=decode_timeout,
-            gpus=open_gpu_decoders(self._gpus, workers, "leave decode out") if decode is Decoding.gpu else (),
             isolate=isolate,
             model_sha256=self.sha256,
         )
@@ -181,4 +175,4 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
         UsageError: there is no such device.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
-    return Model(sessions, compute_sha256(Path(path)), gpu_names(device))
+    return Model(sessions, compute_sha256(Path(path)))

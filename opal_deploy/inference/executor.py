@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TypeVar
 
 from opal_deploy.errors import OpalError
-from opal_deploy.inference.decoding.gpu import open_decoder_pool
+from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, ThreadRole
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request, Result
@@ -39,8 +39,7 @@ def predict_stream(
         sessions: of one model; batches go to them in turn.
         options: how images are decoded, batched and predicted.
         timer: gets the times of every stage.
-        print_message: is called, from any thread, when memory was short and the batch is smaller from then on, or when
-            a GPU cannot decode.
+        print_message: is called, from any thread, when memory was short and the batch is smaller from then on.
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
@@ -49,7 +48,7 @@ def predict_stream(
     input_size = sessions[0].metadata.input_size
     errors: list[OpalError] = []
     with ExitStack() as stack:
-        decoders = stack.enter_context(open_decoder_pool(options, input_size, timer, print_message))
+        decoders = stack.enter_context(CpuDecoderPool(options, input_size, timer))
         # one thread a session: a session runs one batch at a time
         predictors = [
             (

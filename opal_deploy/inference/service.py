@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
-from opal_deploy.inference.decoding.gpu import open_decoder_pool
+from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.explanation import to_explanation
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
@@ -67,7 +67,7 @@ class Service:
         self._closed, self._decoding = False, 0
         # as long as `capacity` at most: an image holds its slot until its record is there
         self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._decoders = open_decoder_pool(options, sessions[0].metadata.input_size, print_message=print_message)
+        self._decoders = CpuDecoderPool(options, sessions[0].metadata.input_size)
         self._threads = [
             threading.Thread(
                 target=self._work,

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from opal_deploy.artifact.outputs import Outputs
     from opal_deploy.inference.sources.annotations import Boxes, Labels
     from opal_deploy.inference.sources.items import Item
-    from opal_deploy.preprocess.gpu import GpuDecoder
     from opal_deploy.records.record import Record
     from opal_deploy.visualization.slot_names import SlotNames
 
@@ -47,8 +46,7 @@ class InferenceOptions:
 
         workers: images that are decoded at a time, in threads or processes.
         max_pixels: width times height above which an image is refused.
-        decode: the decode path on the CPU.
-        gpus: devices that decode plain JPEG files, beside the CPU; from `open_gpu_decoders`.
+        decode: the decode path.
         isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
         decode_timeout: seconds that one image may take to be read, decoded and resized; None: no limit. Only with
             `isolate`: a thread cannot be stopped.
@@ -69,7 +67,6 @@ class InferenceOptions:
     workers: int = 2
     max_pixels: int = MAX_PIXELS
     decode: Decoding = Decoding.default
-    gpus: tuple[GpuDecoder, ...] = ()
     isolate: bool = False
     decode_timeout: float | None = 30.0
 

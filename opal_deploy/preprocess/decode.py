@@ -78,17 +78,14 @@ class Decoding(StrEnum):
     """The decode path; `bench decoding` measures how its pixels differ from plain Pillow's.
 
     Attributes:
-        default: the fastest on the CPU that gives Pillow's pixels within 1 count.
+        default: the fastest that gives Pillow's pixels within 1 count.
         exact: Pillow's pixels, bit for bit.
         fast: JPEG decoded at a fraction of its size where that is large enough for the model.
-        gpu: plain JPEG decoded and resized on the GPU in batches (see `gpu`); single images and other formats as by
-            `default`.
     """
 
     default = "default"
     exact = "exact"
     fast = "fast"
-    gpu = "gpu"
 
 
 def parse_decoding(text: str) -> Decoding:

@@ -6,7 +6,6 @@ A device name is `auto`, `cpu`, `cuda` or `cuda:N`; a list of GPUs may be writte
 from __future__ import annotations
 
 import os
-import re
 
 from opal_deploy.errors import UsageError
 
@@ -50,17 +49,3 @@ def split_devices(devices: str) -> list[str]:
     if not all(number.isdigit() for number in numbers) or len(set(numbers)) != len(numbers):
         raise UsageError(f"device {devices!r}: {_EXPECTED}")
     return [f"cuda:{number}" for number in numbers]
-
-
-def gpu_names(devices: str) -> list[str]:
-    """Return the GPUs that `select.open_sessions` would use, as `cuda:N`: none for `cpu`, the first for `auto`.
-
-    Raises:
-        UsageError: neither a device name nor a list of different numbers.
-    """
-    names = ["cuda:0" if name in ("auto", "cuda") else name for name in split_devices(devices)]
-    if names == ["cpu"]:
-        return []
-    if not all(re.fullmatch(r"cuda:\d{1,4}", name) for name in names):
-        raise UsageError(f"device {devices!r}: {_EXPECTED}")
-    return names

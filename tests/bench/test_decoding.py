@@ -21,7 +21,7 @@ def image_file(tmp_path: Path) -> Path:
 
 @pytest.mark.data
 def test_our_paths_differ_from_plain_pillow_as_documented(photographs: list[Path]) -> None:
-    results = {result.name: result for result in decoding.compare_cpu_paths(photographs[::11], (160, 160))}
+    results = {result.name: result for result in decoding.compare_paths(photographs[::11], (160, 160))}
     assert {result.images for result in results.values()} == {len(photographs[::11])}
     assert (results["exact"].largest, results["exact"].mean, results["exact"].share_equal) == (0, 0.0, 1.0)
     assert results["default"].largest == 1
@@ -36,7 +36,7 @@ def test_a_path_that_differs_is_found(image_file: Path, monkeypatch: pytest.Monk
         return pixels.astype(np.uint8)
 
     monkeypatch.setattr(decoding, "DECODE_PATHS", {"brighter": brighter})
-    (result,) = decoding.compare_cpu_paths([image_file], (10, 12))
+    (result,) = decoding.compare_paths([image_file], (10, 12))
     assert result.largest == 7
     assert result.mean == pytest.approx(7 / (10 * 12 * 3))
     assert result.share_equal == pytest.approx(1 - 1 / (10 * 12 * 3))
@@ -45,4 +45,4 @@ def test_a_path_that_differs_is_found(image_file: Path, monkeypatch: pytest.Monk
 def test_an_unreadable_image_is_left_out(image_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"not an image")
-    assert [result.images for result in decoding.compare_cpu_paths([image_file, broken], (8, 8))] == [1, 1, 1]
+    assert [result.images for result in decoding.compare_paths([image_file, broken], (8, 8))] == [1, 1, 1]

@@ -14,21 +14,14 @@ def decoding(
     images: Images,
     limit: Annotated[int, typer.Option(min=1, help="At most so many images.")] = 200,
     size: Annotated[int, typer.Option(min=1, help="Input size in pixels.")] = 224,
-    device: Annotated[
-        str | None, typer.Option(help="A GPU whose decoder is compared too: cuda, cuda:N.", show_default=False)
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare every decode path with plain Pillow: largest and mean difference in counts, and images per second."""
-    from opal_deploy.bench.decoding import compare_cpu_paths, compare_gpu_path
+    from opal_deploy.bench.decoding import compare_paths
     from opal_deploy.bench.machine import provenance
-    from opal_deploy.preprocess.gpu import open_gpu_decoders
-    from opal_deploy.runtime.devices import available_cpus, gpu_names
 
-    gpus = open_gpu_decoders(gpu_names(device), available_cpus(), "leave --device out") if device else ()
     files = [item.path for item in find_items(images, limit)]
-    results = compare_cpu_paths(files, (size, size))
-    results += [compare_gpu_path(files, (size, size), gpu) for gpu in gpus]
+    results = compare_paths(files, (size, size))
     for r in results:
         print_message(
             f"{r.name}: {r.images} images, largest difference {r.largest}, mean {r.mean:.4f} counts, "

@@ -35,7 +35,7 @@ def pipeline(
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Run the network, or only replay its answers.")
     ] = True,
-    decode: Annotated[str, typer.Option(help="As in infer: default, exact, fast, gpu.")] = "default",
+    decode: Annotated[str, typer.Option(help="As in infer: default, exact, fast.")] = "default",
     isolate: Annotated[
         bool, typer.Option("--isolate/--no-isolate", help="Decode in processes, as infer does, or in threads.")
     ] = True,
@@ -63,9 +63,7 @@ def pipeline(
     from opal_deploy.bench.pipeline.formatting import build_measurement, format_result, format_summary
     from opal_deploy.bench.pipeline.measure import PipelineOptions, measure_case
     from opal_deploy.bench.targets.loading import load_for_inference
-    from opal_deploy.preprocess.decode import Decoding, parse_decoding
-    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
-    from opal_deploy.runtime.devices import gpu_names
+    from opal_deploy.preprocess.decode import parse_decoding
 
     decoding = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
@@ -73,11 +71,8 @@ def pipeline(
     default = Case(_BATCH, default_workers(), decode=decoding, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
-    gpus: tuple[GpuDecoder, ...] = ()
-    if decoding is Decoding.gpu:
-        gpus = open_gpu_decoders(gpu_names(device), default.workers, "give another --decode, or --device cuda:N")
     baseline = None if plain is None else _load_baseline(plain, device, threads)
-    options = PipelineOptions(repeats, network, gpus, baseline)
+    options = PipelineOptions(repeats, network, baseline)
     results = []
     for case in build_cases(default, batches=batches, workers=counts, sizes=sizes):
         # a new session each time, since one keeps the memory of its largest batch

@@ -106,9 +106,7 @@ def infer(
     ] = None,
     decode: Annotated[
         str,
-        typer.Option(
-            help="default: within 1 count of Pillow's pixels; exact: Pillow's; fast: scaled JPEG; gpu: JPEG on the GPU."
-        ),
+        typer.Option(help="default: within 1 count of Pillow's pixels; exact: Pillow's; fast: scaled JPEG."),
     ] = "default",
     decode_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that decoding one image may take; 0: no limit; needs --isolate.")
@@ -149,10 +147,8 @@ def infer(
     from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import InferenceOptions
-    from opal_deploy.preprocess.decode import Decoding, parse_decoding
-    from opal_deploy.preprocess.gpu import GpuDecoder, open_gpu_decoders
+    from opal_deploy.preprocess.decode import parse_decoding
     from opal_deploy.records.tables import check_formats
-    from opal_deploy.runtime.devices import gpu_names
 
     with handle_signals(print_message) as interrupt:
         # everything that the call may have wrong is checked before the model is loaded
@@ -170,9 +166,6 @@ def infer(
             model, device=device, threads=threads, cuda_graphs=cuda_graphs, expect_sha256=expect_sha256
         )
         metadata = loaded.metadata
-        gpus: tuple[GpuDecoder, ...] = ()
-        if decoding is Decoding.gpu:
-            gpus = open_gpu_decoders(gpu_names(device), num_workers, "leave --decode out to decode on the CPU")
         setup.check_model(
             loaded.path, metadata, explain=explain, margin=min_margin is not None, boxed=inputs.boxes is not None
         )
@@ -190,7 +183,7 @@ def infer(
         sessions = drawing.sessions
         inference = InferenceOptions(
             batch=batch or default_batch(sessions[0]), fixed_batch=True,
-            workers=num_workers, max_pixels=max_pixels, decode=decoding, gpus=gpus,
+            workers=num_workers, max_pixels=max_pixels, decode=decoding,
             isolate=isolate, decode_timeout=decode_timeout or None,
             top=top, min_margin=margin, model_sha256=loaded.fingerprint["sha256"], slot_names=drawing.slot_names,
         )  # fmt: skip

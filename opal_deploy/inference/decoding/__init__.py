@@ -4,5 +4,4 @@
 
     pool      threads, or a worker process for each thread (`isolate`)
     task      what a worker process does
-    gpu       plain JPEG files in batches on GPUs, everything else through `pool`; `open_decoder_pool` chooses
 """

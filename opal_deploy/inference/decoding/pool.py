@@ -69,7 +69,7 @@ class CpuDecoderPool(DecoderPool):
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
         # devices and names stay here: no worker needs them
-        task = PrepareTask(input_size, replace(options, gpus=(), slot_names=None))
+        task = PrepareTask(input_size, replace(options, slot_names=None))
         self._processes = ProcessPool(options.workers, task, options.decode_timeout, timer)
 
     def submit(self, request: Request) -> Future[Prepared]:

@@ -1,4 +1,4 @@
-"""Helpers of the tests of both decoder pools: photographs, and comparing what two pools made of them."""
+"""Helpers of the tests of the decoder pool: photographs, and comparing what two pools made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from opal_deploy.inference.decoding.gpu import GpuDecoderPool
 from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.types import Prepared, Request
 
@@ -21,7 +20,7 @@ def photograph(path: Path, size: tuple[int, int] = (90, 70)) -> Path:
     return path
 
 
-def prepare_all(pool: CpuDecoderPool | GpuDecoderPool, sources: Sequence[object]) -> list[Prepared]:
+def prepare_all(pool: CpuDecoderPool, sources: Sequence[object]) -> list[Prepared]:
     requests = [one if isinstance(one, Request) else Request(str(one), one) for one in sources]  # type: ignore[arg-type]
     with pool:
         return [future.result(60) for future in [pool.submit(request) for request in requests]]
