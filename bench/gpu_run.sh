@@ -7,7 +7,7 @@
 #         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
 #         (joblib, threadpoolctl), scipy; matplotlib of the trainer (contourpy, cycler, fonttools, kiwisolver, pyparsing,
 #         python_dateutil, six); psutil, nvidia_ml_py, ptflops; simplejpeg, cykooz_resizer; pyarrow, hypothesis
-#         (sortedcontainers). Each whole, or as `split` parts
+#         (sortedcontainers); orjson. Each whole, or as `split` parts
 #         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
 # OUT:    a folder for small result files: log, junit.xml, *.json, *.jsonl (benchmarks; see bench/results/README.md).
 #

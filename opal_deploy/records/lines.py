@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+import orjson
+
 # the characters that end a line for `str.splitlines`; UAX #14 has no others
 _LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 # line breaks that JSON allows inside a string, and the other control characters above ASCII's, which steer terminals
@@ -19,15 +21,16 @@ _ESCAPED_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 def to_json_line(document: object) -> bytes:
-    """Return a document as one line of JSON in UTF-8, with its line end.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False)
-    text = _ESCAPED_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    # a lone surrogate becomes \udcff, which JSON reads as such
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    """Return a document of finite numbers as one line of JSON in UTF-8, with its line end."""
+    try:
+        line = orjson.dumps(document)
+    except orjson.JSONEncodeError:
+        # a lone surrogate, which becomes \udcff, and JSON reads that as such
+        text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+        line = text.encode("utf-8", "backslashreplace")
+    if not line.isascii() or b"\x7f" in line:
+        line = _ESCAPED_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line.decode()).encode()
+    return line + b"\n"
 
 
 def write_csv(stream: TextIO, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

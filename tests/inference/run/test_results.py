@@ -10,6 +10,7 @@ import pytest
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.run import results
 from opal_deploy.inference.run.results import RecordWriter
+from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import error_record
 
 RECORD = error_record("a", "not_found", "no such file")
@@ -35,7 +36,7 @@ def test_a_device_that_refuses_every_byte_stops_the_run_with_its_reason(tmp_path
 
 
 def test_appending_cuts_off_what_is_not_kept(tmp_path: Path) -> None:
-    path, line = tmp_path / "r.jsonl", json.dumps(RECORD).encode() + b"\n"
+    path, line = tmp_path / "r.jsonl", to_json_line(RECORD)
     for kept, count in ((len(line), 1), 2), ((), 1):
         path.write_bytes(line + b"x" * 500 + b'\n{"half')
         with RecordWriter(path, *kept) as writer:
