@@ -24,6 +24,8 @@ from opal_deploy.runtime.session import Session
 
 # errors that depend on how busy the machine was
 _NOT_REPEATABLE = ("decode_timeout", "decoder_crashed")
+# depends on what is installed: HEIC needs a package of its own
+_UNSUPPORTED = "unsupported_image"
 # all are counted
 _MAX_FINDINGS = 100
 
@@ -72,7 +74,8 @@ class RecordsReport:
         checked: number of records computed again.
         identical: number of checked records that are equal to the last bit.
         different: number of records that are not what was computed, and of lines that are no record.
-        not_repeatable: records of crashed or overdue decoders that were answered now; they do not count as different.
+        not_repeatable: records of crashed or overdue decoders, and of files that could not be read where they were
+            made, that came out otherwise now; they do not count as different.
         truths_unchecked: records with a `truth` where no labels were given to check it.
         findings: the first of the different ones.
     """
@@ -221,6 +224,9 @@ def _compare(
     if recorded["status"] == "error" and recorded["error"].get("code") in _NOT_REPEATABLE:
         same_code = "error" in computed and computed["error"]["code"] == recorded["error"]["code"]
         report.not_repeatable += not same_code
+        return
+    if recorded["status"] == "error" and recorded["error"].get("code") == _UNSUPPORTED and "error" not in computed:
+        report.not_repeatable += 1
         return
     if recorded.get("file_sha256") != computed.get("file_sha256"):
         digest = FieldDifference("file_sha256", recorded.get("file_sha256"), computed.get("file_sha256"))

@@ -241,6 +241,6 @@ def _print_report(report: RecordsReport) -> None:
     if report.different > _LISTED:
         print_message(f"and {report.different - _LISTED} more; --json lists them")
     if report.not_repeatable:
-        print_message(f"{report.not_repeatable} errors of a decoder that crashed or took too long did not happen again")
+        print_message(f"{report.not_repeatable} errors of crashed, late or missing decoders did not happen again")
     if report.truths_unchecked:
         print_message(f"the `truth` of {report.truths_unchecked} records was not checked; give --labels")

@@ -10,25 +10,26 @@ Whatever is wrong with a file ends in an ImageError with one of these codes:
     truncated_image    it starts well and ends early
     corrupt_image      a decoder gave up inside it
     too_many_pixels    it claims more pixels than the limit
-    unsupported_image  values without a defined meaning as 8-bit RGB (32-bit floats), no pixels at all, or a format
-                       whose decoder runs another program on the file (EPS)
+    unsupported_image  values without a defined meaning as 8-bit RGB (floats outside [0, 1]), no pixels at all, a format
+                       that nothing here reads, or one whose decoder runs another program on the file (EPS)
     bad_box            the box given for it has no pixel of the image (see `geometry`)
 
 Colour: CMYK, YCCK, Lab, grey and palette images are converted by Pillow; 16-bit grey is scaled to 8 bits (v / 257,
-rounded), of 16-bit RGB Pillow keeps the upper 8; transparency is laid over white, as viewers do; ICC profiles are not
-applied, here or in training.
+rounded), and so are grey floats in [0, 1] (v * 255); of 16-bit RGB Pillow keeps the upper 8; transparency is laid over
+white, as viewers do; ICC profiles are not applied, here or in training.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeAlias, runtime_checkable
+from typing import BinaryIO, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess import accelerated
+from opal_deploy.preprocess.decode_errors import decode_error, is_heic
 from opal_deploy.preprocess.geometry import Geometry
 
 # a truncated file is an error record, whatever another library has switched on in this process
@@ -204,32 +206,39 @@ def _from_stream(stream: BinaryIO, size: int, options: _DecodeOptions) -> tuple[
 def _load(
     source: BinaryIO | Image.Image, options: _DecodeOptions, size: int = 0
 ) -> tuple[Image.Image, tuple[int, int]]:
-    """Open, check, load and orient; whatever Pillow raises becomes an ImageError."""
+    """Open, check, load and orient; whatever Pillow raised becomes an ImageError."""
+    stream = None if isinstance(source, Image.Image) else source
+    image = None
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(source)
-        _check_pixels(image.size, options.max_pixels)
-        if image.format in _RUNS_A_PROGRAM:
-            raise ImageError("unsupported_image", f"{image.format} is a program to be run, not pixels; save it as PNG")
-        loaded = None if isinstance(source, Image.Image) else _decode_plain_jpeg(source, size, image, options)
+        image = source if isinstance(source, Image.Image) else _open_image(source)
+        _check_kind(image, options.max_pixels)
+        loaded = None if stream is None else _decode_plain_jpeg(stream, size, image, options)
         if loaded is None:
             image.load()
             loaded = image
         scaled = loaded.size != image.size
         full = image.size[::-1] if scaled and _is_transposed(image) else image.size
         oriented = _apply_orientation(loaded, ours=loaded is not source)
-        rgb = _to_rgb(oriented)
+        rgb = _convert(oriented)
         return rgb, full if scaled else rgb.size
     except ImageError:
         raise
-    except Image.DecompressionBombError as error:
-        raise ImageError("too_many_pixels", f"refused as a decompression bomb: {error}") from None
-    except UnidentifiedImageError:
-        raise ImageError("not_an_image", "no decoder recognises it as an image") from None
-    except MemoryError:
-        raise ImageError("too_many_pixels", "it needs more memory than there is") from None
     except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file; none of it is ours
-        code = "truncated_image" if _is_truncation(error) else "corrupt_image"
-        raise ImageError(code, f"{type(error).__name__}: {error}") from None
+        raise decode_error(error, stream, image, options.max_pixels) from None
+
+
+def _open_image(stream: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(stream)
+    except UnidentifiedImageError:
+        if not is_heic(stream):
+            raise
+        try:
+            import pi_heif
+        except ImportError:
+            # the error will name what to install
+            raise UnidentifiedImageError from None
+        return cast(Image.Image, pi_heif.HeifImageFile(stream))
 
 
 def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options: _DecodeOptions) -> Image.Image | None:
@@ -276,18 +285,19 @@ def _is_transposed(image: Image.Image) -> bool:
         return False
 
 
-def _is_truncation(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, EOFError) or "truncated" in text
-
-
-def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
-    width, height = size
+def _check_kind(image: Image.Image, max_pixels: int) -> None:
+    """Refuse, before anything is decoded, what has no pixels to be decoded or too many of them."""
+    if image.format in _RUNS_A_PROGRAM:
+        raise ImageError("unsupported_image", f"it is {image.format}, a program to be run, not pixels; save it as PNG")
+    if isinstance(image, ImageFile.StubImageFile) or image.format == "MPEG":
+        raise ImageError("unsupported_image", f"{image.format} files are not read; save the image as PNG")
+    width, height = image.size
     if not width * height:
         raise ImageError("unsupported_image", f"{width}x{height} has no pixels")
     if width * height > max_pixels:
         raise ImageError(
-            "too_many_pixels", f"{width}x{height} is {width * height:,} pixels, over the limit of {max_pixels:,}"
+            "too_many_pixels",
+            f"{width}x{height} is {width * height:,} pixels, over the limit of {max_pixels:,} (--max-pixels)",
         )
 
 
@@ -306,22 +316,11 @@ def _apply_orientation(image: Image.Image, *, ours: bool) -> Image.Image:
         return image
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    try:
-        return _convert(image)
-    except ImageError:
-        raise
-    except Exception as error:  # a conversion that Pillow cannot do is the image's fault
-        raise ImageError("corrupt_image", f"{type(error).__name__}: {error}") from None
-
-
 def _convert(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode == "F":
-        raise ImageError(
-            "unsupported_image", "its pixels are 32-bit floats, whose range is not defined; save it as 8-bit"
-        )
+        return _from_floats(np.asarray(image))
     if image.mode in _16_BIT_MODES or image.mode == "I":
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
@@ -335,6 +334,21 @@ def _convert(image: Image.Image) -> Image.Image:
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")
+
+
+def _from_floats(values: NDArray[np.float32]) -> Image.Image:
+    """Scale grey floats [H, W] in [0, 1] to 8 bits, which is the one convention for their range.
+
+    What files say of it does not hold: PFM's scale and TIFF's SMinSampleValue were found beside values that they
+    exclude, and where the latter holds it is as often the image's own minimum.
+    """
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 1):
+        found = f"from {low:g} to {high:g}" if math.isfinite(high - low) else "that include NaN or infinity"
+        raise ImageError(
+            "unsupported_image", f"its pixels are floats {found}; expected 0 to 1: scale them, or save it as 8-bit"
+        )
+    return Image.fromarray(np.rint(values * 255).astype(np.uint8)).convert("RGB")
 
 
 def _from_array(array: NDArray[np.uint8]) -> Image.Image:
