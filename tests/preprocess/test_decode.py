@@ -378,7 +378,7 @@ HEIC = b"\0\0\0\x1cftypmif1\0\0\0\0mif1heicmiaf"
         (floats(1.5), "unsupported_image", "its pixels are floats from 0.25 to 1.5; expected 0 to 1"),
         (floats(-1), "unsupported_image", "floats from -1 to 0.25"),
         (floats(np.nan), "unsupported_image", "floats that include NaN or infinity"),
-        # not even where the file states a range: the tag often holds the image's own minimum and maximum
+        # also where the file states a range: these tags may hold the image's own minimum and maximum
         (floats(4, tiffinfo={340: 0.25, 341: 4.0}), "unsupported_image", "floats from 0.25 to 4"),
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ from opal_deploy.records.names import escape_name
 # these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
 IMAGE_SUFFIXES = frozenset(
     [".apng", ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
-     ".jpg", ".jxl", ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
+     ".jpg", ".jxl", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
 )  # fmt: skip
 
 # problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
