@@ -40,6 +40,35 @@ class Session(Protocol):
         ...
 
 
+@runtime_checkable
+class PipelinedSession(Session, Protocol):
+    """A session that takes the next batches while one is being computed, so that its device need not wait for them."""
+
+    @property
+    def depth(self) -> int:
+        """The number of batches that may be in flight, at least 2."""
+        ...
+
+    def submit(self, images: ImageBatch) -> object:
+        """Begin a batch and return its handle without waiting for the outputs.
+
+        Args:
+            images: as for `run`; they must not change until the batch is collected.
+
+        Raises:
+            ValueError: another shape or dtype, or `depth` batches are in flight. The errors of `run`.
+        """
+        ...
+
+    def collect(self, handle: object) -> Outputs:
+        """Wait for a batch and return its outputs; batches are collected in the order in which they were submitted.
+
+        Raises:
+            StoppedEarly: the device was lost; OutOfMemory: its memory is full.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class BatchTimes:
     """Seconds that one batch spent in each stage; None where the session does not measure it."""
