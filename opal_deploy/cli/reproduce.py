@@ -46,6 +46,13 @@ def reproduce(
     output: Annotated[
         Literal["text", "json", "markdown"], typer.Option("--format", help="Format of the table on stdout.")
     ] = "text",
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of `prototypes`: draw accuracy over m (Fig. 4), ours and the paper's; .png or .svg.",
+            show_default=False,
+        ),
+    ] = None,
     recipe: Annotated[str, typer.Option(help="A .toml file, or `paper`.")] = "paper",
     backbone: Annotated[str | None, typer.Option(help="Instead of the paper's.", show_default=False)] = None,
     weights: Annotated[
@@ -74,6 +81,7 @@ def reproduce(
     from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.recipe import Sections, load_recipe
     from opal_deploy.train.reproduce import render
+    from opal_deploy.train.reproduce.figure import check_chart, draw_prototypes
     from opal_deploy.train.reproduce.paper import load_table
     from opal_deploy.train.reproduce.plan import make_plan
     from opal_deploy.train.reproduce.results import run_plan
@@ -105,6 +113,8 @@ def reproduce(
         out,
         only=row or (),
     )
+    if chart is not None:
+        check_chart(plan, chart)
     failures: list[OpalError] = []
     if dry_run:
         _print_runs(plan, out, tflops)
@@ -120,6 +130,9 @@ def reproduce(
         print_json(render.to_json(plan))
     else:
         print(render.to_text(plan) if output == "text" else render.to_markdown(plan), end="", flush=True)
+    if chart is not None:
+        draw_prototypes(plan, chart)
+        print_message(f"{chart}: written")
     if failures:
         is_usage = any(isinstance(failure, UsageError) for failure in failures)
         raise (UsageError if is_usage else StoppedEarly)(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -49,11 +49,26 @@ class PaperRow:
         name: our name, close to the paper's.
         run: overrides of a recipe that train this row; None for methods that this package does not train.
         paper: one number per column of the table.
+        baseline: the row that the paper compares this one with; None for the baseline itself, and where it does not.
     """
 
     name: str
     run: Sections | None
     paper: tuple[PaperNumber, ...]
+    baseline: PaperRow | None = None
+
+
+@dataclass(frozen=True)
+class PaperAverage:
+    """A mean difference that the paper's text prints, over pairs of rows and all columns.
+
+    Attributes:
+        name: what is compared with what.
+        pairs: rows, each with the row that it is compared with.
+    """
+
+    name: str
+    pairs: tuple[tuple[PaperRow, PaperRow], ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,8 @@ class PaperTable:
         title: a title with the place in the paper.
         label: the label in the paper's source.
         spread: what its standard deviations are over: `seeds`, or the `images` of the test split.
-        columns, rows: see Column and Row.
+        columns, rows: see Column and PaperRow.
+        averages: see PaperAverage.
     """
 
     name: str
@@ -74,6 +90,7 @@ class PaperTable:
     spread: Literal["seeds", "images"]
     columns: tuple[Column, ...]
     rows: tuple[PaperRow, ...]
+    averages: tuple[PaperAverage, ...] = ()
 
     def paper_number(self, row: PaperRow, column: Column) -> PaperNumber | None:
         """Return the paper's number; None for a column of another data set."""
@@ -104,10 +121,29 @@ def load_table(name: str) -> PaperTable:
     """
     for raw in _load_toml()["table"]:
         if raw["name"] == name:
-            rows = tuple(
-                PaperRow(row["name"], row.get("run"), tuple(PaperNumber(*numbers) for numbers in row["paper"]))
-                for row in raw["row"]
-            )
             columns = tuple(Column(**column) for column in raw["columns"])
-            return PaperTable(name, raw["title"], raw["label"], raw["spread"], columns, rows)
+            rows = _load_rows(raw)
+            averages = tuple(_load_average(average, rows) for average in raw.get("average", ()))
+            return PaperTable(name, raw["title"], raw["label"], raw["spread"], columns, tuple(rows.values()), averages)
     raise UsageError(f"table {name!r}: expected one of {', '.join(table_names())}")
+
+
+def _load_rows(table: dict[str, Any]) -> dict[str, PaperRow]:
+    """Return a table's rows by name."""
+    rows = {
+        row["name"]: PaperRow(row["name"], row.get("run"), tuple(PaperNumber(*numbers) for numbers in row["paper"]))
+        for row in table["row"]
+    }
+    baselines = {row["name"]: row.get("baseline", table.get("baseline")) for row in table["row"]}
+    return {
+        name: row if baselines[name] in (None, name) else replace(row, baseline=rows[baselines[name]])
+        for name, row in rows.items()
+    }
+
+
+def _load_average(average: dict[str, Any], rows: dict[str, PaperRow]) -> PaperAverage:
+    chosen = [rows[name] for name in average["rows"]]
+    against: list[PaperRow | None] = [rows[name] for name in average.get("against", ())]
+    against = against or [row.baseline for row in chosen]
+    pairs = [(row, other) for row, other in zip(chosen, against, strict=True) if other is not None]
+    return PaperAverage(average["name"], tuple(pairs))

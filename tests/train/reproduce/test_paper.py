@@ -8,7 +8,8 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.train import recipe
-from opal_deploy.train.reproduce import paper
+from opal_deploy.train.reproduce import averages, paper
+from opal_deploy.train.reproduce.plan import make_plan
 
 SOURCE = Path(__file__).parents[3].parent / "shared" / "paper" / "opal.tex"
 # a figure, with its standard deviation where it has one; differences to the baseline begin with an arrow instead
@@ -38,6 +39,38 @@ def test_every_figure_is_the_papers(name, source):
     ours = [(number.mean, number.std) for row in table.rows for number in row.paper]
     assert ours == _printed(source, table.label)
     assert all(len(row.paper) == len(table.columns) for row in table.rows)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("table", ["methods", "backbones", "ablation", "prototypes"])
+def test_averages_come_to_what_the_text_prints(table, source, tmp_path):
+    names = [column.dataset for column in paper.load_table(table).columns]
+    plan = make_plan(paper.load_table(table), names, [0], recipe.load_recipe("paper"), {}, tmp_path)
+    found = averages.measure_averages(plan)
+    assert found
+    assert all(f"{average.mean.paper:+.2f}" in source for average in found)
+    if table == "backbones":
+        assert "39 out of 45" in source
+        assert (found[0].not_worse.paper, found[0].count) == (39, 45)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["tab:sota_comparison", "tab:backbone_scalability", "tab:ablation_full"])
+def test_differences_to_the_baseline_are_those_that_the_paper_prints(name, source):
+    table = next(t for t in map(paper.load_table, paper.table_names()) if t.label == f"{name}_supp")
+    text = source[source.index(rf"\label{{{name}}}") :]
+    text = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
+    printed = [
+        0.0 if equal else float(points) * (1 if arrow == "up" else -1)
+        for arrow, points, equal in re.findall(r"\$\\(up|down)arrow\$([\d.]+)|(- 0\.0)", text)
+    ]
+    ours = [
+        round(number.mean - base.mean, 1)
+        for row in table.rows
+        if row.baseline
+        for number, base in zip(row.paper, row.baseline.paper, strict=True)
+    ]
+    assert ours == printed
 
 
 def _heads(name):

@@ -4,10 +4,11 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from PIL import Image
 
 from opal_deploy.errors import UsageError
 from opal_deploy.train import recipe
-from opal_deploy.train.reproduce import paper, render
+from opal_deploy.train.reproduce import figure, paper, render
 from opal_deploy.train.reproduce.plan import estimate_hours, make_plan
 from opal_deploy.train.reproduce.results import collect_metric, run_plan
 
@@ -135,14 +136,53 @@ def test_means_and_spreads_are_over_seeds(tmp_path):
     assert found.mean == pytest.approx(85.0)
     assert found.std == pytest.approx(1.0)  # n - 1
     lines = render.to_text(plan).splitlines()
-    assert " ".join(next(line for line in lines if line.startswith("OPAL")).split()) == "OPAL 85.0 ± 1.0 85.6 ± 0.2"
+    assert " ".join(next(line for line in lines if line.startswith("OPAL")).split()) == (
+        "OPAL 85.0 ± 1.0 (+2.0) 85.6 ± 0.2 (+1.4)"
+    )
     assert "83.0 (1 of 3)" in next(line for line in lines if line.startswith("Baseline"))
     assert "2 of 6 runs are not finished" in lines[-1]
     document = render.to_json(plan)
     cell = document["rows"][-1]["cells"][0]
     assert cell["ours"]["values"] == pytest.approx([84.0, 86.0, 85.0])
-    assert cell["paper"] == {"mean": 85.6, "std": 0.2}
+    assert cell["ours"]["difference"] == pytest.approx(2.0)
+    assert cell["paper"] == {"mean": 85.6, "std": 0.2, "difference": pytest.approx(1.4)}
     assert collect_metric(plan, baseline, plan.columns[0]).std is None
+
+
+def test_averages_are_over_the_same_data_sets_for_ours_and_the_papers(tmp_path):
+    plan = _plan("prototypes", tmp_path, ("cub", "cars", "mine"))
+    for run in plan.runs:
+        m = run.options.head.prototypes_per_class if run.options.head.anchors else 0
+        _finish(run, test_accuracy={"cub": 0.80, "cars": 0.90, "mine": 0.1}[run.dataset] + m / 100)
+    text = render.to_text(plan)
+    assert next(line for line in text.splitlines() if line.startswith("OPAL m=3")).split()[-4:] == [
+        "88.00", "(+3.00)", "87.40", "(+1.40)",
+    ]  # fmt: skip
+    assert "m = 1 against the baseline, mean difference: ours +1.00 (2 of 2 not worse), the paper's -2.90 (0 of" in text
+    (tmp_path / "mine" / "convnext_tiny-opal-m1-l2-seed0" / "summary.json").unlink()
+    (tmp_path / "cars" / "convnext_tiny-opal-m1-l2-seed0" / "summary.json").unlink()
+    assert "mean difference: ours -, the paper's -2.90" in render.to_text(plan)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_figure_has_a_panel_for_each_data_set_and_their_average(tmp_path, suffix):
+    plan = _plan("prototypes", tmp_path, ("cub", "pets", "mine"))
+    for run in plan.runs[:-1]:
+        _finish(run, test_accuracy=0.8)
+    path = tmp_path / f"fig4{suffix}"
+    figure.draw_prototypes(plan, path)
+    if suffix == ".png":
+        with Image.open(path) as image:
+            assert image.size == (3 * 600, 2 * 480)
+    else:
+        # matplotlib writes a text's characters as a comment before its outlines
+        text = path.read_text()
+        titles = ("CUB-200-2011", "Oxford-IIIT Pet", "mine", "average", "OPAL, ours", "baseline, paper")
+        assert all(f"<!-- {title} -->" in text for title in titles)
+    with pytest.raises(UsageError, match="only `prototypes`"):
+        figure.check_chart(_plan("ablation", tmp_path), path)
+    with pytest.raises(UsageError, match=r"ends in \.png or \.svg"):
+        figure.check_chart(plan, tmp_path / "fig4.pdf")
 
 
 def test_collapse_spreads_over_images_as_in_the_paper(tmp_path):

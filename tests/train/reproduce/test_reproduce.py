@@ -62,7 +62,7 @@ def test_a_dry_run_needs_no_images_and_trains_nothing(tmp_path, capsys):
     found = capsys.readouterr()
     assert len(found.out.splitlines()) == 5 * 5 * 2
     assert "50 runs, 50 to do" in found.err
-    assert "assumed 40 TFLOP/s" in found.err
+    assert "assumed 10 TFLOP/s" in found.err
     assert not list(tmp_path.iterdir())
 
 
