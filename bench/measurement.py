@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from opal_deploy.errors import UsageError
+from opal_deploy.model.config import HeadKind
 
 SCHEMA = 1
 Kind = Literal["overhead", "roofline", "ceiling", "latency", "throughput", "server", "compare", "pipeline"]
 Better = Literal["higher", "lower"]
 Scalar = str | int | float | bool | None
-Head = Literal["opal", "linear"]
-OPAL: Head = "opal"
-LINEAR: Head = "linear"
+OPAL: HeadKind = "opal"
+LINEAR: HeadKind = "linear"
+PLAIN: HeadKind = "plain"
 
 # repeats with a larger spread are marked as noisy
 NOISY_SPREAD = 0.10
@@ -78,7 +79,7 @@ class Target:
     Attributes:
         name: the file's name, or the name of a network that a command built (`resnet50 + opal`).
         backbone: torchvision's name.
-        head: `opal`, `linear`, or the name of an ablation; see `head_name`.
+        head: `opal`, `linear`, `plain`, or the name of an ablation; see `head_name`.
         runtime: `onnxruntime`, `torch eager`, `torch compile`, `tensorrt` or `tensorrt-rtx`.
         runtime_version: version of the runtime.
         device: `cpu`, or `cuda:0 NVIDIA H200`.
@@ -183,7 +184,9 @@ class Measurement:
 
 
 def head_name(head: Mapping[str, Any]) -> str:
-    """Return `opal`, `linear`, or the parts of the head that are on, from a head's configuration in the metadata."""
+    """Return `opal`, `linear`, `plain`, or the parts that are on, from a head's configuration."""
+    if head.get("plain"):
+        return PLAIN
     parts = [part for part in ("projection", "cws", "anchors") if head.get(part)]
     pooling = head.get("pooling")
     if len(parts) == 3 and pooling == "max":

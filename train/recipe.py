@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from opal_deploy.datasets.samples import Validation
 from opal_deploy.errors import UsageError, require
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind
 
 Augment = Literal["paper", "none"]
 # learning rate: fixed, or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts)
@@ -54,7 +54,7 @@ _DATA = {"dataset": str, "validation": str, "partition": int, "skip_missing": bo
 _SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
-_CHOICES = {"validation": get_args(Validation), "kind": ("opal", "linear")}
+_CHOICES = {"validation": get_args(Validation), "kind": get_args(HeadKind)}
 _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
 
@@ -163,6 +163,7 @@ class Recipe:
         data: dict[str, Any] = {key: getattr(self, key) for key in ("validation", "partition", "skip_missing")}
         if self.dataset is not None:
             data["dataset"] = self.dataset
+        head = {"kind": "plain"} if o.head.plain else {key: getattr(o.head, key) for key in _HEAD if key != "kind"}
         sections: Sections = {
             "data": data,
             "model": {
@@ -171,7 +172,7 @@ class Recipe:
                 "input_size": list(o.input_size),
                 **({} if o.stride is None else {"stride": o.stride}),
             },
-            "head": o.head.to_dict(),
+            "head": head,
             "training": {key: getattr(o, key) for key in _TRAINING},
             "machine": {key: getattr(o, key) for key in _MACHINE if getattr(o, key) is not None},
         }
@@ -254,8 +255,8 @@ def _find_problems(raw: dict[str, Any]) -> list[str]:
             elif key in _CHOICES and value not in _CHOICES[key]:
                 problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_CHOICES[key])}")
     head = raw.get("head")
-    if isinstance(head, dict) and head.get("kind") == "linear" and len(head) > 1:
-        problems.append(f"[head] kind = 'linear' has none of {', '.join(key for key in head if key != 'kind')}")
+    if isinstance(head, dict) and head.get("kind") in ("linear", "plain") and len(head) > 1:
+        problems.append(f"[head] kind = {head['kind']!r} has none of {', '.join(key for key in head if key != 'kind')}")
     return problems
 
 
@@ -269,17 +270,17 @@ def _has_type(value: Any, expected: type) -> bool:
 def _resolve_head(recipe: dict[str, Any], overrides: dict[str, Any]) -> HeadConfig:
     kind = overrides.get("kind", recipe.get("kind"))
     switches = {key: value for key, value in overrides.items() if key != "kind"}
-    if kind == "linear":
-        if switches.get("pooling") == "max":
+    if kind in ("linear", "plain"):
+        if kind == "linear" and switches.get("pooling") == "max":
             raise UsageError(
                 "--head linear pools by average; for the ablation row with max pooling use "
                 "--no-projection --no-cws --no-anchors --pooling max"
             )
-        if others := sorted(switches.keys() - {"pooling"}):
+        if others := sorted(switches.keys() - ({"pooling"} if kind == "linear" else set())):
             raise UsageError(
-                f"the linear head has none of {', '.join(others)}; leave them out, or train another head (--head opal)"
+                f"the {kind} head has none of {', '.join(others)}; leave them out, or train another head (--head opal)"
             )
-        return LINEAR_BASELINE
+        return LINEAR_BASELINE if kind == "linear" else PLAIN_CLASSIFIER
     base = {key: value for key, value in recipe.items() if key != "kind"}
     if overrides.get("kind") == "opal":
         # all of OPAL's parts, whatever variant the recipe has

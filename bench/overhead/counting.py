@@ -55,6 +55,7 @@ class CountedBackbone:
         num_features: D.
         grid: (H, W) of the feature map.
         stride: input pixels per cell.
+        has_classifier: whether its features are those that the network's own classifier takes.
     """
 
     name: str
@@ -62,6 +63,7 @@ class CountedBackbone:
     num_features: int
     grid: tuple[int, int]
     stride: int
+    has_classifier: bool = True
 
 
 @cache
@@ -82,7 +84,22 @@ def count_backbone(name: str, input_size: tuple[int, int], stride: int | None = 
     network = backbones.build(name, stride=stride, device="meta").eval()
     grid = network.grid(input_size)
     counts = count_module(network, (3, *input_size), name)
-    return CountedBackbone(name, counts, network.num_features, grid, network.stride)
+    has_classifier = network.stride == backbones.own_stride(name)
+    return CountedBackbone(name, counts, network.num_features, grid, network.stride, has_classifier)
+
+
+@cache
+def count_classifier(name: str, num_classes: int, features: tuple[int, int, int]) -> Counts:
+    """Count the network's own classifier, which its library has behind the backbone; each once in a process.
+
+    Args:
+        name: torchvision's.
+        num_classes: C.
+        features: (D, H, W).
+    """
+    from opal_deploy.model.backbones import build_classifier
+
+    return count_module(build_classifier(name, num_classes, device="meta"), features, f"{name}'s classifier")
 
 
 def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> Counts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from opal_deploy.bench.overhead.operations import Operation, Shape, evaluate, evaluate_operations, head_title
 from opal_deploy.bench.overhead.paper import Cell
-from opal_deploy.bench.overhead.table import CONVENTIONS, HEADS, SHARES, OverheadTable, Row, summarise
+from opal_deploy.bench.overhead.table import CONVENTIONS, SHARES, OverheadTable, Row, summarise
 from opal_deploy.bench.tables import csv_table, format_fixed, format_table
 
 _HEADER = (
@@ -20,6 +20,9 @@ _STRIDE_HEADER = (
     "backbone", "classes", "stride", "cells", "backbone GFLOPs", "head GFLOPs", "together", "% of operations",
     "% of parameters",
 )  # fmt: skip
+_COUNTS = ("params", "paper", "macs", "flops")
+# heads with a table of operations
+_TABULATED = ("linear", "opal")
 # of the paper's nine backbones, whose names stand alone
 _PAPER_STRIDE = 32
 _SHARE_TITLES = {"params": "parameters", "paper": "operations, paper's convention", "flops": "true FLOPs"}
@@ -40,7 +43,7 @@ def format_count(value: int) -> str:
 def to_csv(table: OverheadTable) -> str:
     """Return one line per backbone and number of classes; counts are whole numbers, shares are in %."""
     rows = [_flatten(row) for row in table.rows]
-    return csv_table(list(rows[0]), [[str(value) for value in row.values()] for row in rows])
+    return csv_table(list(rows[0]), [["" if v is None else str(v) for v in row.values()] for row in rows])
 
 
 def to_json(table: OverheadTable, cells: Sequence[Cell] | None = None) -> dict[str, Any]:
@@ -73,7 +76,8 @@ def to_text(table: OverheadTable, titles: Mapping[str, str], *, markdown: bool =
     )
     parts = [
         f"Parameters and operations of one image of {height}x{width}, m = {table.head.prototypes_per_class}; "
-        f"a head's are added to its backbone's, % are of the backbone\n",
+        f"a head's are added to its backbone's, % are of the backbone. The linear head normalises its features to "
+        "length 1; the plain one is the network's own classifier\n",
         format_table([text.format(head=head) for text in _HEADER], _body(table, titles, markdown), markdown=markdown),
         _heading("Head over backbone, all rows", markdown)
         + format_table(("%", "smallest", "largest", "mean"), _percentages(table, head), markdown=markdown),
@@ -107,10 +111,13 @@ def _flatten(row: Row) -> dict[str, Any]:
         "stride": row.backbone.stride,
         "grid": f"{row.shape.grid[0]}x{row.shape.grid[1]}",
     }
-    for name, counts in {"backbone": row.backbone.counts, **row.heads}.items():
-        values |= {f"{name}_{count}": getattr(counts, count) for count in ("params", "paper", "macs", "flops")}
-    values |= {f"{head}_graph": counts.graph for head, counts in row.heads.items()}
-    values |= {f"{head}_{count}_percent": row.percent(head, count) for head in HEADS for count in SHARES}
+    for name, counts in {"backbone": row.backbone.counts, "linear": row.linear, "opal": row.opal}.items():
+        values |= {f"{name}_{count}": getattr(counts, count) for count in _COUNTS}
+    values |= {f"{head}_graph": getattr(row, head).graph for head in _TABULATED}
+    values |= {f"{head}_{count}_percent": row.percent(head, count) for head in _TABULATED for count in SHARES}
+    # a network that is cut earlier has no classifier of its own
+    values |= {f"plain_{count}": None if row.plain is None else getattr(row.plain, count) for count in _COUNTS}
+    values |= {f"plain_{count}_percent": row.percent("plain", count) if row.plain else None for count in SHARES}
     return values
 
 
@@ -132,7 +139,7 @@ def _body(table: OverheadTable, titles: Mapping[str, str], markdown: bool) -> li
             classes = str(row.shape.num_classes)
         heads = [
             text
-            for head in row.heads.values()
+            for head in (row.linear, row.opal)
             for text in (format_count(head.params), _giga(head.paper, 4), _giga(head.flops, 4))
         ]
         body.append([*backbone, classes, *heads, *(f"{row.percent('opal', count):.2f}" for count in SHARES)])

@@ -174,16 +174,10 @@ def list_operations(head: HeadConfig) -> tuple[Operation, ...]:
     return tuple(rows)
 
 
-def is_linear(head: HeadConfig) -> bool:
-    """Return whether a head is the linear baseline, for which m and the distance mean nothing."""
-    parts = (head.projection, head.cws, head.pooling, head.anchors)
-    return parts == (False, False, "avg", False)
-
-
 def head_title(head: HeadConfig) -> str:
     """Return `OPAL`, `linear`, or how an ablation differs from OPAL."""
-    if is_linear(head):
-        return "linear"
+    if head.kind != "opal":
+        return head.kind
     parts = {"projection": head.projection, "CWS": head.cws, "GMP": head.pooling == "max", "anchors": head.anchors}
     off = ", ".join(name for name, is_on in parts.items() if not is_on)
     distance = f", {head.distance}" if head.anchors and head.distance != "l2" else ""

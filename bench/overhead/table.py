@@ -1,4 +1,7 @@
-"""The overhead table: every backbone with every number of classes, a linear head and an OPAL head on it."""
+"""The overhead table: every backbone with every number of classes, and the heads on it.
+
+The linear head is the paper's, on features normalised to length 1; the plain one is the network's own classifier.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass
 
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement, Target
-from opal_deploy.bench.overhead.counting import CountedBackbone, Counts, count_backbone
+from opal_deploy.bench.overhead.counting import CountedBackbone, Counts, count_backbone, count_classifier
 from opal_deploy.bench.overhead.operations import (
     Operation,
     Shape,
@@ -28,7 +31,6 @@ CONVENTIONS = {
     "graph": "one for each multiply-accumulate and for each element that any other operation of the exported graph "
     "takes in or gives out",
 }
-HEADS = ("linear", "opal")
 # attributes of `Counts` that a head has in % of its backbone
 SHARES = ("params", "paper", "flops")
 
@@ -43,6 +45,7 @@ class Row:
         shape: of the heads.
         linear: counts of the linear head.
         opal: counts of the head that the table was made for.
+        plain: counts of the network's own classifier; None where the backbone is cut earlier than before it.
     """
 
     backbone: CountedBackbone
@@ -50,14 +53,15 @@ class Row:
     shape: Shape
     linear: Counts
     opal: Counts
+    plain: Counts | None = None
 
     @property
     def heads(self) -> dict[str, Counts]:
-        """The counts of both heads, by `linear` and `opal`."""
-        return {"linear": self.linear, "opal": self.opal}
+        """The counts of the heads, by `linear`, `opal` and, where there is one, `plain`."""
+        return {"linear": self.linear, "opal": self.opal} | ({} if self.plain is None else {"plain": self.plain})
 
     def percent(self, head: str, count: str) -> float:
-        """Return what a head adds to its backbone, in %; `head` is one of HEADS, `count` one of SHARES."""
+        """Return what a head adds to its backbone, in %; `head` is one of `heads`, `count` one of SHARES."""
         return float(100 * getattr(self.heads[head], count) / getattr(self.backbone.counts, count))
 
 
@@ -122,16 +126,19 @@ def make_table(
         for dataset, number in columns:
             shape = Shape(backbone.num_features, number, head.prototypes_per_class, backbone.grid)
             linear, opal = (sum_operations(each, shape) for each in operations)
-            rows.append(Row(backbone, dataset, shape, linear, opal))
+            plain = None
+            if backbone.has_classifier:
+                plain = count_classifier(name, number, (backbone.num_features, *backbone.grid))
+            rows.append(Row(backbone, dataset, shape, linear, opal, plain))
     return OverheadTable(head, input_size, tuple(rows))
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Percentages]:
-    """Return the percentages of the paper's text, by `linear_params`, `linear_paper`, ..., `opal_flops`."""
+    """Return the percentages of the paper's text, by `linear_params`, `linear_paper`, ..., and those of `plain`."""
     summary = {}
-    for head in HEADS:
+    for head in dict.fromkeys(head for row in rows for head in row.heads):
         for count in SHARES:
-            values = [row.percent(head, count) for row in rows]
+            values = [row.percent(head, count) for row in rows if head in row.heads]
             summary[f"{head}_{count}"] = Percentages(min(values), max(values), statistics.fmean(values))
     return summary
 
@@ -168,7 +175,8 @@ def _build_figures(row: Row) -> dict[str, Figure]:
     figures = _count_figures("backbone", row.backbone.counts)
     for head, counts in row.heads.items():
         figures |= _count_figures(head, counts)
-        figures[f"{head}_graph_operations"] = Figure(counts.graph, "operations")
+        if counts.graph:
+            figures[f"{head}_graph_operations"] = Figure(counts.graph, "operations")
         for count, name in zip(SHARES, ("params", "macs_paper", "flops"), strict=True):
             figures[f"{head}_{name}_percent"] = Figure(row.percent(head, count), "%")
     return figures

@@ -147,15 +147,17 @@ def count_head_work(
     """
     import torch
 
-    from opal_deploy.bench.overhead.operations import is_linear
     from opal_deploy.model import backbones
     from opal_deploy.model.head import OpalHead
 
     network = backbones.build(backbone, stride=stride, device="meta")
     grid = network.grid(input_size)
+    classifier = None
+    if head.plain:
+        classifier = backbones.build_classifier(backbone, num_classes, stride=stride, device="meta")
     with torch.device("meta"):
-        module = OpalHead(network.num_features, num_classes, head).eval()
-    name = "linear" if is_linear(head) else "opal" if head.anchors else "ablated head"
+        module = OpalHead(network.num_features, num_classes, head, classifier).eval()
+    name = "ablated head" if head.kind == "opal" and not head.anchors else head.kind
     return count_module_work(module, (network.num_features, *grid), name)
 
 

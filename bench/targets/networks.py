@@ -1,7 +1,8 @@
 """PyTorch networks to measure, and the temporary ONNX files and engines made from them.
 
-A network is a checkpoint's, or a backbone's with random weights, with OPAL's head or the linear one. Its files are what
-the exporter writes, without the verification, which takes long and does not affect speed; their metadata says so.
+A network is a checkpoint's, or a backbone's with random weights, with OPAL's head, the linear one or its own. Its files
+are what the exporter writes, without the verification, which takes long and does not affect speed; their metadata says
+so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.bench.measurement import LINEAR, OPAL, Head
+from opal_deploy.bench.measurement import LINEAR, OPAL
 from opal_deploy.errors import UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
@@ -28,7 +29,7 @@ from opal_deploy.export.quantization import to_int8
 from opal_deploy.export.tensorrt.options import EngineRequest, choose_engine_targets
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.tensorrt.cuda import visible_driver
@@ -94,7 +95,7 @@ def build_random_network(
     backbone: str,
     *,
     stride: int | None = None,
-    head: Head = OPAL,
+    head: HeadKind = OPAL,
     num_classes: int = 200,
     prototypes: int = 5,
     size: tuple[int, int] = (224, 224),
@@ -112,10 +113,10 @@ def build_random_network(
     Raises:
         UsageError: no such backbone, none of this stride, or an input size that it does not support.
     """
-    head_config = LINEAR_BASELINE if head == LINEAR else HeadConfig(prototypes_per_class=prototypes)
+    heads = {"opal": HeadConfig(prototypes_per_class=prototypes), "linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, head_config, stride=stride)).eval()
+        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, heads[head], stride=stride)).eval()
     return _name_network(network, head)
 
 
@@ -149,7 +150,7 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     network.eval()
 
 
-def _name_network(network: OpalNetwork, head: Head) -> NamedNetwork:
+def _name_network(network: OpalNetwork, head: HeadKind) -> NamedNetwork:
     labels = [f"class {number}" for number in range(network.config.num_classes)]
     return NamedNetwork(f"{describe_backbone(network.config)} + {head}", Checkpoint(network, labels))
 

@@ -12,6 +12,7 @@ from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 
 if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.export.exporter import ExportedOnnx, ExportResult
     from opal_deploy.export.tensorrt.engine import ExportedEngine
     from opal_deploy.model.checkpoint import Checkpoint
@@ -267,9 +268,15 @@ def _load(
 
 def _print_onnx_export(exported: ExportedOnnx, as_json: bool) -> None:
     _print_onnx(exported)
-    print_message(f"Next: opal-deploy infer images/ --explain --model {exported.path}")
+    _print_next(exported.metadata, f" --model {exported.path}")
     if as_json:
         print_json(_onnx_document(exported))
+
+
+def _print_next(metadata: Metadata, options: str) -> None:
+    # a model without evidence refuses to explain
+    explain = "" if metadata.evidence == "none" else " --explain"
+    print_message(f"Next: opal-deploy infer images/{explain}{options}")
 
 
 def _print_engine_export(result: ExportResult, as_json: bool) -> None:
@@ -277,7 +284,7 @@ def _print_engine_export(result: ExportResult, as_json: bool) -> None:
         _print_onnx(exported)
     for engine in result.engines:
         _print_engine(engine)
-    print_message("Next: opal-deploy infer images/ --explain")
+    _print_next(result.onnx[0].metadata if result.onnx else result.engines[0].sidecar.metadata, "")
     if as_json:
         files = [_onnx_document(exported) for exported in result.onnx]
         print_json({"files": files, "engines": [_engine_document(engine) for engine in result.engines]})

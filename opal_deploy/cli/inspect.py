@@ -116,9 +116,12 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     source, report, made = metadata.source, metadata.verification, metadata.exporter
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
     metrics = metadata.training.get("metrics", {})
+    head = f"m = {metadata.prototypes_per_class}, distance {metadata.distance}"
+    if metadata.evidence == "none":
+        head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
     lines = [
-        ("network", f"{metadata.backbone}, {metadata.num_classes} classes, m = {metadata.prototypes_per_class}, "
-         f"distance {metadata.distance}, grid {rows}x{cols}, cells of {metadata.stride} pixels"),
+        ("network", f"{metadata.backbone}, {metadata.num_classes} classes, {head}, grid {rows}x{cols}, "
+         f"cells of {metadata.stride} pixels"),
         ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(list(metadata.class_names))),
@@ -218,9 +221,11 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     from opal_deploy.artifact.evaluation import describe_evaluation
 
     config, metrics = index["config"], index.get("metrics") or {}
+    head = config["head"]
+    parts = [f"{name} {value}" for name, value in head.items() if name != "plain"]
     risk = metrics.get("val_risk")
     # HeadConfig.evidence
-    exact = config["head"].get("anchors", True) and config["head"].get("pooling") == "max"
+    exact = head.get("anchors", True) and head.get("pooling") == "max"
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         (
@@ -229,7 +234,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
             + (f", cut at stride {config['stride']}" if config.get("stride") else ""),
         ),
         ("normalised", _format_normalisation(config)),
-        ("head", ", ".join(f"{k} {v}" for k, v in config["head"].items())),
+        ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts)),
         ("classes", _list_names(list(index["class_names"]))),
         *_describe_weights(index.get("training") or {}),
         ("metrics", _format_metrics(metrics) or "none"),

@@ -60,7 +60,12 @@ def train(
         ),
     ] = None,
     head: Annotated[
-        Literal["opal", "linear"] | None, typer.Option(help="OPAL, or the linear baseline.", show_default=False)
+        Literal["opal", "linear", "plain"] | None,
+        typer.Option(
+            help="OPAL; `linear`: the paper's baseline, a dense layer on pooled features normalised to length 1; "
+            "`plain`: the network's own classifier, as it is usually fine-tuned.",
+            show_default=False,
+        ),
     ] = None,
     prototypes: Annotated[
         int | None, typer.Option(min=1, help="Prototypes per class, m. Paper: 5.", show_default=False)
@@ -153,7 +158,7 @@ def train(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that is there.")] = False,
 ) -> None:
-    """Train an OPAL network (or the linear baseline) on labelled images.
+    """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
     Several GPUs: torchrun --nproc-per-node 4 -m opal_deploy train DATA ...
     """

@@ -21,9 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from opal_deploy.errors import CheckpointError, UsageError, first_line
 from opal_deploy.model import timm_backbones, torchvision_backbones
 from opal_deploy.model.config import PretrainedConfig
-from opal_deploy.model.feature_graph import Cut, find_cut
+from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut
 
 _OUTPUT = "features"
+# any number that no library's networks have by default: tells which layers depend on the number of classes
+_OTHER_CLASSES = 7
 
 
 class Backbone(nn.Module):
@@ -81,7 +83,9 @@ class _Library(Protocol):
 
     def list_networks(self) -> list[str]: ...
 
-    def build_network(self, name: str, device: str | torch.device = "cpu") -> nn.Module: ...
+    def build_network(
+        self, name: str, device: str | torch.device = "cpu", num_classes: int | None = None
+    ) -> nn.Module: ...
 
     def tracer_options(self) -> dict[str, Any]: ...
 
@@ -128,7 +132,39 @@ def build(name: str, *, stride: int | None = None, device: str | torch.device = 
     return Backbone(name, body, cut.num_features, cut.stride)
 
 
-def load_weights(backbone: Backbone, weights: str | Path) -> str:
+def build_classifier(
+    name: str, num_classes: int, *, stride: int | None = None, device: str | torch.device = "cpu"
+) -> nn.Module:
+    """Build the layers of a network behind its backbone: features [N, D, H, W] to logits [N, C], with random weights.
+
+    They are the library's own, under its parameter names: a ResNet's pooling and `fc`, ConvNeXt's pooling, LayerNorm
+    and dense layer, EfficientNet's pooling, dropout and dense layer.
+
+    Args:
+        name: as for `build`.
+        num_classes: C.
+        stride: that the backbone was built with.
+        device: where the parameters live; `meta` allocates none.
+
+    Raises:
+        UsageError: the backbone is cut earlier than before its own pooling.
+    """
+    own, library = own_stride(name), get_library(name)
+    if stride not in (None, own):
+        raise UsageError(
+            f"the plain head is the network's own classifier, which takes the features of {name} at stride {own}, "
+            f"not {stride}; give --stride {own}, or another head"
+        )
+    network = library.build_network(name, device, num_classes)
+    return extract_classifier(name, network, _find_cut(name, None).node, **library.tracer_options())
+
+
+def own_stride(name: str) -> int:
+    """Return the input pixels per cell of a network with all of its layers before the global pooling."""
+    return _find_cut(name, None).stride
+
+
+def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module | None = None) -> str:
     """Load ImageNet weights into a backbone and return where they came from.
 
     Args:
@@ -136,6 +172,8 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
         weights: a local `.pth`/`.safetensors` state dict with the library's names, or the name of the library's own
             weights (torchvision's `DEFAULT`, `IMAGENET1K_V1`, ...; a tag of timm's), which are downloaded unless they
             are there.
+        classifier: from `build_classifier`; its layers get their weights too, except for those whose shape depends on
+            the number of classes.
 
     Raises:
         CheckpointError: the file lacks keys of the backbone, or has keys that the library's network does not know.
@@ -146,8 +184,12 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
         state, origin = read_state_dict(path), path.name
     else:
         state, origin = library.download_weights(backbone.name, str(weights))
+    network = library.build_network(backbone.name, "meta").state_dict()
     expected = backbone.body.state_dict()
-    known = set(library.build_network(backbone.name, "meta").state_dict()) | set(expected)
+    if classifier is not None:
+        other = library.build_network(backbone.name, "meta", _OTHER_CLASSES).state_dict()
+        expected |= {k: v for k, v in classifier.state_dict().items() if network[k].shape == other[k].shape}
+    known = set(network) | set(expected)
     missing = sorted(expected.keys() - state.keys() - _counters(expected))
     unexpected = sorted(state.keys() - known)
     mismatched = sorted(
@@ -160,7 +202,9 @@ def load_weights(backbone: Backbone, weights: str | Path) -> str:
             f"{origin} does not fit {backbone.name}: {format_key_errors(missing, unexpected, mismatched)}; "
             "give the weights of that network or another --backbone"
         )
-    backbone.body.load_state_dict({key: state[key].float() for key in expected.keys() & state.keys()}, strict=False)
+    for module in (backbone.body, *([] if classifier is None else [classifier])):
+        keys = module.state_dict().keys() & expected.keys() & state.keys()
+        module.load_state_dict({key: state[key].float() for key in keys}, strict=False)
     return origin
 
 

@@ -10,6 +10,7 @@ from opal_deploy.errors import UsageError
 
 Pooling = Literal["max", "avg"]
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
+HeadKind = Literal["opal", "linear", "plain"]
 DISTANCES: tuple[str, ...] = get_args(Distance)
 
 PAPER_PROTOTYPES = 5
@@ -20,7 +21,7 @@ EPSILON = 1e-8
 class HeadConfig:
     """The head's four parts that the paper's ablation switches (Table 4), m, and the distance (Supp. E.1).
 
-    Only the paper's eleven combinations are accepted; all others raise UsageError.
+    Only the paper's eleven combinations, and the network's own classifier, are accepted; all others raise UsageError.
 
     Attributes:
         projection: 1x1 convolution from D to K = C * m channels.
@@ -30,6 +31,8 @@ class HeadConfig:
         prototypes_per_class: m, at least 1.
         distance: one of `DISTANCES`; used with anchors only.
         epsilon: added to the norm, z = s / (|s| + epsilon), as in the authors' code.
+        plain: the network's own classifier instead of all of these, as its library has it: pooling, the layers behind
+            it, and a dense layer to C classes; nothing is normalised to length 1.
     """
 
     projection: bool = True
@@ -39,6 +42,7 @@ class HeadConfig:
     prototypes_per_class: int = PAPER_PROTOTYPES
     distance: Distance = "l2"
     epsilon: float = EPSILON
+    plain: bool = False
 
     def __post_init__(self) -> None:
         if self.pooling not in ("max", "avg"):
@@ -47,6 +51,8 @@ class HeadConfig:
             raise UsageError(f"distance {self.distance!r}: expected one of {', '.join(DISTANCES)}")
         if self.prototypes_per_class < 1:
             raise UsageError(f"{self.prototypes_per_class} prototypes per class: expected at least 1")
+        if self.plain and (self.projection or self.cws or self.anchors or self.pooling != "avg"):
+            raise UsageError("the network's own classifier has no projection, CWS, anchors or pooling of ours")
         if self.anchors and not self.projection:
             raise UsageError(
                 "anchors without projection: they live in K = C*m channels, which only the projection makes; "
@@ -70,12 +76,23 @@ class HeadConfig:
             return "none"
         return "exact" if self.pooling == "max" else "map"
 
+    @property
+    def kind(self) -> HeadKind:
+        """The name on the command line: `plain`, `linear`, or `opal` for OPAL and its ablated variants."""
+        if self.plain:
+            return "plain"
+        is_opal = self.projection or self.cws or self.anchors or self.pooling == "max"
+        return "opal" if is_opal else "linear"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for metadata and checkpoints."""
         return asdict(self)
 
 
+# the paper's: a dense layer on average-pooled features of length 1, as the authors' code normalises them
 LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False)
+# what everybody fine-tunes: the library's own network with another number of classes
+PLAIN_CLASSIFIER = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False, plain=True)
 
 
 @dataclass(frozen=True)

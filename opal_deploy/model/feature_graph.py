@@ -94,6 +94,44 @@ def find_cut(
     return cuts[stride]
 
 
+def extract_classifier(
+    name: str,
+    model: nn.Module,
+    node: str,
+    *,
+    leaf_modules: Sequence[type[nn.Module]] = (),
+    autowrap_functions: Sequence[Callable[..., Any]] = (),
+) -> nn.Module:
+    """Return the layers behind a feature map: features [N, D, H, W] to logits [N, C].
+
+    Args:
+        name: the network's, for errors.
+        model: a classifier, which is set to evaluation mode and whose layers the result shares, under their names.
+        node: the feature map, as `find_cut` names it.
+        leaf_modules, autowrap_functions: modules and functions that are not traced through.
+
+    Raises:
+        UsageError: the network cannot be traced, or its logits depend on more than this feature map.
+    """
+    tracer, traced = _trace(name, model.eval(), leaf_modules, autowrap_functions)
+    # the copy knows its modules, without which dead code is not recognised, and keeps the nodes' order
+    graph = fx.GraphModule(tracer.root, traced).graph
+    names = [tracer.node_to_qualname.get(each) for each in traced.nodes]
+    nodes = dict(zip(names, list(graph.nodes), strict=True))
+    with graph.inserting_before(next(iter(graph.nodes))):
+        features = graph.placeholder("features")
+    nodes[node].replace_all_uses_with(features)
+    graph.eliminate_dead_code()
+    for each in list(graph.nodes):
+        if each.op == "placeholder" and each is not features:
+            if each.users:
+                raise UsageError(
+                    f"backbone {name!r}: its classifier takes more than its last feature map; use --head linear"
+                )
+            graph.erase_node(each)
+    return fx.GraphModule(tracer.root, graph)
+
+
 class _ShapeRecorder(fx.Interpreter):
     """Runs a graph and keeps the shape of every tensor that a call gives."""
 

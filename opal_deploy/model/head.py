@@ -7,6 +7,8 @@
     embedding   z  [N, K]         s / (|s| + epsilon) (Sec. 3.3)
     logits      l  [N, C]         -|z - a_c|, a_c = 1/sqrt(m) on the block of class c and 0 elsewhere (Eqs. 1 and 4)
 
+The network's own classifier (`HeadConfig.plain`) takes F and gives l, with nothing of this in between.
+
 Only the projection is learned: the anchors a_c are fixed, and the network never builds them as a matrix. Each slot's
 score comes from one cell, and for the Euclidean distance the cosine <z, a_c> is the sum of the m slots of class c
 divided by sqrt(m): the slots of the predicted class and their cells are the explanation.
@@ -48,17 +50,33 @@ class OpalHead(nn.Module):
         num_classes: C.
         num_prototypes: K = C * m.
         projection: 1x1 convolution from D to K channels with bias, or the identity.
-        classifier: a dense layer instead of the distance; None with anchors.
+        classifier: a dense layer instead of the distance, or the network's own layers from the pooling on; None with
+            anchors.
     """
 
-    def __init__(self, num_features: int, num_classes: int, config: HeadConfig) -> None:
+    def __init__(
+        self, num_features: int, num_classes: int, config: HeadConfig, classifier: nn.Module | None = None
+    ) -> None:
+        """Build the head.
+
+        Args:
+            num_features: D.
+            num_classes: C.
+            config: of the head.
+            classifier: features [N, D, H, W] to logits [N, C], for the plain head alone: see
+                `backbones.build_classifier`.
+        """
         super().__init__()
+        if config.plain != (classifier is not None):
+            raise ValueError("the plain head, and no other, is given the network's own classifier")
         self.config = config
         self.num_classes = num_classes
         self.num_prototypes = num_classes * config.prototypes_per_class
         width = self.num_prototypes if config.projection else num_features
         self.projection: nn.Module = nn.Conv2d(num_features, width, 1) if config.projection else nn.Identity()
-        self.classifier: nn.Linear | None = None if config.anchors else nn.Linear(width, num_classes)
+        if classifier is None and not config.anchors:
+            classifier = nn.Linear(width, num_classes)
+        self.classifier = classifier
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits [N, C] for features [N, D, H, W], without the evidence: all that training needs."""
@@ -92,13 +110,21 @@ class OpalHead(nn.Module):
         return cells.transpose(1, 2).reshape(projected.shape)
 
     def pool(self, attention: Tensor) -> Tensor:
-        """Return s [N, K]: the maximum of each channel of A over the cells (Eq. 3), or their mean."""
+        """Return s [N, K]: the maximum of each channel of A over the cells (Eq. 3), or their mean.
+
+        The network's own classifier pools by itself: its input is returned as it is.
+        """
+        if self.config.plain:
+            return attention
         cells = attention.flatten(2)
         scores: Tensor = cells.amax(2) if self.config.pooling == "max" else cells.mean(2)
         return scores
 
     def classify(self, scores: Tensor) -> Tensor:
         """Return the logits [N, C] for scores [N, K]: minus the distance of z to each anchor (Eq. 4)."""
+        if self.config.plain and self.classifier is not None:
+            own: Tensor = self.classifier(scores)
+            return own
         norm = torch.linalg.vector_norm(scores, dim=1, keepdim=True)
         z = scores / (norm + epsilon_tensor(norm, self.config.epsilon))
         if self.classifier is not None:

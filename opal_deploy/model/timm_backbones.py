@@ -26,8 +26,10 @@ def list_networks() -> list[str]:
     return [PREFIX + name for name in _import_timm().list_models()]
 
 
-def build_network(name: str, device: str | torch.device = "cpu") -> nn.Module:
+def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
     """Build timm's whole network with random weights, of which `forward` is timm's `forward_features`.
+
+    With a number of classes `forward` goes on to the logits.
 
     Raises:
         UsageError: timm has no such network, or no weights of this tag.
@@ -36,6 +38,9 @@ def build_network(name: str, device: str | torch.device = "cpu") -> nn.Module:
     timm = _import_timm()
     architecture, _ = _split_name(name)
     with torch.device(device):
+        if num_classes is not None:
+            classifier: nn.Module = timm.create_model(architecture, num_classes=num_classes)
+            return classifier
         model: nn.Module = timm.create_model(architecture)
     # feature extraction traces `forward`
     kind: Any = type(model)

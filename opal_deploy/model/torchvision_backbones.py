@@ -22,8 +22,10 @@ def list_networks() -> list[str]:
     return sorted(torchvision.models.list_models(module=torchvision.models))
 
 
-def build_network(name: str, device: str | torch.device = "cpu") -> nn.Module:
+def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
     """Build torchvision's whole network with random weights; on the device `meta` it takes no memory.
+
+    `num_classes` is the number of its logits; None is that of its ImageNet weights.
 
     Raises:
         UsageError: torchvision has no such classifier.
@@ -31,16 +33,17 @@ def build_network(name: str, device: str | torch.device = "cpu") -> nn.Module:
     import torchvision
 
     _check_name(name)
+    options = {} if num_classes is None else {"num_classes": num_classes}
     with torch.device(device), warnings.catch_warnings():
         # GoogLeNet and Inception warn that their default initialisation is slow
         warnings.simplefilter("ignore")
         try:
-            model: nn.Module = torchvision.models.get_model(name, weights=None)
+            model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
         except NotImplementedError:
             # RegNet computes its widths with tensors, which meta has no values for; its largest is 2.6 GB, so only
             # what parameters are made with goes to `device`
             with torch.device("cpu"), _ParametersOn(device):
-                model = torchvision.models.get_model(name, weights=None)
+                model = torchvision.models.get_model(name, weights=None, **options)
             model = model.to(device)
     return model
 

@@ -62,6 +62,12 @@ def test_the_server_scenario(bench: Any, linear_model: Path) -> None:
     assert measurement.figures["p99_ms"].value <= 500
 
 
+def test_the_networks_own_classifier_is_timed(bench: Any) -> None:
+    options = "--backbone mobilenet_v3_small --head plain --size 32 --seconds 0.01 --repeats 1 --runtime"
+    measurements, _ = bench("latency", *options.split(), "onnxruntime", "--runtime", "eager", "--precision", "fp32")
+    assert [(m.target.name, m.target.head) for m in measurements] == [("mobilenet_v3_small + plain", "plain")] * 2
+
+
 def test_two_files_are_compared(bench: Any, exact_model: Path, linear_model: Path) -> None:
     (measurement,), stderr = bench("compare", linear_model, exact_model, "--pairs", "4")
     assert measurement.case["reference"] == "none.onnx"

@@ -21,7 +21,7 @@ from opal_deploy.bench.roofline.work import (
 )
 from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import backbone_macs
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 
 
 class Product(nn.Module):
@@ -81,6 +81,8 @@ def test_a_head_is_its_projection_or_its_dense_layer_and_a_network_the_sum() -> 
     assert projection == Layer("projection", projection.operation, macs, inputs, outputs, 3000 * 513)
     (dense,) = count_head_work("resnet18", 10, LINEAR_BASELINE, (224, 224)).layers
     assert dense == Layer("classifier", "linear", 5120, 512, 10, 5130)
+    (own,) = count_head_work("resnet18", 10, PLAIN_CLASSIFIER, (224, 224)).layers
+    assert replace(own, name="classifier") == dense
     body = count_backbone_work("resnet18", (160, 192))
     both = body + work
     assert (both.name, both.macs) == ("resnet18 + opal", body.macs + macs)

@@ -21,7 +21,7 @@ from opal_deploy.bench.targets.networks import (
     replace_head_with_linear,
 )
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
@@ -119,6 +119,7 @@ def test_heads_have_names() -> None:
     heads = HeadConfig(), HeadConfig(distance="l1"), LINEAR_BASELINE, HeadConfig(pooling="avg"), HeadConfig(cws=False)
     names = ["opal", "opal l1", "linear", "projection+cws+anchors+avg", "projection+anchors+max"]
     assert [head_name(head.to_dict()) for head in heads] == names
+    assert head_name(PLAIN_CLASSIFIER.to_dict()) == PLAIN_CLASSIFIER.kind == "plain"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

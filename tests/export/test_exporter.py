@@ -13,6 +13,7 @@ from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.options import ExportOptions, plan_targets
+from opal_deploy.model.config import PLAIN_CLASSIFIER
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
 from tests.builders import build_checkpoint
@@ -83,6 +84,15 @@ class TestFromACheckpoint:
         assert done.metadata.verification["reference"].startswith("PyTorch")
         weights = {t.data_type for t in onnx.load(done.path).graph.initializer if "body" in t.name}
         assert weights == {TensorProto.FLOAT16}
+
+    def test_a_networks_own_classifier_exports_in_every_precision_that_runs_here(self, write_onnx, tmp_path):
+        checkpoint = build_checkpoint("mobilenet_v3_small", PLAIN_CLASSIFIER, (64, 64), sharp=False)
+        done = write_onnx(checkpoint, tmp_path / "c.onnx")
+        assert (done.metadata.outputs, done.metadata.evidence) == (("logits",), "none")
+        half = write_onnx(done.path, tmp_path / "c.fp16.onnx", "fp16")
+        weights = {t.name: t.data_type for t in onnx.load(half.path).graph.initializer if t.name.endswith("weight")}
+        assert {kind for name, kind in weights.items() if "classifier" in name} == {TensorProto.FLOAT}
+        assert {kind for name, kind in weights.items() if "classifier" not in name} == {TensorProto.FLOAT16}
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])

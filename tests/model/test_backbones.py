@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, torchvision_backbones
-from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.config import PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 
 SMALL = "shufflenet_v2_x0_5"
@@ -241,6 +242,29 @@ class TestWeightFiles:
             backbones.load_weights(backbone, "IMAGENET99K")
 
 
+# ConvNeXt has a LayerNorm behind its pooling, MobileNet-V3 a layer and dropout, timm's a convolution
+@pytest.mark.parametrize("name", ["convnext_tiny", "mobilenet_v3_small", "timm:mobilenetv3_small_050"])
+def test_the_plain_head_is_the_networks_own_classifier_with_all_weights_but_the_classes(name, tmp_path):
+    torch.manual_seed(0)
+    pretrained = backbones.get_library(name).build_network(name).state_dict()
+    save_file({key: value.clone() for key, value in pretrained.items()}, tmp_path / "w.safetensors")
+    config = NetworkConfig(name, 7, (64, 64), PLAIN_CLASSIFIER)
+    network = OpalNetwork(config, weights=tmp_path / "w.safetensors")
+    state = {**network.backbone.body.state_dict(), **network.head.classifier.state_dict()}
+    assert state.keys() == pretrained.keys()
+    replaced = [key for key, value in state.items() if not torch.equal(value, pretrained[key])]
+    assert sorted(value.shape[0] for value in map(state.get, replaced)) == [7, 7]
+    whole = backbones.get_library(name).build_network(name, num_classes=7).eval()
+    whole.load_state_dict(state)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        outputs = network.eval().explain(images)
+        torch.testing.assert_close(outputs.logits, whole(images), rtol=1e-5, atol=1e-6)
+        assert (outputs.scores, outputs.argmax, outputs.attention) == (None, None, None)
+    with pytest.raises(UsageError, match=r"at stride 32, not 16; give --stride 32"):
+        OpalNetwork(replace(config, stride=16))
+
+
 def imagenet_input(path):
     """Return ImageNet's evaluation preprocessing, as the golden logits were made: not this project's own."""
     with warnings.catch_warnings():
@@ -268,15 +292,16 @@ def imagenet_input(path):
 def test_real_weights_give_the_golden_logits(weights, name, dense, count, shared_weights, imagenet_samples):
     golden = np.load(imagenet_samples / "golden_logits.npz", allow_pickle=False)
     path = shared_weights / f"{weights}.safetensors"
-    backbone = backbones.build(name).eval()
-    backbones.load_weights(backbone, path)
+    network = OpalNetwork(NetworkConfig(name, 1000, head=PLAIN_CLASSIFIER), weights=path).eval()
     state = backbones.read_state_dict(path)
+    # ImageNet's own classes, which fine-tuning replaces
+    classes = {key: state[key].float() for key in (f"{dense}.weight", f"{dense}.bias")}
+    network.head.classifier.load_state_dict(classes, strict=False)
     logits = []
     with torch.no_grad():
         for start in range(0, count, 8):
             images = [imagenet_input(imagenet_samples / str(file)) for file in golden["files"][start : start + 8]]
-            features = backbone(torch.stack(images)).mean((2, 3))
-            logits.append(features @ state[f"{dense}.weight"].float().T + state[f"{dense}.bias"].float())
+            logits.append(network(torch.stack(images)))
     np.testing.assert_allclose(torch.cat(logits).numpy(), golden[weights][:count], rtol=1e-3, atol=1e-4)
 
 

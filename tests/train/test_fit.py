@@ -17,7 +17,7 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.statistics.risk import choose_threshold
 from opal_deploy.train import loop
 from opal_deploy.train.images import Batches, TrainImages
@@ -122,13 +122,16 @@ def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(sq
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_linear_baseline_has_no_collapse_and_no_risk_curve(squares, tmp_path):
+@pytest.mark.parametrize("head", [LINEAR_BASELINE, PLAIN_CLASSIFIER], ids=["linear", "plain"])
+def test_a_classifier_to_compare_with_has_no_collapse_and_no_risk_curve(squares, tmp_path, head):
     squares = replace(squares, test=squares.test[:3])
-    result = fit(squares, replace(OPTIONS, epochs=1, head=LINEAR_BASELINE), tmp_path)
+    result = fit(squares, replace(OPTIONS, epochs=1, head=head), tmp_path)
     assert result.test.spatial_prototype_collapse is None
     stored = checkpoint.load(result.best)
     assert "spatial_prototype_collapse" not in stored.metrics
-    assert checkpoint.build_metadata(stored).risk == {}
+    metadata = checkpoint.build_metadata(stored)
+    assert (metadata.risk, metadata.evidence, metadata.outputs) == ({}, "none", ("logits",))
+    assert stored.network.config.head == head
 
 
 def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.train import recipe
 from opal_deploy.train.recipe import Recipe, TrainOptions, load_recipe, resolve_recipe
 
@@ -44,6 +44,7 @@ def test_the_command_line_overrides_and_its_silence_does_not():
 def test_head_options_make_the_papers_variants():
     assert _head(kind="opal") == HeadConfig()
     assert _head(kind="linear") == LINEAR_BASELINE
+    assert _head(kind="plain") == PLAIN_CLASSIFIER
     assert _head(cws=False).evidence == "exact"
     assert _head(cws=False, anchors=False).evidence == "none"
     assert _head(prototypes_per_class=3, distance="kl") == HeadConfig(prototypes_per_class=3, distance="kl")
@@ -53,6 +54,8 @@ def test_head_options_make_the_papers_variants():
         _head(kind="linear", pooling="max")
     with pytest.raises(UsageError, match="the linear head has none of cws, prototypes_per_class"):
         _head(kind="linear", prototypes_per_class=3, cws=False)
+    with pytest.raises(UsageError, match="the plain head has none of pooling"):
+        _head(kind="plain", pooling="avg")
 
 
 def test_a_kind_on_the_command_line_replaces_the_recipes_variant():
@@ -67,6 +70,7 @@ def test_a_kind_on_the_command_line_replaces_the_recipes_variant():
     [
         TrainOptions(),
         TrainOptions(head=LINEAR_BASELINE, weights="IMAGENET1K_V2", backbone="resnet50"),
+        TrainOptions(head=PLAIN_CLASSIFIER),
         TrainOptions(head=HeadConfig(cws=False, distance="linf", prototypes_per_class=1), workers=3, tf32=True, seed=9),
         TrainOptions(
             input_size=(224, 448), augment="none", precision="bf16", compile=True, save_every=10, tensorboard=True
@@ -89,7 +93,7 @@ def test_what_is_saved_resolves_to_the_same_run(options, tmp_path):
         ("[training]\nepochs = '3'", r"\[training\] epochs = '3': expected a whole number"),
         ("[training]\nepochs = true", r"epochs = True: expected a whole number"),
         ("[training]\nlr = 'fast'", r"lr = 'fast': expected a number"),
-        ("[head]\nkind = 'dense'", r"kind = 'dense': expected opal or linear"),
+        ("[head]\nkind = 'dense'", r"kind = 'dense': expected opal or linear or plain"),
         ("[training", r"not TOML"),
         ("a = " + "[" * 1200, r"not TOML"),
         ("[head]\nkind = 'linear'\npooling = 'max'", r"kind = 'linear' has none of pooling"),

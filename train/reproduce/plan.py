@@ -14,7 +14,7 @@ from typing import Any
 
 from opal_deploy.datasets.samples import recorded_validation
 from opal_deploy.errors import UsageError
-from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Sections, TrainOptions, load_recipe, resolve_recipe
 from opal_deploy.train.reproduce.paper import Column, DatasetSize, PaperRow, PaperTable, dataset_sizes
 from opal_deploy.train.resume import complete_options, read_config
@@ -151,9 +151,9 @@ def _backbone_folder_name(options: TrainOptions) -> str:
 
 
 def head_name(head: HeadConfig) -> str:
-    """Return `opal-m5-l2`, `linear`, or the head's enabled parts, such as `proj+gmp-m5`."""
-    if head == LINEAR_BASELINE:
-        return "linear"
+    """Return `opal-m5-l2`, `linear`, `plain`, or the head's enabled parts, such as `proj+gmp-m5`."""
+    if head.kind != "opal":
+        return head.kind
     parts = {"proj": head.projection, "gmp": head.pooling == "max", "cws": head.cws, "orth": head.anchors}
     enabled = "opal" if all(parts.values()) else "+".join(name for name, is_enabled in parts.items() if is_enabled)
     size = f"-m{head.prototypes_per_class}" if head.projection else ""

@@ -60,7 +60,14 @@ Strides = Annotated[
     list[int] | None,
     typer.Option("--stride", min=1, help=_STRIDE_HELP, show_default=False, rich_help_panel=_MODEL_PANEL),
 ]
-Head = Annotated[Literal["opal", "linear"], typer.Option(help="On --backbone.", rich_help_panel=_MODEL_PANEL)]
+HeadName = Literal["opal", "linear", "plain"]
+Head = Annotated[
+    HeadName,
+    typer.Option(
+        help="On --backbone. `linear` normalises its features to length 1, `plain` is the network's own classifier.",
+        rich_help_panel=_MODEL_PANEL,
+    ),
+]
 Classes = Annotated[int, typer.Option(min=2, help="C of --backbone.", rich_help_panel=_MODEL_PANEL)]
 Prototypes = Annotated[int, typer.Option(min=1, help="m of --backbone.", rich_help_panel=_MODEL_PANEL)]
 Size = Annotated[str, typer.Option(help="Input of --backbone: 224, or height x width.", rich_help_panel=_MODEL_PANEL)]
@@ -195,7 +202,7 @@ def parse_batches(texts: list[str] | None, default: tuple[int, ...]) -> tuple[in
 def build_random_networks(
     backbones: list[str] | None,
     strides: list[int] | None,
-    head: Literal["opal", "linear"],
+    head: HeadName,
     classes: int,
     prototypes: int,
     size: str,
@@ -226,6 +233,8 @@ def build_random_networks(
     variants = list(itertools.product(backbones, strides or (None,)))
     for name, stride in variants:
         model_backbones.build(name, stride=stride, device="meta").grid(pixels)
+        if head == "plain":
+            model_backbones.build_classifier(name, classes, stride=stride, device="meta")
     return (
         build_random_network(name, stride=stride, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
         for name, stride in variants

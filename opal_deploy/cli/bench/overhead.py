@@ -47,7 +47,11 @@ def overhead(
     out: options.Out = None,
     as_json: options.JsonLines = False,
 ) -> None:
-    """The paper's computational overhead: parameters and operations of backbones, linear heads and OPAL heads."""
+    """The paper's computational overhead: parameters and operations of backbones and of the heads on them.
+
+    The heads are OPAL's, the paper's linear baseline, which normalises its features to length 1, and the network's own
+    classifier (plain).
+    """
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench overhead")
     require("ptflops", "bench", "opal-deploy bench overhead")

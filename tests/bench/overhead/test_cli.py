@@ -29,6 +29,7 @@ def test_an_unusual_case_follows_the_closed_forms(opal: Opal, tmp_path: Path) ->
     assert row["opal_paper"] == CELLS * K * (D + 4)
     assert row["opal_flops"] == 2 * row["opal_macs"] == 2 * CELLS * K * D
     assert row["linear_paper"] == D * C + 2 * CELLS * D
+    assert (row["plain_params"], row["plain_macs"]) == ((D + 1) * C, D * C)
     assert row["opal_paper_percent"] == pytest.approx(100 * row["opal_paper"] / row["backbone_paper"])
     assert sum(operation["paper_count"] for operation in document["operations"]["opal"]) == row["opal_paper"]
     assert document["percentages"]["opal_params"]["mean"] == pytest.approx(row["opal_params_percent"])
