@@ -1,13 +1,14 @@
 """Changes between two sets of records of the same images, to be read before a model is replaced.
 
-Images are paired by their names, classes by their labels, slots by their numbers. Where both feature maps have the same
-grid, a slot moved if its cell is another; else if the centre of its new box is outside the old one.
+Images are paired by their names, those of one name by their order among the inputs, classes by their labels, slots by
+their numbers. Where both feature maps have the same grid, a slot moved if its cell is another; else if the centre of
+its new box is outside the old one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ class ImageChange:
     """The change of one image's record.
 
     Attributes:
+        image, image_index: of the record, the index only where it has one.
         kind: the worst that happened: `error` (an answer became an error, an error an answer, or another error);
             `class`; `cell` of a slot; `contribution` of a slot, by more than the tolerance; `margin`, by more than the
             tolerance, or one is abstained and the other not.
@@ -38,6 +40,7 @@ class ImageChange:
     """
 
     image: str
+    image_index: int | None
     kind: Kind
     before: str
     after: str
@@ -78,7 +81,7 @@ class DiffReport:
     Attributes:
         kinds: number of images by their change's kind.
         only_before, only_after: number of images in one set alone.
-        unpaired: records without a name, or with one that occurred before.
+        unpaired: records without a name.
         file_changed: images whose file is another, so that their changes tell nothing about the models.
         slots, moved: number of slots compared, and of those that moved.
         largest_contribution: the largest change of a contribution.
@@ -137,35 +140,28 @@ class DiffReport:
         }
 
 
-def compare_results(before: Iterable[Record], after: RecordIndex, tolerance: float, keep: int) -> DiffReport:
+def compare_results(before: RecordIndex, after: RecordIndex, tolerance: float, keep: int) -> DiffReport:
     """Pair records by image and compare them; in memory are the names, and the `keep` worst pairs.
 
     Args:
-        before: the records of one set.
-        after: the records of the other set.
+        before, after: the two sets.
         tolerance: contributions and margins that differ by no more count as equal.
         keep: number of worst pairs to keep.
     """
-    report = DiffReport(unpaired=after.repeated + after.unnamed)
-    seen: set[str] = set()
+    report = DiffReport(unpaired=before.unnamed + after.unnamed)
     heap: list[tuple[tuple[float, ...], int, ImageChange, Record, Record]] = []
-    for number, old in enumerate(before):
-        name = old["image"]
-        if name is None or name in seen:
-            report.unpaired += 1
-            continue
-        seen.add(name)
-        if name not in after.offsets:
-            report.only_before += 1
-            continue
-        new = after[name]
-        change = compare_records(old, new, tolerance)
-        report.add(change)
-        if change.kind != "same" and keep:
-            # of equals the first stay
-            entry = (change.severity(old.get("margin") or 0.0), -number, change, old, new)
-            (heapq.heappush if len(heap) < keep else heapq.heappushpop)(heap, entry)
-    report.only_after = sum(name not in seen for name in after.offsets)
+    for name in before:
+        olds, news = before[name], after[name]
+        report.only_before += max(0, len(olds) - len(news))
+        report.only_after += max(0, len(news) - len(olds))
+        for old, new in zip(olds, news, strict=False):
+            change = compare_records(old, new, tolerance)
+            report.add(change)
+            if change.kind != "same" and keep:
+                # of equals the first stay
+                entry = (change.severity(old.get("margin") or 0.0), -report.paired, change, old, new)
+                (heapq.heappush if len(heap) < keep else heapq.heappushpop)(heap, entry)
+    report.only_after += sum(after.count(name) for name in after if before.count(name) == 0)
     report.worst = [(change, old, new) for _, _, change, old, new in sorted(heap, key=lambda e: e[:2], reverse=True)]
     return report
 
@@ -197,7 +193,7 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
             kind = "same"
     digests = old.get("file_sha256"), new.get("file_sha256")
     return ImageChange(
-        new["image"] or "", kind, before, after, moved, slots, largest, margin,
+        new["image"] or "", new.get("image_index"), kind, before, after, moved, slots, largest, margin,
         file_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.verification import GATES, Gate
 
 # fields that no model computes: how the image was found, files written beside the record, what people said
-NOT_COMPUTED = frozenset({"image", "overlay", "sheet", "drawing_error", "truth", "name"})
+NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "truth", "name"})
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
 # relative
 _BOX_TOLERANCE = 1e-6

@@ -76,9 +76,7 @@ class RecordIndex:
     """Records of a file by their images' names; in memory are a name and an offset for each.
 
     Attributes:
-        offsets: of the first record of each image.
-        repeated: records whose image has an earlier one.
-        unnamed: records without an image's name.
+        unnamed: number of records without an image's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,8 +86,9 @@ class RecordIndex:
             UsageError: the file cannot be read, or a line is no record.
         """
         self._path = path
-        self.offsets: dict[str, int] = {}
-        self.repeated = 0
+        # of each name's first record, and of the later ones of names that several images have
+        self._offsets: dict[str, int] = {}
+        self._later_offsets: dict[str, list[int]] = {}
         self.unnamed = 0
         try:
             with path.open("rb") as stream:
@@ -105,13 +104,27 @@ class RecordIndex:
     def _add(self, name: str | None, offset: int) -> None:
         if name is None:
             self.unnamed += 1
-        elif name in self.offsets:
-            self.repeated += 1
+        elif name in self._offsets:
+            self._later_offsets.setdefault(name, []).append(offset)
         else:
-            self.offsets[name] = offset
+            self._offsets[name] = offset
 
-    def __getitem__(self, name: str) -> Record:
-        self._stream.seek(self.offsets[name])
+    def count(self, name: str) -> int:
+        """Return the number of records of a name."""
+        return (name in self._offsets) + len(self._later_offsets.get(name, ()))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield each name once, in the order of the file."""
+        return iter(self._offsets)
+
+    def __getitem__(self, name: str) -> list[Record]:
+        """Return the records of a name in the order of their images among the inputs; none for another name."""
+        offsets = [self._offsets[name], *self._later_offsets.get(name, ())] if name in self._offsets else []
+        # shards put together may be in another order; records without an index are in that of the file
+        return sorted(map(self._read, offsets), key=lambda record: record.get("image_index", -1))
+
+    def _read(self, offset: int) -> Record:
+        self._stream.seek(offset)
         record = parse_record(self._stream.readline(_MAX_LINE))
         if record is None:
             raise UsageError(f"{self._path}: it changed while it was read; try again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
+from opal_deploy.auditing.record_sources import RecordSources
 from opal_deploy.auditing.results_reader import read_numbered_records
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.executor import predict_stream
@@ -115,8 +116,7 @@ class CheckOptions:
         model_sha256: digest of the model's file.
         top: number of classes that a record should list; None: as many as each lists.
         root: the folder that images' names are relative to.
-        items: images by their records' names, for those that are no files of their own; others are looked for under
-            `root`.
+        sources: the images that were given; others are looked for under `root`.
         boxes: the run's crops.
         labels: the true labels, to check `truth`.
         inference: how the run prepared images, with its `min_margin`.
@@ -125,7 +125,7 @@ class CheckOptions:
     model_sha256: str
     top: int | None = None
     root: Path = Path()
-    items: Mapping[str, Item] = field(default_factory=dict)
+    sources: RecordSources = field(default_factory=RecordSources)
     boxes: Boxes | None = None
     labels: Labels | None = None
     inference: InferenceOptions = field(default_factory=InferenceOptions)
@@ -192,14 +192,14 @@ def _build_request(record: Record, check: CheckOptions) -> Request:
     name = record["image"]
     if not isinstance(name, str):
         return Request(None, b"", error=ImageError("not_found", "the record names no image"))
-    item = check.items.get(name)
+    item = check.sources.find(record)
     if item is None:
         item = Item(Path(unescape_name(name)), Path(unescape_name(name)).name)
         source: Any = check.root / item.path
     else:
         source = item.source
     (request,) = build_requests([item], check.boxes)
-    return replace(request, name=name, source=source)
+    return replace(request, name=name, source=source, index=None)
 
 
 def _compare(
@@ -230,8 +230,14 @@ def _compare(
         return
     if recorded.get("file_sha256") != computed.get("file_sha256"):
         digest = FieldDifference("file_sha256", recorded.get("file_sha256"), computed.get("file_sha256"))
-        missing = "error" in computed and computed["error"]["code"] == "not_found"
-        add("the image is not there" if missing else "the image is another one than was explained", digest)
+        code = computed["error"]["code"] if "error" in computed else ""
+        if code == "not_found":
+            why = "the image is not there"
+        elif computed.get("file_sha256") is None:
+            why = f"the image cannot be read now ({code})"
+        else:
+            why = "the image is another one than was explained"
+        add(why, digest)
         return
     differences = diff_records(recorded, computed, tolerance, _build_tie_test(result, session, tolerance))
     differences += _compare_not_computed(number, recorded, check, report)
@@ -289,11 +295,6 @@ def _build_tie_test(result: Result, session: Session, tolerance: Tolerance) -> I
         return inside and float(attention_map[row, col]) >= (1 - tolerance.tie) * float(attention_map.max())
 
     return is_tied
-
-
-def index_items(items: Iterable[Item], names: frozenset[str] | None) -> dict[str, Item]:
-    """Return images by their records' names; only those in `names`, None: all."""
-    return {item.name: item for item in items if names is None or item.name in names}
 
 
 def _to_json(value: Any) -> Any:

@@ -63,7 +63,7 @@ def diff(
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.auditing.model_diff import KINDS, compare_results
     from opal_deploy.auditing.model_diff_page import render_page
-    from opal_deploy.auditing.results_reader import RecordIndex, find_results, is_results, read_all_records
+    from opal_deploy.auditing.results_reader import RecordIndex, find_results, is_results
     from opal_deploy.cli.infer import setup
 
     if fail_on is not None and fail_on not in (*KINDS[:-1], "any"):
@@ -80,9 +80,10 @@ def diff(
                 raise UsageError(f"{side}: a model answers images; give them after A and B")
             sides.append(folder / f"{number}.jsonl")
             _write_records(side, images, sides[-1], boxes, device, threads, max_pixels)
-        index = RecordIndex(sides[1])
-        stack.callback(index.close)
-        report = compare_results(read_all_records(sides[0]), index, tolerance, worst)
+        indices = [RecordIndex(side) for side in sides]
+        for index in indices:
+            stack.callback(index.close)
+        report = compare_results(indices[0], indices[1], tolerance, worst)
         if not report.paired:
             raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
         if out is not None:
@@ -134,18 +135,18 @@ def _image_loader(
     images: list[str], report: DiffReport, root: Path, max_pixels: int
 ) -> Callable[[Record], Image | None]:
     """Return a function that loads the images of the worst changes: from `images`, else by their records' names."""
-    from opal_deploy.auditing.verify_records import index_items
+    from opal_deploy.auditing.record_sources import RecordSources
     from opal_deploy.inference.explanation import load_record_image
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.records.names import unescape_name
 
-    names = frozenset(change.image for change, _, _ in report.worst)
-    items = index_items(discovery.discover(images, Skipped(), sys.stdin), names) if images and names else {}
+    shown = [record for _, old, new in report.worst for record in (old, new)]
+    sources = RecordSources(discovery.discover(images, Skipped(), sys.stdin) if images and shown else (), shown)
 
     def load(record: Record) -> Image | None:
-        name = record["image"] or ""
-        source = items[name].source if name in items else root / unescape_name(name)
+        item = sources.find(record)
+        source = root / unescape_name(record["image"] or "") if item is None else item.source
         return load_record_image(record, source, max_pixels)
 
     return load
@@ -162,7 +163,7 @@ def _print_report(report: DiffReport, out: Path | None) -> None:
     for count, text in (
         (report.only_before, "images are only in A"),
         (report.only_after, "images are only in B"),
-        (report.unpaired, "records have no name or one that occurred before, and were not compared"),
+        (report.unpaired, "records have no name, and were not compared"),
         (report.file_changed, "image files are others in B, so their changes say nothing about the models"),
     ):
         if count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,13 @@ from opal_deploy.cli.options import default_batch, default_workers
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.auditing.record_sources import RecordSources
     from opal_deploy.auditing.verify_records import CheckOptions, RecordsReport
     from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.records.record import Record
     from opal_deploy.runtime.session import Session
 
 _SAMPLE = 100
@@ -152,6 +157,8 @@ def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) ->
     total, lines = sample_lines(path, options.sample, options.seed)
     if not total:
         raise UsageError(f"{path}: no records in it")
+    recursive = run_options.get("recursive") is not False
+    sources = _find_sources(path, options, lines, recursive=recursive)
     session = open_sessions(options.model, device=options.device, threads=options.threads)[0]
     expected = options.expected_sha256
     sha256 = compute_sha256(options.model) if expected is None else check_sha256(options.model, expected)
@@ -159,7 +166,7 @@ def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) ->
     setup.raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {options.seed})"
     print_message(f"{path}: computing {which} again with {options.model} in {session.description}")
-    check = _check_options(sha256, path, run_options, options, session.metadata, inference, lines)
+    check = _check_options(sha256, path, run_options, options, session.metadata, inference, sources)
     with progress("records") as advance:
         report = verify_records(path, session, check, lines, lambda done: advance(done, len(lines or ()) or total))
     _print_report(report)
@@ -196,6 +203,52 @@ def _inference_options(run_options: dict[str, Any], options: _ResultsOptions, se
     )
 
 
+def _find_sources(
+    path: Path, options: _ResultsOptions, lines: frozenset[int] | None, *, recursive: bool
+) -> RecordSources:
+    """Return the images that were given.
+
+    Raises:
+        UsageError: records were made of an archive, or stand for a folder or list, that was not given: of all records
+            where no image was given, else of the `lines` to check.
+    """
+    from opal_deploy.auditing.record_sources import RecordSources, find_container
+    from opal_deploy.auditing.results_reader import read_numbered_records
+    from opal_deploy.inference.sources import discovery
+    from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.records.names import readable_name
+
+    images = options.images
+
+    def records() -> Iterator[tuple[int, Record]]:
+        for number, record in read_numbered_records(path):
+            if record is not None and (not images or lines is None or number in lines):
+                yield number, record
+
+    sources = RecordSources()
+    if images:
+        discovery.check_inputs(images)
+        items = discovery.discover(images, Skipped(), sys.stdin, recursive=recursive)
+        sources = RecordSources(items, None if lines is None else (record for _, record in records()))
+    found: set[str] = set()
+    missing: dict[str, tuple[int, str | None]] = {}
+    for number, record in records():
+        container = find_container(record, options.root)
+        if container is not None and sources.find(record) is not None:
+            found.add(container)
+        elif container is not None:
+            missing.setdefault(container, (number, record["image"]))
+    absent = {container: where for container, where in missing.items() if container not in found}
+    if absent:
+        container, (number, name) = next(iter(absent.items()))
+        needed = shlex.join([str(path), *map(readable_name, list(absent)[:_LISTED]), "--model", str(options.model)])
+        raise UsageError(
+            f"{path}: line {number}, {name}: checking it takes {container}, which was not given; give the images as "
+            f"`infer` had them, such as: opal-deploy verify {needed}"
+        )
+    return sources
+
+
 def _check_options(
     model_sha256: str,
     path: Path,
@@ -203,28 +256,17 @@ def _check_options(
     options: _ResultsOptions,
     metadata: Metadata,
     inference: InferenceOptions,
-    lines: frozenset[int] | None,
+    sources: RecordSources,
 ) -> CheckOptions:
-    from opal_deploy.auditing.results_reader import read_numbered_records
-    from opal_deploy.auditing.verify_records import CheckOptions, index_items
-    from opal_deploy.inference.sources import discovery
+    from opal_deploy.auditing.verify_records import CheckOptions
     from opal_deploy.inference.sources.annotations import read_boxes, read_labels
-    from opal_deploy.inference.sources.items import Skipped
 
-    items = {}
-    if options.images:
-        discovery.check_inputs(options.images)
-        names = None
-        if lines is not None:
-            records = (record for number, record in read_numbered_records(path) if number in lines)
-            names = frozenset(record["image"] or "" for record in records if record is not None)
-        items = index_items(discovery.discover(options.images, Skipped(), sys.stdin), names)
     top = run_options.get("top")
     return CheckOptions(
         model_sha256,
         top=min(top, metadata.num_classes) if isinstance(top, int) else None,
         root=options.root,
-        items=items,
+        sources=sources,
         boxes=read_boxes(options.boxes) if options.boxes else None,
         labels=read_labels(options.labels) if options.labels else None,
         inference=inference,

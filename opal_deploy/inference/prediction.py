@@ -146,8 +146,10 @@ class BatchPredictor:
     def _build_info(self, prepared: Prepared) -> ImageInfo:
         request = prepared.request
         digests = Digests(prepared.file_sha256, self._options.model_sha256)
-        return ImageInfo(request.name, cast(Geometry, prepared.geometry), digests, request.truth)
+        return ImageInfo(request.name, cast(Geometry, prepared.geometry), digests, request.truth, request.index)
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
         request, digests = prepared.request, Digests(prepared.file_sha256, self._options.model_sha256)
-        return error_record(request.name, error.code, str(error), digests=digests, truth=request.truth)
+        return error_record(
+            request.name, error.code, str(error), digests=digests, truth=request.truth, index=request.index
+        )

@@ -90,6 +90,7 @@ class Request:
         truth: its label, where it has one.
         error: the reason why it cannot be classified, where that is known already: a folder without images, an image
             without a box.
+        index: its position among all that the inputs name, from 0; None where there are no such inputs.
     """
 
     name: str | None
@@ -97,6 +98,7 @@ class Request:
     box: Box | None = None
     truth: str | None = None
     error: ImageError | None = None
+    index: int | None = None
 
 
 def build_requests(
@@ -111,7 +113,7 @@ def build_requests(
             except ImageError as no_box:
                 error = no_box
         truth = None if labels is None else labels.find(item.path.as_posix())
-        yield Request(item.name, item.source, box, truth, error)
+        yield Request(item.name, item.source, box, truth, error, item.index)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict
                 "file_name": readable_name(record["image"]),
                 "width": record["width"],
                 "height": record["height"],
+                **_index(record),
             }
         )
         for slot in record.get("evidence", []):
@@ -57,6 +58,11 @@ def to_coco(records: Iterable[Record], categories: Categories = "class") -> dict
         "annotations": annotations,
         "categories": [used[number] for number in sorted(used)],
     }
+
+
+def _index(record: Record) -> dict[str, int]:
+    """Return the field that tells images of one name apart."""
+    return {"image_index": record["image_index"]} if "image_index" in record else {}
 
 
 def _build_category(record: Record, slot: Slot, categories: Categories) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def label_config(records: Iterable[Record]) -> str:
 
 def _build_task(record: Record, prefix: str) -> dict[str, Any]:
     name = readable_name(record["image"])
-    task: dict[str, Any] = {"data": {"image": prefix + name}, "meta": {"status": record["status"]}}
+    task: dict[str, Any] = {"data": {"image": prefix + name}, "meta": {"status": record["status"], **_index(record)}}
     if "prediction" not in record:
         return task
     size = {"original_width": record["width"], "original_height": record["height"], "image_rotation": 0}

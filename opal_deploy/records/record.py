@@ -73,6 +73,9 @@ class Record(TypedDict):
     `ok` and `abstained` (a margin under --min-margin) have the prediction, `error` has `error` instead.
 
     Attributes:
+        image: the image's name, which other images of a run may have too: members of an archive need not differ in it.
+        image_index: the image's position among all that the inputs of its run name, from 0, the same in every shard: no
+            other record has it. Only in records of `infer`.
         file_sha256: digest of the image file's bytes; None without a file, or where it cannot be read or is too large.
         model_sha256: digest of the model's file; None for a session without a file.
         width, height: pixels of the whole image as a viewer shows it.
@@ -86,6 +89,7 @@ class Record(TypedDict):
 
     schema: int
     image: str | None
+    image_index: NotRequired[int]
     status: Status
     file_sha256: NotRequired[str | None]
     model_sha256: NotRequired[str | None]
@@ -110,12 +114,14 @@ class ImageInfo(NamedTuple):
         geometry: the image's size and crop.
         digests: of the image's file and the model's; None: the record has neither key.
         truth: the image's label; None: the record has no such key.
+        image_index: the image's position among the inputs of a run; None: the record has none.
     """
 
     name: str | None
     geometry: Geometry
     digests: Digests | None = None
     truth: str | None = None
+    image_index: int | None = None
 
 
 def build_records(
@@ -152,7 +158,7 @@ def build_records(
         first, second = answers[0]["cosine"], answers[1]["cosine"] if len(answers) > 1 else None
         margin = None if first is None or second is None else first - second
         abstained = min_margin is not None and margin is not None and margin < min_margin
-        record = _start_record(image.name, "abstained" if abstained else "ok", image.digests)
+        record = _start_record(image.name, image.image_index, "abstained" if abstained else "ok", image.digests)
         record["width"], record["height"] = image.geometry.width, image.geometry.height
         record["prediction"] = answers[0]
         record["margin"] = margin
@@ -226,18 +232,26 @@ def _build_slots(evidence: SlotEvidence) -> Iterator[list[Slot]]:
 
 
 def error_record(
-    image: str | None, code: str, message: str, *, digests: Digests | None = None, truth: str | None = None
+    image: str | None,
+    code: str,
+    message: str,
+    *,
+    digests: Digests | None = None,
+    truth: str | None = None,
+    index: int | None = None,
 ) -> Record:
-    """Return the record of an image that could not be classified; `digests` and `truth` as in `build_record`."""
-    record = _start_record(image, "error", digests)
+    """Return the record of an image that could not be classified; `digests`, `truth`, `index` as in `ImageInfo`."""
+    record = _start_record(image, index, "error", digests)
     record["error"] = {"code": code, "message": message}
     if truth is not None:
         record["truth"] = truth
     return record
 
 
-def _start_record(image: str | None, status: Status, digests: Digests | None) -> Record:
+def _start_record(image: str | None, index: int | None, status: Status, digests: Digests | None) -> Record:
     record: Record = {"schema": RECORD_SCHEMA, "image": image, "status": status}
+    if index is not None:
+        record["image_index"] = index
     if digests is not None:
         record["file_sha256"], record["model_sha256"] = digests.file_sha256, digests.model_sha256
     return record

@@ -43,6 +43,7 @@ COLUMNS = {
     "sheet": "string",
     "file_sha256": "string",
     "model_sha256": "string",
+    "image_index": "int64",
 }
 LISTS: dict[str, dict[str, str]] = {
     "top": {"class_id": "int32", "label": "string", "logit": "float64", "cosine": "float64"},
@@ -119,6 +120,7 @@ def record_to_row(record: Record) -> dict[str, Any]:
         "sheet": record.get("sheet"),
         "file_sha256": record.get("file_sha256"),
         "model_sha256": record.get("model_sha256"),
+        "image_index": record.get("image_index"),
         "top": record.get("top"),
         "evidence": None if evidence is None else [_flatten_slot(slot) for slot in evidence],
     }
@@ -157,7 +159,13 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    types = {"string": pa.string(), "int32": pa.int32(), "float64": pa.float64(), "bool": pa.bool_()}
+    types = {
+        "string": pa.string(),
+        "int32": pa.int32(),
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "bool": pa.bool_(),
+    }
     lists = {name: pa.list_(pa.struct([(key, types[t]) for key, t in LISTS[name].items()])) for name in LISTS}
     schema = pa.schema([(name, types[t]) for name, t in COLUMNS.items()] + list(lists.items()))
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
@@ -191,7 +199,7 @@ _WRITERS: dict[Format, Callable[[Path, Iterable[dict[str, Any]]], None]] = {
 def to_table(records: Iterable[Record], rows: Rows = "images") -> tuple[list[str], list[dict[str, object]]]:
     """Return the columns and the rows of `to_pandas`, without pandas."""
     if rows == "evidence":
-        columns = ["image", "class_id", "label", *LISTS["evidence"]]
+        columns = ["image", "image_index", "class_id", "label", *LISTS["evidence"]]
         return columns, [row for record in records for row in _slot_rows(record)]
     return [*COLUMNS, *LISTS], [record_to_row(record) for record in records]
 
@@ -216,5 +224,5 @@ def to_pandas(records: Iterable[Record], rows: Rows = "images") -> Any:
 
 def _slot_rows(record: Record) -> list[dict[str, object]]:
     row = record_to_row(record)
-    image = {name: row[name] for name in ("image", "class_id", "label")}
+    image = {name: row[name] for name in ("image", "image_index", "class_id", "label")}
     return [{**image, **slot} for slot in row["evidence"] or []]

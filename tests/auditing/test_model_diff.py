@@ -39,13 +39,15 @@ def moved(name, slots=1):
 
 
 def compare(folder, before, after, keep=20):
-    path = folder / "after.jsonl"
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in after))
-    index = RecordIndex(path)
+    indices = []
+    for name, entries in (("before", before), ("after", after)):
+        (folder / name).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        indices.append(RecordIndex(folder / name))
     try:
-        return compare_results(iter(before), index, 0.01, keep)
+        return compare_results(*indices, 0.01, keep)
     finally:
-        index.close()
+        for index in indices:
+            index.close()
 
 
 def kinds(report):
@@ -92,7 +94,7 @@ def test_images_are_paired_by_name_and_classes_by_label(tmp_path):
     before = [record("a"), record("b"), record("b"), record(None)]
     after = [record("c"), record("a"), record("a"), record("d"), record(None)]
     report = compare(tmp_path, before, after)
-    assert (report.paired, report.only_before, report.only_after, report.unpaired) == (1, 1, 2, 4)
+    assert (report.paired, report.only_before, report.only_after, report.unpaired) == (1, 2, 3, 2)
     # a missing image closes every gate
     assert report.has("error")
     other = record("a")
@@ -104,6 +106,17 @@ def test_images_are_paired_by_name_and_classes_by_label(tmp_path):
     report = compare(tmp_path, [record("a")], [record("a", "birch", file_sha256="1" * 64)])
     assert report.file_changed == 1
     assert "the image is another" in str(report.worst[0][0])
+
+
+def test_images_of_one_name_are_paired_by_their_places(tmp_path):
+    labels = ["ash", "birch", "cedar"]
+    before = [record("a", label, image_index=number) for number, label in enumerate(labels)]
+    # shards that were put together, in which the second is another
+    after = [before[2], before[0], record("a", "oak", image_index=1)]
+    report = compare(tmp_path, before, after)
+    assert (kinds(report), report.only_before, report.only_after) == ({"class": 1, "same": 2}, 0, 0)
+    (change, _, _) = report.worst[0]
+    assert (change.image, change.image_index, change.before, change.after) == ("a", 1, "birch", "oak")
 
 
 def test_a_finer_grid_moves_no_slot_that_stays_in_its_old_box(tmp_path):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
+import warnings
+import zipfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact.files import compute_sha256
-from tests.cli.calls import Opal, read_results
+from tests.cli.calls import Opal, one_line, read_results
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +71,67 @@ def test_a_changed_record_ends_in_4_and_is_named(opal: Opal, run: Path, exact_mo
     done = opal("verify", tmp_path, "--model", exact_model, "--root", run, "--min-margin", "0.3")
     assert done.returncode == 4, done.stderr
     assert f"line 2, {record['image']}: evidence[0].box is recorded as" in done.stderr.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def archived(opal: Opal, exact_model: Path, make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with archives whose members have few names, an empty folder, and their results by kind."""
+    folder = tmp_path_factory.mktemp("archived")
+    (folder / "empty").mkdir()
+    names = ("dup.png", "./dup.png", "c//d.png", "dup.png", "c/d.png", "C/d.png")
+    contents = [path.read_bytes() for path in make_pictures(folder / "in", len(names))]
+    for suffix in ("tar", "tgz", "zip"):
+        with warnings.catch_warnings(), ExitStack() as stack:
+            warnings.simplefilter("ignore")  # of zipfile's, about the names
+            if suffix == "zip":
+                packed = stack.enter_context(zipfile.ZipFile(folder / "x.zip", "w"))
+                for name, content in zip(names, contents, strict=True):
+                    packed.writestr(name, content)
+            else:
+                tar = stack.enter_context(tarfile.open(folder / f"x.{suffix}", "w:gz" if suffix == "tgz" else "w"))
+                for name, content in zip(names, contents, strict=True):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+        images = (f"x.{suffix}", "empty")
+        done = opal("infer", *images, "--model", exact_model, "--out", suffix, "--shard", "1/2", cwd=folder)
+        assert done.returncode == 3, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("suffix", ["tar", "tgz", "zip"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_images_of_one_name_are_told_apart(
+    opal: Opal, archived: Path, exact_model: Path, tmp_path: Path, suffix: str, earlier: bool
+) -> None:
+    results = read_results(archived / suffix)
+    assert [record["image_index"] for record in results] == [0, 2, 4, 6]
+    out = tmp_path / "results.jsonl"
+    for record in results if earlier else []:
+        # as earlier versions wrote it
+        del record["image_index"]
+    out.write_text("".join(json.dumps(record) + "\n" for record in results))
+    images, options = (f"x.{suffix}", "empty"), ("--model", exact_model, "--all")
+    # in any order and, with an index, wherever they lie
+    calls = [(archived, images), (archived, images[::-1]), (archived / "in", [f"../{name}" for name in images])]
+    for cwd, given in calls[:2] if earlier else calls:
+        done = opal("verify", out, *given, *options, cwd=cwd)
+        assert done.returncode == 0, done.stderr
+    # a member that is another one now
+    results[0]["file_sha256"] = "0" * 64
+    out.write_text(json.dumps(results[0]) + "\n")
+    done = opal("verify", out, *images, *options, cwd=archived)
+    assert done.returncode == 4, done.stderr
+    assert "the image is another one than was explained" in done.stderr
+    assert opal("diff", suffix, suffix, "--fail-on", "any", cwd=archived).returncode == 0
+
+
+@pytest.mark.parametrize(("given", "missing"), [([], "x.tar"), (["x.tar"], "empty"), (["empty", "in"], "x.tar")])
+def test_an_archive_that_was_not_given_is_a_wrong_call(
+    opal: Opal, archived: Path, exact_model: Path, given: list[str], missing: str
+) -> None:
+    done = opal("verify", "tar", *given, "--model", exact_model, cwd=archived)
+    assert f"checking it takes {missing}, which was not given; give the images as `infer` had them" in one_line(done)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
     write_table(RECORDS, tmp_path, "parquet")
     assert parquet.ParquetFile(tmp_path / "results.parquet").metadata.num_row_groups == 2
     table = read_parquet(tmp_path)
-    types = {"string": "string", "int32": "int32", "float64": "double", "bool": "bool"}
+    types = {"string": "string", "int32": "int32", "int64": "int64", "float64": "double", "bool": "bool"}
     assert table.column_names == [*COLUMNS, *LISTS]
     assert [str(field.type) for field in table.schema][: len(COLUMNS)] == [types[t] for t in COLUMNS.values()]
     first, second, third = table.to_pylist()

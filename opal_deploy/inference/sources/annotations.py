@@ -18,7 +18,7 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Generic, Protocol, TypeVar
 
 from opal_deploy.artifact.files import compute_sha256
@@ -65,6 +65,11 @@ class PathLookup(Generic[T]):
         return self._by_name[name]
 
 
+def _normalize(name: str) -> str:
+    """Return a name as that of an image is written: without `.` and double slashes."""
+    return PurePosixPath(name).as_posix()
+
+
 class Boxes:
     """The boxes of a file, found by an image's path as `PathLookup` does."""
 
@@ -106,7 +111,7 @@ def read_boxes(path: Path) -> Boxes:
         rows = _read_box_csv(path, text)
     by_name: dict[str, Box] = {}
     for name, box in rows:
-        name = name.removeprefix("./")
+        name = _normalize(name)
         if name in by_name:
             raise UsageError(f"{path}: two boxes for {name}; expected one an image")
         by_name[name] = box
@@ -162,7 +167,7 @@ def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
         raise UsageError(f"{path}: cannot be read ({error}); expected a COCO file") from None
     by_name: dict[str, list[CocoObject]] = {}
     for name, thing in _parse_coco(path, text):
-        by_name.setdefault(name.removeprefix("./"), []).append(thing)
+        by_name.setdefault(_normalize(name), []).append(thing)
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")
     return PathLookup(by_name)
@@ -266,7 +271,7 @@ def _parse_label_rows(path: Path, reader: csv.DictReader[str]) -> dict[str, str]
         name, label = row["image"], row["label"]
         if not name or not label:
             raise UsageError(f"--labels {path}: line {reader.line_num} lacks an image's name or its label")
-        name = name.removeprefix("./")
+        name = _normalize(name)
         if by_name.setdefault(name, label) != label:
             raise UsageError(f"--labels {path}: two labels for {name}; expected one an image")
     return by_name

@@ -10,6 +10,7 @@ import glob
 import io
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -31,7 +32,7 @@ STDIN, LIST_MARK = "-", "@"
 def discover(
     inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None, *, recursive: bool = True
 ) -> Iterator[Item]:
-    """Yield the images that `inputs` name, in their order.
+    """Yield the images that `inputs` name, in their order and numbered.
 
     Args:
         inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; also what a glob matches), `-` for
@@ -48,7 +49,8 @@ def discover(
     # problems before the first image
     problems: list[Item] = []
     found = False
-    for item in _input_items(inputs, skipped, stdin, recursive):
+    for index, unnumbered in enumerate(_input_items(inputs, skipped, stdin, recursive)):
+        item = replace(unnumbered, index=index)
         if not found and item.problem is not None and item.problem.code in CONTAINER_CODES:
             problems.append(item)
             continue

@@ -30,12 +30,14 @@ class Item:
         relative: the path from the folder or archive that was searched; the file's name for one named directly.
         problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
         content: where a member's bytes are; None for a file of its own.
+        index: position among all that the inputs name, from 0; None where it did not come from `discover`.
     """
 
     path: Path
     relative: str
     problem: ImageError | None = None
     content: Source | None = None
+    index: int | None = None
 
     @property
     def name(self) -> str:

@@ -70,6 +70,8 @@ def test_forms_of_boxes(tmp_path: Path, text: str) -> None:
         (boxes, HEADER + "a.jpg,1,2,3\n", "line 2 has no four numbers"),
         (boxes, "x0,y0,x1,y1,image\n1,2,3,4\n", "line 2 has no image's name"),
         (boxes, HEADER + "a.jpg,1,2,3,4\na.jpg,1,2,3,4\n", "two boxes for a.jpg; expected one an image"),
+        # images in an archive may have these names, and both are a/b.jpg in their records
+        (boxes, HEADER + "a//b.jpg,1,2,3,4\na/./b.jpg,1,2,3,4\n", "two boxes for a/b.jpg"),
         (boxes, HEADER.encode() + b"a" * 200_000 + b",1,2,3,4\n", "not a CSV file"),
         (boxes, "{", "not a COCO file"),
         (boxes, "{}", "not a COCO file .*expected images with id and file_name, annotations with image_id and bbox"),

@@ -1,0 +1,85 @@
+"""The images that records were made of, found again.
+
+An image of its own is found by its name, below a root. A member of an archive is found among the images that the same
+inputs name now, and so is what stands for a whole folder, list or archive.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from opal_deploy.errors import ImageError
+from opal_deploy.inference.decoding.prepare import content_sha256
+from opal_deploy.inference.sources.archives import is_archive_name
+from opal_deploy.inference.sources.items import Item
+from opal_deploy.records.names import escape_name, unescape_name
+from opal_deploy.records.record import Record
+
+
+class RecordSources:
+    """The images that inputs name, found by the records that were made of them.
+
+    A name that one image has means that image. Of several images of one name, a record means one with its digest, first
+    of all the one at its index: inputs may be fewer, or in another order, than they were. A record whose name no image
+    has means the image at its index, if that has the same path from its folder or archive: inputs may lie elsewhere.
+    """
+
+    def __init__(self, items: Iterable[Item] = (), records: Iterable[Record] | None = None) -> None:
+        """Keep the images that `records` may mean; None: all."""
+        wanted = None if records is None else list(records)
+        names = None if wanted is None else {record["image"] for record in wanted}
+        indices = None if wanted is None else {record.get("image_index") for record in wanted}
+        self._by_name: dict[str, list[Item]] = {}
+        self._by_index: dict[int, Item] = {}
+        for item in items:
+            if names is None or item.name in names:
+                self._by_name.setdefault(item.name, []).append(item)
+            if item.index is not None and (indices is None or item.index in indices):
+                self._by_index[item.index] = item
+
+    def find(self, record: Record) -> Item | None:
+        """Return the image of a record, in which may be anything that JSON can hold; None if it is not among them."""
+        name, index = record["image"], record.get("image_index")
+        if not isinstance(name, str):
+            return None
+        if same := sorted(self._by_name.get(name, []), key=lambda item: item.index != index):
+            # files of one name are one file
+            if len(same) == 1 or all(item.content is None for item in same):
+                return same[0]
+            digest = record.get("file_sha256")
+            return next((item for item in same if _hash(item) == digest), same[0])
+        moved = self._by_index.get(index) if isinstance(index, int) else None
+        if moved is None:
+            return None
+        tail = escape_name(str(Path(moved.relative))).lstrip("/")
+        return moved if f"/{name}".endswith(f"/{tail}") else None
+
+
+def _hash(item: Item) -> str | None:
+    try:
+        return None if item.problem else content_sha256(item.source)
+    except ImageError:
+        return None
+
+
+def find_container(record: Record, root: Path) -> str | None:
+    """Return what a record's image is part of, or stands for, as its name in the record: an archive, folder or list.
+
+    Args:
+        record: the record.
+        root: the folder that its name is relative to.
+
+    Returns:
+        None for an image that is a file of its own, also for one that is not there.
+    """
+    name = record["image"]
+    if not isinstance(name, str):
+        return None
+    path = Path(unescape_name(name))
+    for part in (*reversed(path.parents), path):
+        if is_archive_name(part.name) and not os.path.isdir(root / part):
+            return escape_name(str(part))
+    stands_for_all = "error" in record and record["error"].get("code") == "no_images"
+    return name if stands_for_all or os.path.isdir(root / path) else None
