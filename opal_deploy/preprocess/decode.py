@@ -50,6 +50,8 @@ _16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
 # Pillow hands these to Ghostscript: no file from outside may start a program
 _RUNS_A_PROGRAM = ("EPS",)
+# an image of more pixels is claimed before it is decoded, and converted in strips of so many
+_LARGE_PIXELS = 4_000_000
 # larger ones are left to Pillow, which reads piece by piece and needs no second copy of the pixels
 _MAX_PLAIN_PIXELS, _MAX_PLAIN_BYTES = 25_000_000, 32_000_000
 
@@ -127,12 +129,17 @@ def open_file(source: PathOrSource) -> BinaryIO:
         raise ImageError("unreadable", f"cannot be read: {reason}") from None
 
 
+def no_claim(pixels: int) -> None:
+    """Let any number of pixels be decoded at once."""
+
+
 def decode(
     source: Source,
     *,
     max_pixels: int = MAX_PIXELS,
     open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
+    claim: Callable[[int], None] = no_claim,
 ) -> Image.Image:
     """Decode one image at its full size.
 
@@ -141,6 +148,8 @@ def decode(
         max_pixels: width times height above which the image is refused.
         open_file: opens a path or a FileSource; replaced to measure or count what is read.
         decoding: `exact` uses Pillow alone; the other paths give the same pixels here.
+        claim: is called with the number of pixels of an image of over 4 megapixels before they are decoded, and may
+            wait until there is memory for them.
 
     Returns:
         A loaded PIL image of mode RGB.
@@ -148,7 +157,7 @@ def decode(
     Raises:
         ImageError: the image cannot be used, whatever Pillow raised; the module's docstring lists the codes.
     """
-    return _decode(source, _DecodeOptions(max_pixels, open_file, decoding))[0]
+    return _decode(source, _DecodeOptions(max_pixels, open_file, decoding, claim))[0]
 
 
 def decode_for_input(
@@ -158,6 +167,7 @@ def decode_for_input(
     max_pixels: int = MAX_PIXELS,
     open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
+    claim: Callable[[int], None] = no_claim,
 ) -> tuple[Image.Image, Geometry]:
     """Decode one image that will be resized as a whole to `input_size` = (H0, W0).
 
@@ -167,7 +177,7 @@ def decode_for_input(
     Returns:
         A loaded PIL image of mode RGB, and the geometry of the image at its full size.
     """
-    image, (width, height) = _decode(source, _DecodeOptions(max_pixels, open_file, decoding, input_size))
+    image, (width, height) = _decode(source, _DecodeOptions(max_pixels, open_file, decoding, claim, input_size))
     return image, Geometry.whole(width, height)
 
 
@@ -178,6 +188,7 @@ class _DecodeOptions:
     max_pixels: int
     open_file: Callable[[PathOrSource], BinaryIO]
     decoding: Decoding
+    claim: Callable[[int], None]
     min_size: tuple[int, int] | None = None
 
 
@@ -212,6 +223,8 @@ def _load(
     try:
         image = source if isinstance(source, Image.Image) else _open_image(source)
         _check_kind(image, options.max_pixels)
+        if image.width * image.height > _LARGE_PIXELS:
+            options.claim(image.width * image.height)
         loaded = None if stream is None else _decode_plain_jpeg(stream, size, image, options)
         if loaded is None:
             image.load()
@@ -322,18 +335,38 @@ def _convert(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         return _from_floats(np.asarray(image))
     if image.mode in _16_BIT_MODES or image.mode == "I":
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() > 65535:
-            raise ImageError("unsupported_image", "its pixels are 32-bit integers beyond 16 bits; save it as 8-bit")
-        grey = _16_TO_8[values]
-        if isinstance(image.info.get("transparency"), int):
-            grey[values == image.info["transparency"]] = 255
-        return Image.fromarray(grey).convert("RGB")
+        return _convert_in_strips(image, _scale_16_bits)
     if image.has_transparency_data:
-        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
+        return _convert_in_strips(image, _lay_over_white)
     return image.convert("RGB")
+
+
+def _convert_in_strips(image: Image.Image, convert: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Convert a few rows at a time: of a large image, the copies on the way would be gigabytes."""
+    rows = max(1, _LARGE_PIXELS // image.width)
+    if image.height <= rows:
+        return convert(image)
+    rgb = Image.new("RGB", image.size)
+    for top in range(0, image.height, rows):
+        box = (0, top, image.width, min(top + rows, image.height))
+        rgb.paste(convert(image.crop(box)), box)
+    return rgb
+
+
+def _scale_16_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise ImageError("unsupported_image", "its pixels are 32-bit integers beyond 16 bits; save it as 8-bit")
+    grey = _16_TO_8[values]
+    if isinstance(image.info.get("transparency"), int):
+        grey[values == image.info["transparency"]] = 255
+    return Image.fromarray(grey).convert("RGB")
+
+
+def _lay_over_white(image: Image.Image) -> Image.Image:
+    rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, rgba).convert("RGB")
 
 
 def _from_floats(values: NDArray[np.float32]) -> Image.Image:

@@ -19,7 +19,7 @@ from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.preprocess.geometry import Geometry
 
 # of an image that is drawn on: what a screen shows and an image in flight may cost, whatever the shape of the file
-MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 4_000_000, 4096
+MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
 
 
 def to_input(
@@ -48,7 +48,7 @@ def to_input(
 
 
 def display_size(width: int, height: int) -> tuple[int, int]:
-    """Return the (width, height) at which an image is drawn on: its own up to 4 megapixels and 4096 pixels a side."""
+    """Return the (width, height) at which an image is drawn on: its own up to 2 megapixels and 4096 pixels a side."""
     share = min(1.0, MAX_DISPLAY_SIDE / max(width, height), math.sqrt(MAX_DISPLAY_PIXELS / (width * height)))
     return max(1, math.floor(width * share)), max(1, math.floor(height * share))
 

@@ -1,6 +1,6 @@
 """Overlays: a photograph with the slots' boxes on it and a legend, for a person to check an answer with.
 
-The photograph keeps its own resolution and every pixel outside boxes and tags, with two exceptions: one of over 4
+The photograph keeps its own resolution and every pixel outside boxes and tags, with two exceptions: one of over 2
 megapixels, or 4096 pixels a side, is reduced (`display_size`), so that no shape of an image makes a drawing large; one
 whose smaller side is under 160 pixels is enlarged, each pixel to k x k, so that boxes and numbers can be read
 (`display_scale`).

@@ -1,7 +1,7 @@
 """A pool that prepares images ahead of the loop, in threads or in worker processes.
 
-In processes (see `isolation`), a decoder that crashes costs the image that it decoded and no other, and an image may
-take only so long.
+The pixels of large images that are decoded at a time are bounded, see `budget`. In processes (see `isolation`), a
+decoder that crashes costs the image that it decoded and no other, and an image may take only so long.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
+from opal_deploy.inference.decoding.budget import PixelBudget
 from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.decoding.task import PrepareTask
 from opal_deploy.inference.isolation.pool import ProcessPool
@@ -27,6 +28,9 @@ from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import display_size
 
+# decoded at a time, on average over the workers: two photographs of an ordinary camera pass side by side, and what is
+# larger waits until the others are done. A pixel takes four bytes, while it is converted eight
+PIXELS_PER_WORKER = 25_000_000
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -68,7 +72,8 @@ class CpuDecoderPool(DecoderPool):
         self._threads = ThreadPoolExecutor(
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
-        # devices and names stay here: no worker needs them
+        self._budget = PixelBudget(PIXELS_PER_WORKER * options.workers)
+        # names stay here: no worker needs them
         task = PrepareTask(input_size, replace(options, slot_names=None))
         self._processes = ProcessPool(options.workers, task, options.decode_timeout, timer)
 
@@ -83,11 +88,13 @@ class CpuDecoderPool(DecoderPool):
 
     def _prepare(self, request: Request) -> Prepared:
         in_memory = isinstance(request.source, Image.Image | np.ndarray)
-        if not self._options.isolate or in_memory or request.error is not None:
-            # an error needs no process, and pixels in memory have no decoder left that could crash
-            return prepare(request, self._input_size, self._options, self._timer)
         try:
-            return self._processes.call((request.source, request.box), partial(self._read_prepared, request))
+            with self._budget.lease() as claim:
+                if not self._options.isolate or in_memory or request.error is not None:
+                    # an error needs no process, and pixels in memory have no decoder left that could crash
+                    return prepare(request, self._input_size, self._options, self._timer, claim)
+                read = partial(self._read_prepared, request)
+                return self._processes.call((request.source, request.box), read, claim)
         except WorkerCrashed as crash:
             return Prepared(request, error=ImageError("decoder_crashed", f"its decoder {crash}"))
         except WorkerTimeout:

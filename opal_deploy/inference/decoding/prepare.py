@@ -24,7 +24,15 @@ from PIL import Image
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Request
-from opal_deploy.preprocess.decode import FileSource, PathOrSource, Source, decode, decode_for_input, open_file
+from opal_deploy.preprocess.decode import (
+    FileSource,
+    PathOrSource,
+    Source,
+    decode,
+    decode_for_input,
+    no_claim,
+    open_file,
+)
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_display, to_input
 
@@ -44,7 +52,11 @@ OpenFile: TypeAlias = Callable[[PathOrSource], BinaryIO]
 
 
 def prepare(
-    request: Request, input_size: tuple[int, int], options: InferenceOptions, timer: StageTimer = NO_OP_TIMER
+    request: Request,
+    input_size: tuple[int, int],
+    options: InferenceOptions,
+    timer: StageTimer = NO_OP_TIMER,
+    claim: Callable[[int], None] = no_claim,
 ) -> Prepared:
     """Return the image as the model takes it, or with its error; raise nothing that an image can cause.
 
@@ -53,6 +65,7 @@ def prepare(
         input_size: (H0, W0) of the model.
         options: `max_pixels`, `decode` and `keep_images` are read.
         timer: gets the times of the stages `read`, `decode` and `resize`.
+        claim: see `decode`.
     """
     open_timed = timed_open(timer)
     source, digest = request.source, None
@@ -65,11 +78,14 @@ def prepare(
         with timer.stage("decode"):
             if request.box is None:
                 image, geometry = decode_for_input(
-                    source, input_size, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode
-                )
+                    source, input_size, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode,
+                    claim=claim,
+                )  # fmt: skip
             else:
                 # a crop needs the pixels that scaled decoding would leave out
-                image = decode(source, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode)
+                image = decode(
+                    source, max_pixels=options.max_pixels, open_file=open_timed, decoding=options.decode, claim=claim
+                )
                 geometry = compute_geometry(image, request.box)
         with timer.stage("resize"):
             pixels = to_input(image, geometry, input_size, options.decode)
@@ -86,7 +102,7 @@ def prepare(
         with timer.stage("resize"), contextlib.suppress(ImageError, MemoryError):
             if image.size != (geometry.width, geometry.height):
                 # it came at a fraction of its size, enough for the model; a person wants to see more
-                image = decode(source, max_pixels=options.max_pixels, open_file=open_timed)
+                image = decode(source, max_pixels=options.max_pixels, open_file=open_timed, claim=claim)
             kept = to_display(image)
     return Prepared(request, geometry, pixels, kept, file_sha256=digest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,10 @@ class PrepareTask:
     input_size: tuple[int, int]
     options: InferenceOptions
 
-    def __call__(self, request: tuple[Source, Box | None], timer: StageTimer) -> Response:
-        """Return what is known of the image, its pixels, and the whole image where it is kept."""
+    def __call__(self, request: tuple[Source, Box | None], timer: StageTimer, claim: Callable[[int], None]) -> Response:
+        """Return what is known of the image, its pixels, and the reduced image where it is kept; claim its pixels."""
         source, box = request
-        prepared = prepare(Request(None, source, box), self.input_size, self.options, timer)
+        prepared = prepare(Request(None, source, box), self.input_size, self.options, timer, claim)
         parts = [] if prepared.pixels is None else [prepared.pixels.tobytes()]
         if prepared.image is not None:
             parts.append(prepared.image.tobytes())

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from PIL import Image
@@ -52,7 +53,12 @@ class ProcessPool:
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def call(self, request: object, read: Callable[[WorkerProcess, dict[str, Any]], T]) -> T:
+    def call(
+        self,
+        request: object,
+        read: Callable[[WorkerProcess, dict[str, Any]], T],
+        claim: Callable[[int], None] = lambda _: None,
+    ) -> T:
         """Have a request answered, waiting for a process while all of them are in use.
 
         A request whose process ended is tried a second time, since processes are also killed from outside.
@@ -61,6 +67,7 @@ class ProcessPool:
             request: is pickled for the task.
             read: makes the result of the response's header, and of the bytes that it reads from the process; a
                 KeyError, TypeError or ValueError of its means that the response makes no sense.
+            claim: waits until so many pixels may be decoded; called where the task claims them.
 
         Raises:
             WorkerCrashed: the process ended in the middle. WorkerTimeout: it took too long.
@@ -69,19 +76,21 @@ class ProcessPool:
         message, failure = pickle.dumps(request), ""
         for _ in range(_MAX_ATTEMPTS):
             try:
-                return self._call_once(message, read)
+                return self._call_once(message, read, claim)
             except WorkerCrashed as crash:
                 failure = str(crash)
         raise WorkerCrashed(f"{failure}, each of {_MAX_ATTEMPTS} times")
 
-    def _call_once(self, message: bytes, read: Callable[[WorkerProcess, dict[str, Any]], T]) -> T:
+    def _call_once(
+        self, message: bytes, read: Callable[[WorkerProcess, dict[str, Any]], T], claim: Callable[[int], None]
+    ) -> T:
         process, reusable = self._idle.get(), False
         try:
             # a process that ended between two requests is no request's fault
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
-            result, reusable = self._call_process(process, message, read)
+            result, reusable = self._call_process(process, message, read, claim)
             return result
         finally:
             if not reusable:
@@ -102,13 +111,19 @@ class ProcessPool:
             self._close_process(process)
 
     def _call_process(
-        self, process: WorkerProcess, message: bytes, read: Callable[[WorkerProcess, dict[str, Any]], T]
+        self,
+        process: WorkerProcess,
+        message: bytes,
+        read: Callable[[WorkerProcess, dict[str, Any]], T],
+        claim: Callable[[int], None],
     ) -> tuple[T, bool]:
         """Return the result, and whether the process can be used again."""
         header = process.request(message, self._timeout)
-        if "traceback" in header:
-            raise RuntimeError(f"in a worker process: {header['traceback']}")
         try:
+            while "claim" in header:
+                header = process.grant(partial(claim, int(header["claim"])))
+            if "traceback" in header:
+                raise RuntimeError(f"in a worker process: {header['traceback']}")
             result = read(process, header)
             for stage, wall, cpu, calls in header["times"]:
                 self._timer.add(stage, wall, cpu, calls)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from opal_deploy.errors import StoppedEarly
@@ -112,6 +113,29 @@ class WorkerProcess:
         """
         if timeout is not None:
             self._deadline = time.monotonic() + timeout
+        return self._exchange(message)
+
+    def grant(self, claim: Callable[[], None]) -> dict[str, Any]:
+        """Make a claim of the request's, and return the next header of its response.
+
+        The time limit does not run while the claim waits.
+
+        Args:
+            claim: waits until the claim can be granted.
+
+        Raises:
+            WorkerCrashed, WorkerTimeout: as `request`.
+        """
+        with self._lock:
+            remaining = None if self._deadline is None else self._deadline - time.monotonic()
+            self._deadline = None
+        claim()
+        if remaining is not None:
+            self._deadline = time.monotonic() + remaining
+        return self._exchange(b"")
+
+    def _exchange(self, message: bytes) -> dict[str, Any]:
+        """Send a message and return the header of the response."""
         try:
             self._send(message)
         except OSError:

@@ -17,7 +17,9 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from PIL import Image
@@ -37,8 +39,14 @@ Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
 class Task(Protocol):
     """The work of a worker process; it is pickled once for each process."""
 
-    def __call__(self, request: Any, timer: StageTimer) -> Response:
-        """Answer one request, adding the times of its stages to `timer`."""
+    def __call__(self, request: Any, timer: StageTimer, claim: Callable[[int], None]) -> Response:
+        """Answer one request.
+
+        Args:
+            request: what `ProcessPool.call` was given.
+            timer: gets the times of its stages.
+            claim: waits until the parent lets so many pixels be decoded, from now to the end of the request.
+        """
         ...
 
 
@@ -71,16 +79,26 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
         request = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
-        for part in _build_response(request, config, memory_at_start):
+        for part in _build_response(request, config, partial(_claim, requests, responses), memory_at_start):
             responses.write(part)
         responses.flush()
 
 
-def _build_response(request: Any, config: WorkerConfig, memory_at_start: int) -> list[bytes]:
+def _claim(requests: BinaryIO, responses: BinaryIO, pixels: int) -> None:
+    encoded = json.dumps({"claim": pixels}).encode()
+    responses.write(LENGTH.pack(len(encoded)) + encoded)
+    responses.flush()
+    # an empty message
+    _read_length(requests)
+
+
+def _build_response(
+    request: Any, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
+) -> list[bytes]:
     """Return the header with its length, and the bytes that follow it."""
     timer = StageTimer() if config.timed else NO_OP_TIMER
     try:
-        header, parts = config.task(request, timer)
+        header, parts = config.task(request, timer, claim)
     except Exception:
         header, parts = {"traceback": traceback.format_exc()}, []
     header["times"] = [(row.stage, row.wall, row.cpu, row.calls) for row in timer.read().stages]

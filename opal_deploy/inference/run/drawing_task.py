@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from opal_deploy.inference.isolation.worker import Response
 from opal_deploy.inference.sheets import SheetBuilder, get_image
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import Result
+from opal_deploy.preprocess.decode import no_claim
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import make_thumbnail
 
@@ -44,11 +46,11 @@ class DrawTask:
     field: EffectiveField | None
     sheets: SheetBuilder | None
 
-    def __call__(self, request: DrawRequest, timer: StageTimer) -> Response:
+    def __call__(self, request: DrawRequest, timer: StageTimer, claim: Callable[[int], None] = no_claim) -> Response:
         """Return the encoded drawings, their sizes in the header by the names in `PARTS`.
 
         What could not be drawn is absent; then the header has `error`, a code and a message, or `stop`, the reason why
-        no other image can be drawn either.
+        no other image can be drawn either. Nothing is claimed: images to draw on are small.
         """
         header: dict[str, Any] = {}
         parts: list[bytes] = []

@@ -104,10 +104,10 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     call = ProcessPool.call
 
-    def hang(pool: ProcessPool, request: object, read: Any) -> Any:
+    def hang(pool: ProcessPool, request: object, *how: Any) -> Any:
         if isinstance(request, DrawRequest) and request.result.record["image"] == "4.png":
             raise WorkerTimeout
-        return call(pool, request, read)
+        return call(pool, request, *how)
 
     monkeypatch.setattr(ProcessPool, "call", hang)
     out = tmp_path / "out"

@@ -1,0 +1,53 @@
+"""A budget of the pixels of large images that are decoded at a time, shared by everything that decodes them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class PixelBudget:
+    """A number of pixels that may be decoded at a time; an image with more takes all of it, and is decoded alone."""
+
+    def __init__(self, pixels: int) -> None:
+        """Start with all `pixels` free."""
+        self._total = self._free = pixels
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def lease(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that claims pixels, once they are free and those who waited before have theirs.
+
+        A second claim replaces the first; leaving the block frees what is claimed.
+        """
+        held = 0
+
+        def claim(pixels: int) -> None:
+            nonlocal held
+            self._release(held)
+            # or those who wait would wait for what this one no longer holds
+            held = 0
+            held = self._acquire(max(0, pixels))
+
+        try:
+            yield claim
+        finally:
+            self._release(held)
+
+    def _acquire(self, pixels: int) -> int:
+        pixels, ticket = min(pixels, self._total), object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket and pixels <= self._free)
+            self._waiting.popleft()
+            self._free -= pixels
+            self._changed.notify_all()
+        return pixels
+
+    def _release(self, pixels: int) -> None:
+        with self._changed:
+            self._free += pixels
+            self._changed.notify_all()
