@@ -110,6 +110,12 @@ def print_summary(summary: Summary, skipped: Skipped, options: RunOptions) -> No
     if skipped.count:
         examples = one_line(", ".join(skipped.examples))
         print_message(f"Passed over {skipped.count} files that are hidden or no images by name ({examples})")
+    if skipped.folder_links:
+        examples = one_line(", ".join(skipped.folder_link_examples))
+        print_message(
+            "Links not followed, to a folder around them or to one whose images come under its own name: "
+            f"{skipped.folder_links} ({examples})"
+        )
     print_message(f"Records: {options.out / RESULTS}")
     for kind in options.formats:
         print_message(f"Table: {options.out / TABLES[kind]}")

@@ -7,9 +7,9 @@ What cannot be read is an item with a problem, of one of these codes:
 
     no_images            it holds nothing that is an image by its name
     unreadable           the system refuses to list or read it
-    corrupt_archive      its members up to the damage are items before this one
+    corrupt_archive      its members up to the damage are items before this one, those of a compressed tar are not
     unsupported_archive  of a kind that is not read
     encrypted_member     a zip's member needs a password
     oversized_member     a member is, or claims to be, larger than any image within reason
-    unsupported_member   compressed or stored in a way that is not read, or a link that cannot be followed
+    unsupported_member   compressed or stored in a way that is not read, a device, or a link that leads nowhere
 """

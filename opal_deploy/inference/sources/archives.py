@@ -1,8 +1,9 @@
 """Images in tar and zip archives, found without unpacking them.
 
 Members of a plain tar or a zip become byte ranges, which are read where they lie by whoever decodes them. A tar
-compressed with gzip, bzip2 or xz is read once, from beginning to end, and its members' bytes are handed on; memory then
-holds as many as are in work. Archives inside archives are passed over like other files that are no images.
+compressed with gzip, bzip2 or xz is read from beginning to end, once to compare its checksums and once for its members,
+whose bytes are handed on; memory then holds as many as are in work. Links are followed inside the archive, never out of
+it. Archives inside archives are passed over like other files that are no images.
 """
 
 from __future__ import annotations

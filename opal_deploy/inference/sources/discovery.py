@@ -2,6 +2,7 @@
 
 Everything is found lazily and in a fixed order: inputs in that of the call, files of a folder (depth first, one
 folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own.
+Links to folders are followed as torchvision's ImageFolder does, except to a folder that the link lies in.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RESULTS, SHEETS
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.items import (
@@ -162,41 +163,37 @@ def folder_items(folder: Path, skipped: Skipped, *, recursive: bool) -> Iterator
 
 
 def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
-    links = _FolderLinks(folder)
     # an explicit stack: folders may be nested deeper than Python recurses
-    stack = [_scan_folder(folder, skipped, recursive, links)]
+    stack = [_OpenFolder(os.path.realpath(folder), _scan_folder(folder, skipped, recursive))]
     while stack:
-        entry = next(stack[-1], None)
+        entry = next(stack[-1].entries, None)
         if entry is None:
             stack.pop()
         elif isinstance(entry, Item):
             yield Item(entry.path, entry.path.relative_to(folder).as_posix(), entry.problem)
         else:
-            stack.append(_scan_folder(entry, skipped, recursive, links))
+            is_link = entry.is_symlink()
+            real_path = os.path.realpath(entry) if is_link else os.path.join(stack[-1].real_path, entry.name)
+            # a link to a folder around it would never end
+            if is_link and any(_contains(real_path, around.real_path) for around in stack):
+                skipped.add_folder_link(entry)
+            else:
+                stack.append(_OpenFolder(real_path, _scan_folder(entry, skipped, recursive)))
 
 
-class _FolderLinks:
-    """Decides which symbolic links to folders are followed: each folder outside the tree once.
+class _OpenFolder(NamedTuple):
+    """A folder that is being walked: its path without links, and its images and subfolders still to come."""
 
-    Folders inside the tree are found by their own names, and a link to a folder above would never end.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = os.path.realpath(root)
-        self._followed: set[str] = set()
-
-    def follow(self, path: Path) -> bool:
-        """Return whether `path` is a link to follow; true only once for what it leads to."""
-        target = os.path.realpath(path)
-        if not os.path.isdir(target) or os.path.commonpath([target, self._root]) in (target, self._root):
-            return False
-        new = target not in self._followed
-        self._followed.add(target)
-        return new
+    real_path: str
+    entries: Iterator[Item | Path]
 
 
-def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, links: _FolderLinks) -> Iterator[Item | Path]:
-    """Yield one folder's images as items, its subfolders as paths."""
+def _contains(folder: str, path: str) -> bool:
+    return os.path.commonpath([folder, path]) == folder
+
+
+def _scan_folder(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item | Path]:
+    """Yield one folder's images as items, its subfolders, linked ones too, as paths."""
     try:
         with os.scandir(folder) as entries:
             sorted_entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
@@ -209,13 +206,16 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, links: _Folder
         # overlays of an earlier run, or of this one, are no photographs
         if entry.name.startswith(".") or (is_run_dir and entry.name in (OVERLAYS, SHEETS)):
             skipped.add(path)
-        elif entry.is_dir(follow_symlinks=False):
+        # a folder that is gone by now is one all the same
+        elif entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(path)):
             if recursive:
                 yield path
         elif is_image_name(entry.name):
             yield Item(path, entry.name)
-        elif recursive and entry.is_symlink() and links.follow(path):
-            yield path
+        elif recursive and entry.is_symlink() and not os.path.exists(path):
+            # perhaps a folder of images on a disk that is not there
+            problem = ImageError("not_found", f"it is a link to {os.readlink(path)}, which is not there")
+            yield Item(path, entry.name, problem)
         else:
             skipped.add(path)
 

@@ -52,10 +52,19 @@ class Item:
 
 @dataclass
 class Skipped:
-    """Files and members that were passed over: hidden, no image by their names, devices in archives."""
+    """Files and members that were passed over.
+
+    Attributes:
+        count: files that are hidden or no images by their names.
+        examples: names of the first of these.
+        folder_links: links to a folder that they lie in, or whose images come under the folder's own name.
+        folder_link_examples: names of the first of these.
+    """
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
+    folder_links: int = 0
+    folder_link_examples: list[str] = field(default_factory=list)
 
     def add(self, path: Path) -> None:
         """Count one more; the first few names are kept."""
@@ -63,10 +72,18 @@ class Skipped:
         if len(self.examples) < 3:
             self.examples.append(path.name)
 
+    def add_folder_link(self, path: Path) -> None:
+        """Count one more link to a folder."""
+        self.folder_links += 1
+        if len(self.folder_link_examples) < 3:
+            self.folder_link_examples.append(path.name)
+
     def merge(self, other: Skipped) -> None:
-        """Add the files of another count."""
+        """Add the files and links of another count."""
         self.count += other.count
         self.examples = (self.examples + other.examples)[:3]
+        self.folder_links += other.folder_links
+        self.folder_link_examples = (self.folder_link_examples + other.folder_link_examples)[:3]
 
 
 def is_image_name(name: str) -> bool:

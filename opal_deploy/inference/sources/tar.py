@@ -1,29 +1,44 @@
-"""Images in a tar, plain or compressed; `tarfile` reads the headers."""
+"""Images in a tar, plain or compressed; `tarfile` reads the headers.
+
+A compressed tar's checksums come after what they protect. It is therefore read to its end before its first image is
+answered, and once more for its images.
+"""
 
 from __future__ import annotations
 
 import bz2
 import gzip
 import lzma
-import posixpath
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from tempfile import TemporaryFile
+from typing import IO, BinaryIO, NamedTuple, TypeAlias, cast
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
 from opal_deploy.inference.sources.byte_ranges import ByteRange, FileFingerprint
-from opal_deploy.inference.sources.items import Item, Skipped
-from opal_deploy.inference.sources.members import ArchiveError, is_image_member, member_item, oversized
-from opal_deploy.preprocess.decode import Source
+from opal_deploy.inference.sources.items import Item, Skipped, is_image_name
+from opal_deploy.inference.sources.members import (
+    ArchiveError,
+    Link,
+    is_hidden,
+    member_items,
+    normalize_name,
+    oversized,
+    parents,
+    resolve_link,
+)
+from opal_deploy.preprocess.decode import Source, open_file
 from opal_deploy.records.names import escape_name
 
 Decompressor = Callable[[BinaryIO], object]
 DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, lzma.open)
 # bytes of a header's long name or attributes
 _MAX_TAR_HEADER = 1 << 20
+# bytes of images in a compressed tar that links lead to
+_MAX_LINKED = 1 << 30
 
 _CHUNK = 1 << 20
 
@@ -67,13 +82,26 @@ def _decompressed(stream: BinaryIO, decompress: Decompressor | None) -> BinaryIO
 
 
 def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the header of every member.
+    """Yield the header of every member, also of further tars behind the first one's end.
+
+    Raises:
+        ArchiveError: a header is damaged or missing.
+    """
+    start: int | None = 0
+    while start is not None:
+        yield from _members_from(stream, start)
+        # zeros mark the end; where a damaged disk left them in place of a header, the members go on behind them
+        start = _find_block(stream)
+
+
+def _members_from(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the header of every member from `start` to the block of zeros that marks the end.
 
     Raises:
         ArchiveError: a header is damaged or missing.
     """
     last_offset = -1
-    stream.seek(0)
+    stream.seek(start)
     reader = _HeaderReader(stream)
     try:
         tar = _open_tar(reader)
@@ -92,46 +120,67 @@ def _tar_members(stream: BinaryIO) -> Iterator[tarfile.TarInfo]:
     if not reader.last_block:
         raise ArchiveError("it ends without the mark of its end")
     if reader.last_block != bytes(tarfile.BLOCKSIZE):
-        raise ArchiveError("a header is damaged")
+        raise ArchiveError("a header is damaged" if start == 0 else "bytes that are no member follow its end")
+
+
+def _find_block(stream: BinaryIO) -> int | None:
+    """Return where the next whole block that is not of zeros begins; None if there is none."""
+    offset = stream.tell()
+    while chunk := stream.read(_CHUNK):
+        zeros = len(chunk) - len(chunk.lstrip(b"\0"))
+        block = zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
+        if zeros < len(chunk):
+            return offset + block if len(chunk) - block >= tarfile.BLOCKSIZE else None
+        offset += len(chunk)
+    return None
 
 
 def read_tar(archive: Path, file: BinaryIO, decompress: Decompressor | None, skipped: Skipped) -> Iterator[Item]:
-    """Yield a tar's images in its order; devices and what is no image by its name are counted in `skipped`.
+    """Yield a tar's images in its order; what is no image by its name is counted in `skipped`.
 
     Raises:
-        ArchiveError: after the members before the damage; also for a wrong checksum of a compressed tar, which comes
-            after the data.
+        ArchiveError: after the members before the damage; before any member where a compressed tar is cut or has a
+            wrong checksum.
+        ImageError: unreadable: the tar was changed while it was read.
     """
-    stream = _decompressed(file, decompress)
     fingerprint = FileFingerprint.read(file)
-    link_targets: dict[str, ByteRange | ImageError] | None = None
-    for member in _tar_members(stream):
-        if decompress is None and member.offset_data + member.size > fingerprint.size:
-            raise ArchiveError(f"it ends inside {escape_name(member.name)}")
-        if member.isdir():
-            continue
-        is_link = member.islnk() or member.issym()
-        if not is_image_member(member.name) or not (is_link or member.isreg()):
-            skipped.add(Path(member.name))
-            continue
-        content: Source | ImageError
-        if not is_link:
-            content = _locate(archive, member, fingerprint)
-            if decompress is not None and isinstance(content, ByteRange):
-                content = _read_member(stream, member)
-        elif decompress is not None:
-            content = _unsupported_link(member, "and a compressed tar is read only once; unpack it")
-        else:
-            if link_targets is None:
-                link_targets = _index_files(archive, stream, fingerprint)
-            missing = _unsupported_link(member, "which is no file in the archive")
-            content = link_targets.get(_target_name(member), missing)
-        yield member_item(archive, member.name, content)
+    stream = _decompressed(file, decompress)
     if decompress is not None:
-        _check_end(stream)
+        _check_checksums(stream)
+    targets: _LinkTargets | None = None
+    with ExitStack() as stack:
+        for member in _tar_members(stream):
+            if decompress is None and member.offset_data + member.size > fingerprint.size:
+                raise ArchiveError(f"it ends inside {escape_name(member.name)}")
+            if member.isdir():
+                continue
+            link = _read_link(member)
+            if is_hidden(member.name) or not (is_image_name(member.name) or link):
+                skipped.add(Path(member.name))
+                continue
+            content: Source | ImageError | None
+            if link is None:
+                content = _locate(archive, member, fingerprint)
+                if decompress is not None and isinstance(content, ByteRange):
+                    content = _read_member(stream, member)
+            else:
+                if targets is None:
+                    spool = None if decompress is None else stack.enter_context(TemporaryFile())
+                    targets = _LinkTargets(archive, decompress, fingerprint, spool)
+                content = targets.find(member, link)
+            # a byte range compares it itself
+            if decompress is not None and FileFingerprint.read(file) != fingerprint:
+                raise _changed(archive)
+            yield from member_items(archive, member.name, content, skipped)
+
+
+def _read_link(member: tarfile.TarInfo) -> Link | None:
+    return Link(member.linkname, hard=member.islnk()) if member.islnk() or member.issym() else None
 
 
 def _locate(archive: Path, member: tarfile.TarInfo, fingerprint: FileFingerprint) -> ByteRange | ImageError:
+    if not member.isreg():
+        return ImageError("unsupported_member", "it is a device, a pipe or a part of a file, not a whole file")
     if member.issparse():
         return ImageError("unsupported_member", "it is stored as a sparse file; pack it again without -S")
     if member.size > members.MAX_MEMBER:
@@ -139,25 +188,116 @@ def _locate(archive: Path, member: tarfile.TarInfo, fingerprint: FileFingerprint
     return ByteRange(archive, fingerprint, member.offset_data, member.size, member.size)
 
 
-def _index_files(archive: Path, stream: BinaryIO, fingerprint: FileFingerprint) -> dict[str, ByteRange | ImageError]:
-    """Return the files of a plain tar by their normalised names, which a link may name before they come."""
-    files = {}
-    # whoever reads the members in their order comes to the damage too
-    with suppress(ArchiveError):
-        for member in _tar_members(stream):
-            if member.isreg():
-                files[posixpath.normpath(member.name)] = _locate(archive, member, fingerprint)
-    return files
+class _Spooled(NamedTuple):
+    """The place of a linked image in the file that holds those of a compressed tar."""
+
+    offset: int
+    size: int
 
 
-def _target_name(link: tarfile.TarInfo) -> str:
-    """Return the normalised name that a link leads to; a hard link names a path in the archive."""
-    folder = "" if link.islnk() else posixpath.dirname(link.name)
-    return posixpath.normpath(posixpath.join(folder, link.linkname))
+_Target: TypeAlias = ByteRange | _Spooled | ImageError | bytes
 
 
-def _unsupported_link(link: tarfile.TarInfo, why: str) -> ImageError:
-    return ImageError("unsupported_member", f"it is a link to {escape_name(link.linkname)}, {why}")
+class _LinkTargets:
+    """What the links of a tar lead to.
+
+    The tar is read twice for it: once for its links, once for what these lead to. Memory holds an entry a link.
+    """
+
+    def __init__(
+        self,
+        archive: Path,
+        decompress: Decompressor | None,
+        fingerprint: FileFingerprint,
+        spool: IO[bytes] | None,
+    ) -> None:
+        """Read the tar.
+
+        Args:
+            archive: its path.
+            decompress: of a compressed tar.
+            fingerprint: of the tar.
+            spool: a temporary file for the images in a compressed tar that links lead to.
+
+        Raises:
+            ImageError: unreadable: the tar was changed.
+        """
+        self._archive, self._fingerprint = archive, fingerprint
+        self._links: dict[str, Link] = {}
+        # what is at the end of each path, and of a hard link, which keeps it, at the time that it was made
+        self._contents: dict[str, _Target] = {}
+        self._hard_contents: dict[int, _Target] = {}
+        # of the paths that links lead to
+        self._folders = {""}
+        self._spool, self._spooled_bytes = spool, 0
+        with open_file(archive) as file:
+            if FileFingerprint.read(file) != fingerprint:
+                raise _changed(archive)
+            stream = _decompressed(file, decompress)
+            self._read_targets(stream, self._read_links(stream))
+
+    def find(self, member: tarfile.TarInfo, link: Link) -> Source | ImageError | None:
+        """Return what a link leads to: an image or the error of it, nothing of another file, None of a folder."""
+        try:
+            path = resolve_link(normalize_name(member.name), link, self._links)
+        except ImageError as error:
+            return error
+        target = self._hard_contents.get(member.offset, self._contents.get(path))
+        if target is None:
+            return None if path in self._folders else link.error("which is not in the archive")
+        if isinstance(target, _Spooled):
+            assert self._spool is not None  # it was written there
+            self._spool.seek(target.offset)
+            return self._spool.read(target.size)
+        return target
+
+    def _read_links(self, stream: BinaryIO) -> dict[str, bool]:
+        """Return the paths that links lead to, and whether one of the links to it is an image by its name."""
+        names: list[tuple[str, Link]] = []
+        # whoever reads the members in their order comes to the damage too
+        with suppress(ArchiveError):
+            for member in _tar_members(stream):
+                name, link = normalize_name(member.name), _read_link(member)
+                if link is None:
+                    # it takes the place of an earlier link
+                    self._links.pop(name, None)
+                else:
+                    self._links[name] = link
+                    names.append((name, link))
+        paths: dict[str, bool] = {}
+        for name, link in names:
+            with suppress(ImageError):
+                path = resolve_link(name, link, self._links)
+                paths[path] = paths.get(path, False) or is_image_name(name)
+        return paths
+
+    def _read_targets(self, stream: BinaryIO, paths: dict[str, bool]) -> None:
+        with suppress(ArchiveError):
+            for member in _tar_members(stream):
+                name, link = normalize_name(member.name), _read_link(member)
+                if link is not None and link.hard:
+                    with suppress(ImageError, KeyError):
+                        self._hard_contents[member.offset] = self._contents[resolve_link(name, link, self._links)]
+                elif member.isreg() and name in paths:
+                    self._contents[name] = self._keep(stream, member) if paths[name] else b""
+                self._folders.update(path for path in parents(name, itself=member.isdir()) if path in paths)
+
+    def _keep(self, stream: BinaryIO, member: tarfile.TarInfo) -> _Target:
+        content = _locate(self._archive, member, self._fingerprint)
+        if self._spool is None or isinstance(content, ImageError):
+            return content
+        if self._spooled_bytes + member.size > _MAX_LINKED:
+            reason = f"links in this compressed tar lead to more than {_MAX_LINKED:,} bytes; unpack it"
+            return ImageError("unsupported_member", reason)
+        offset = self._spooled_bytes
+        self._spool.seek(offset)
+        self._spool.write(_read_member(stream, member))
+        self._spooled_bytes += member.size
+        return _Spooled(offset, member.size)
+
+
+def _changed(archive: Path) -> ImageError:
+    return ImageError("unreadable", f"{archive.name} was changed while its members were read")
 
 
 def _read_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
@@ -171,10 +311,16 @@ def _read_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
     return data
 
 
-def _check_end(stream: BinaryIO) -> None:
-    """Read a compressed tar to its end, where the checksum of its bytes is."""
+def _check_checksums(stream: BinaryIO) -> None:
+    """Read a compressed tar to its end, which compares its checksums; xz files may have none.
+
+    Raises:
+        ArchiveError: it is cut or altered.
+    """
     try:
+        stream.seek(0)
         while stream.read(_CHUNK):
             pass
     except Exception as error:  # as in `is_tar`
-        raise ArchiveError(f"{error or type(error).__name__}; images before may not be what was packed") from None
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise ArchiveError(f"{reason}; any of its images may be altered, so none is answered") from None

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
 from opal_deploy.inference.sources.byte_ranges import ByteRange, FileFingerprint, ZipLocalHeader
-from opal_deploy.inference.sources.items import Item, Skipped
-from opal_deploy.inference.sources.members import ArchiveError, is_image_member, member_item, oversized
+from opal_deploy.inference.sources.items import Item, Skipped, is_image_name
+from opal_deploy.inference.sources.members import (
+    MAX_PATH,
+    ArchiveError,
+    Link,
+    is_hidden,
+    member_items,
+    normalize_name,
+    oversized,
+    parents,
+    resolve_link,
+)
+from opal_deploy.preprocess.decode import Source
 
 _ENCRYPTED, _SIZE_FOLLOWS, _UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
 _UNIX = 3
@@ -32,7 +44,6 @@ def read_zip(archive: Path, stream: BinaryIO, skipped: Skipped) -> Iterator[Item
     """
     fingerprint = FileFingerprint.read(stream)
     damage: ArchiveError | None = None
-    entries: Iterable[zipfile.ZipInfo]
     try:
         with zipfile.ZipFile(stream) as directory:
             entries = directory.infolist()
@@ -40,22 +51,76 @@ def read_zip(archive: Path, stream: BinaryIO, skipped: Skipped) -> Iterator[Item
         raise
     except Exception as error:  # parsers raise nearly anything for a damaged file
         damage = ArchiveError(f"the directory of its members cannot be read: {error}")
-        entries = _search_entries(stream, fingerprint.size)
+        entries = list(_search_entries(stream, fingerprint.size))
+    targets: _LinkTargets | None = None
     for entry in entries:
-        name = _entry_name(entry)
+        name, kind = _entry_name(entry), _file_type(entry)
         if name.endswith("/"):
             continue
-        # the type is known of archives made on Unix
-        mode = entry.external_attr >> 16 if entry.create_system == _UNIX else 0
-        if not is_image_member(name) or stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFLNK):
+        if is_hidden(name) or not (is_image_name(name) or kind == stat.S_IFLNK):
             skipped.add(Path(name))
-        elif stat.S_ISLNK(mode):
-            link = ImageError("unsupported_member", "it is a symbolic link; pack the file itself")
-            yield member_item(archive, name, link)
+            continue
+        content: Source | ImageError | None
+        if kind == stat.S_IFLNK:
+            if targets is None:
+                targets = _LinkTargets(archive, entries, fingerprint)
+            content = targets.find(entry)
+        elif kind in (0, stat.S_IFREG):
+            content = _check_entry(archive, entry, fingerprint)
         else:
-            yield member_item(archive, name, _check_entry(archive, entry, fingerprint))
+            content = ImageError("unsupported_member", "it is a device or a pipe, not a file")
+        yield from member_items(archive, name, content, skipped)
     if damage is not None:
         raise damage
+
+
+class _LinkTargets:
+    """What the links of a zip lead to."""
+
+    def __init__(self, archive: Path, entries: list[zipfile.ZipInfo], fingerprint: FileFingerprint) -> None:
+        """Read where the links lead; what cannot be read is found again by `find`."""
+        self._archive, self._fingerprint = archive, fingerprint
+        self._links: dict[str, Link] = {}
+        for entry in entries:
+            if _file_type(entry) == stat.S_IFLNK:
+                with suppress(ImageError):
+                    self._links[normalize_name(_entry_name(entry))] = self._read_link(entry)
+        paths = set()
+        for name, link in self._links.items():
+            with suppress(ImageError):
+                paths.add(resolve_link(name, link, self._links))
+        self._files: dict[str, zipfile.ZipInfo] = {}
+        self._folders = {""}
+        for entry in entries:
+            name, is_folder = normalize_name(_entry_name(entry)), entry.filename.endswith("/")
+            if name in paths and not is_folder:
+                self._files[name] = entry
+            self._folders.update(path for path in parents(name, itself=is_folder) if path in paths)
+
+    def find(self, entry: zipfile.ZipInfo) -> Source | ImageError | None:
+        """Return what a link leads to: an image or the error of it, nothing of another file, None of a folder."""
+        name = _entry_name(entry)
+        try:
+            link = self._read_link(entry)
+            path = resolve_link(normalize_name(name), link, self._links)
+        except ImageError as error:
+            return error
+        if path in self._files:
+            return _check_entry(self._archive, self._files[path], self._fingerprint) if is_image_name(name) else b""
+        return None if path in self._folders else link.error("which is not in the archive")
+
+    def _read_link(self, entry: zipfile.ZipInfo) -> Link:
+        content = _check_entry(self._archive, entry, self._fingerprint)
+        if isinstance(content, ImageError):
+            raise content
+        if content.size > MAX_PATH:
+            raise ImageError("unsupported_member", f"it is a link, and its path has {content.size:,} bytes")
+        return Link(content.open().read().decode("utf-8", "surrogateescape"), hard=False)
+
+
+def _file_type(entry: zipfile.ZipInfo) -> int:
+    """Return the type of an entry as `stat` has it; 0 where it is not known, as of zips that were not made on Unix."""
+    return stat.S_IFMT(entry.external_attr >> 16) if entry.create_system == _UNIX else 0
 
 
 def _search_entries(stream: BinaryIO, file_size: int) -> Iterator[zipfile.ZipInfo]:
