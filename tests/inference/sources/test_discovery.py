@@ -145,8 +145,12 @@ def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path: Path) -> None:
     skipped = Skipped()
     assert names(tmp_path / "x*", skipped=skipped) == ["x1.jpg", "a.jpg", "d/e.jpg"]
     assert skipped.count == 1
-    # each image once
-    assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg"]
+    # each image once, also where links lead in circles
+    for link in ("again", "and_again", "x2/back"):
+        (tmp_path / link).symlink_to(tmp_path)
+    (tmp_path / "z").symlink_to(tmp_path / "x2")
+    assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg", "a.jpg", "e.jpg"]
+    assert names(tmp_path / "**/d/**/*.jpg") == ["e.jpg", "e.jpg"]
 
 
 def test_a_list_names_one_path_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
