@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 
 from opal_deploy.datasets.image_folder import EXTENSIONS
 from opal_deploy.datasets.listing import Listing
@@ -35,7 +35,8 @@ from opal_deploy.datasets.samples import (
     shorten_list,
 )
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.preprocess.decode import MAX_PIXELS, decode
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode, open_file
+from opal_deploy.preprocess.decode_errors import decode_error
 from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")
@@ -148,13 +149,19 @@ def _header_problem(sample: Sample) -> str | None:
             if sample.box is not None:
                 transposed = image.getexif().get(ExifTags.Base.Orientation) in _TRANSPOSED
                 compute_geometry(decode(sample.path) if transposed else image, sample.box)
-    except UnidentifiedImageError:
-        return "zero bytes" if sample.path.stat().st_size == 0 else "no decoder recognises it as an image"
     except ImageError as error:
         return str(error)
     except Exception as error:  # Pillow's readers raise nearly anything for a damaged header; none of it is ours
-        return " ".join(f"{type(error).__name__}: {error}".split())
+        return _explain_header(sample.path, error)
     return None
+
+
+def _explain_header(path: Path, error: Exception) -> str:
+    try:
+        with open_file(path) as stream:
+            return str(decode_error(error, stream, None, MAX_PIXELS)) if path.stat().st_size else "zero bytes"
+    except ImageError as unreadable:
+        return str(unreadable)
 
 
 def duplicate_warnings(data: DataSet) -> list[str]:

@@ -21,6 +21,9 @@ from opal_deploy.preprocess.geometry import Geometry
 # of an image that is drawn on: what a screen shows and an image in flight may cost, whatever the shape of the file
 MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
 
+# a filter has two weights of 8 bytes for each pixel of a side: of a longer one, whole pixels are averaged first
+_MAX_SIDE = 1_000_000
+
 
 def to_input(
     image: Image.Image, geometry: Geometry, input_size: tuple[int, int], decoding: Decoding = Decoding.default
@@ -31,7 +34,8 @@ def to_input(
         image: RGB, oriented, whole; what `decode_for_input` made smaller is resized as it is, and has no crop.
         geometry: the crop, in pixels of the whole image.
         input_size: (H0, W0).
-        decoding: with `exact`, Pillow resizes; otherwise a faster library may.
+        decoding: with `exact`, Pillow resizes; otherwise a faster library may. Of an image with a side of over a
+            million pixels, which is no photograph, neighbouring pixels are averaged first.
 
     Returns:
         uint8 [H0, W0, 3], RGB.
@@ -40,6 +44,8 @@ def to_input(
     region = image
     if geometry.crop != (0, 0, geometry.width, geometry.height):
         region = image.crop(geometry.crop)
+    if max(region.size) > _MAX_SIDE:
+        region = region.reduce((-(-region.width // _MAX_SIDE), -(-region.height // _MAX_SIDE)))
     if decoding is not Decoding.exact:
         resized = accelerated.resize(region, (width, height))
         if resized is not None:

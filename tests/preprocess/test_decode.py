@@ -21,6 +21,7 @@ from opal_deploy.errors import ImageError
 from opal_deploy.inference.decoding.prepare import timed_open
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess import accelerated
+from opal_deploy.preprocess import decode as decode_module
 from opal_deploy.preprocess.decode import Decoding, decode, decode_for_input
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
@@ -121,6 +122,19 @@ def test_crops_of_photographs_are_pillows_within_a_count(photographs):
             geometry = compute_geometry(image, box)
             expected = whole.crop(geometry.crop).resize((96, 64), BILINEAR)
             assert difference(to_input(image, geometry, (64, 96)), expected) <= 1, (path, box)
+
+
+@pytest.mark.parametrize("size", [(2_500_000, 1), (1, 2_500_000)], ids=["wide", "tall"])
+def test_a_side_of_millions_of_pixels_is_averaged_first(monkeypatch, size):
+    # Pillow's weights for it would take 40 megabytes, for 90 million pixels 1.4 gigabytes
+    sides, resize = [], Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", lambda self, *how: (sides.append(max(self.size)), resize(self, *how))[1])
+    slope = Image.linear_gradient("L").resize((1, 2500)).resize((1, 2_500_000)).convert("RGB")
+    image = slope if size[0] == 1 else slope.transpose(Image.Transpose.ROTATE_90)
+    found = to_input(image, compute_geometry(image), (8, 8), Decoding.exact)
+    assert sides[-1] < 1_000_000
+    monkeypatch.undo()
+    assert difference(found, image.resize((8, 8), BILINEAR)) <= 1
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1), (2, 3), (64, 64), (500, 2)])
@@ -278,6 +292,19 @@ def test_colours_are_a_viewers(data, expected):
     image = decode(data)
     assert image.mode == "RGB"
     assert [tuple(pixel) for pixel in np.asarray(image)[0]] == expected
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "PA", "I;16", "I"])
+def test_a_large_image_converted_in_strips_has_the_same_pixels(monkeypatch, mode):
+    noise = Image.effect_noise((30, 23), 90)
+    image = noise.convert("I") if mode in ("I;16", "I") else noise.convert("LA" if mode == "PA" else mode)
+    image = image.convert(mode) if image.mode != mode else image
+    if mode in ("LA", "RGBA"):
+        image.putalpha(noise.rotate(180))
+    expected, claims = decode(image), []
+    monkeypatch.setattr(decode_module, "_LARGE_PIXELS", 4 * 30)
+    assert difference(decode(image, claim=claims.append), expected) == 0
+    assert claims == [30 * 23]
 
 
 @pytest.mark.parametrize("mode", ["La", "RGBa", "PA", "RGBX", "HSV", "YCbCr", "I;16B"])
