@@ -15,18 +15,20 @@ def test_unreadable_files_are_left_out_and_named_up_to_the_twentieth(tmp_path):
     write_class_folders(tmp_path)
     (tmp_path / "a" / "zero.jpg").touch()
     (tmp_path / "b" / "text.jpg").write_text("hello")
+    (tmp_path / "b" / "cut.jpg").write_bytes(b"\xff\xd8\xff\xe0\0\x10JFIF")
     found = read_dataset(tmp_path)
-    assert {path.name for path in found.skipped} == {"zero.jpg", "text.jpg"}
-    assert found.summary()["skipped"] == 2
+    assert {path.name for path in found.skipped} == {"zero.jpg", "text.jpg", "cut.jpg"}
+    assert found.summary()["skipped"] == 3
     (line,) = found.warnings
     assert "a/zero.jpg (zero bytes)" in line
+    assert "b/cut.jpg (its JPEG data ends early; copy or download the file again)" in line
     assert "b/text.jpg (no decoder recognises it as an image)" in line
     assert len(found.train) + len(found.val) == 10
     for index in range(25):
         (tmp_path / "a" / f"bad{index:02}.jpg").touch()
     (line,) = read_dataset(tmp_path).warnings
     assert line.count("zero bytes") == 20
-    assert "and 7 more" in line
+    assert "and 8 more" in line
 
 
 AUK, JAY = "001.Auk/3.png", "002.Jay/3.png"
