@@ -3,9 +3,10 @@
     resize to 232x232 -> geometric TrivialAugment -> horizontal flip -> random 95 to 100 % of the area, to 228x228
     -> photometric TrivialAugment -> random 224x224 crop
 
-TrivialAugment (Müller and Hutter, 2021): one operation drawn uniformly, its strength drawn uniformly from its range,
-its sign by a coin. All random numbers come from the caller's generator, so an image's augmentation depends on nothing
-else; torchvision's own transforms draw from a global generator, which is why they are not used.
+TrivialAugment (Müller and Hutter, 2021), as in torchvision's TrivialAugmentWide: one operation drawn uniformly, its
+strength one of 31 from none to the strongest, its sign by a coin. All random numbers come from the caller's generator,
+so an image's augmentation depends on nothing else; torchvision's own transforms draw from a global generator, which is
+why they are not used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torchvision.transforms import InterpolationMode
@@ -34,6 +36,7 @@ _MAX_COLOR_CHANGE = 0.02
 _AREA_RANGE = (0.95, 1.0)
 _ASPECT_RANGE = (3 / 4, 4 / 3)
 _CROP_ATTEMPTS = 10
+_NUM_STRENGTHS = 31
 
 Operation = Callable[[Image.Image, np.random.Generator], Image.Image]
 
@@ -106,7 +109,7 @@ def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Ima
     if choice == 4:
         return _as_pil(F.adjust_saturation(image, 1.0 + _sample_signed(rng, _MAX_COLOR_CHANGE)))
     if choice == 5:
-        return _as_pil(F.posterize(image, 8 - round(rng.uniform(0.0, 6.0))))
+        return _as_pil(F.posterize(image, 8 - round(_sample_strength(rng, 6.0))))
     if choice == 6:
         return _as_pil(F.autocontrast(image))
     if choice == 7:
@@ -143,8 +146,13 @@ def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[i
     return 0, 0, height, width
 
 
+def _sample_strength(rng: np.random.Generator, maximum: float) -> float:
+    # torchvision's float32: half of 16 pixels is 7.9999995, which is a shift of 7
+    return float(torch.linspace(0.0, maximum, _NUM_STRENGTHS)[int(rng.integers(_NUM_STRENGTHS))])
+
+
 def _sample_signed(rng: np.random.Generator, maximum: float) -> float:
-    strength = float(rng.uniform(0.0, maximum))
+    strength = _sample_strength(rng, maximum)
     return -strength if rng.random() < 0.5 else strength
 
 

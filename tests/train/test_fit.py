@@ -20,11 +20,15 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.statistics.risk import choose_threshold
 from opal_deploy.train import loop
-from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.distributed import join_process_group
+from opal_deploy.train.epoch import TrainStep
+from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.run_directory import FILES
+from opal_deploy.train.setup import MixedPrecision
 from opal_deploy.train.validation import Evaluation, evaluate
+from tests.authors import AuthorsModel
 
 # the smallest network of torchvision's with a whole number of pixels a cell: 1.4 million weights
 OPTIONS = TrainOptions(
@@ -220,3 +224,33 @@ def test_three_epochs_on_ten_species_are_far_above_chance(cub_mini, shared_weigh
     test = fit(read_dataset(cub_mini), TrainOptions(backbone="resnet18", weights=weights, epochs=3), tmp_path).test
     assert test.accuracy > 0.5
     assert test.spatial_prototype_collapse < 0.15
+
+
+def test_training_steps_are_the_authors(tmp_path):
+    """Adam without weight decay, batch statistics, stochastic depth: their steps and ours give the same weights."""
+    theirs = AuthorsModel("efficientnet_v2_s")
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    network = checkpoint.load(tmp_path / "theirs.pth").network
+    first = {key: value.clone() for key, value in theirs.backbone.state_dict().items()}
+    pixels, labels = torch.randint(0, 256, (2, 8, 64, 64, 3), dtype=torch.uint8), torch.randint(0, 4, (2, 8))
+    mean, std = network.config.mean, network.config.std
+
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=1e-4)
+    torch.manual_seed(1)
+    theirs.train()
+    for images, targets in zip(pixels, labels, strict=True):
+        optimizer.zero_grad()
+        torch.nn.CrossEntropyLoss()(theirs(normalize(images, mean, std)), targets).backward()
+        optimizer.step()
+
+    with join_process_group("cpu") as group:
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-4)
+        step = TrainStep(network.train(), optimizer, MixedPrecision.select(group.device, "fp32"), group, mean, std)
+        torch.manual_seed(1)
+        for images, targets in zip(pixels, labels, strict=True):
+            step.step(images, targets, len(targets))
+
+    found, expected = network.backbone.body.state_dict(), theirs.backbone.state_dict()
+    weights = [key for key, value in expected.items() if value.is_floating_point()]
+    difference = sum(float((found[key] - expected[key]).square().sum()) for key in weights)
+    assert difference < 1e-4 * sum(float((expected[key] - first[key]).square().sum()) for key in weights)
