@@ -39,6 +39,13 @@ def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Opal, folde
     assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 
+def test_the_next_step_named_for_a_model_without_evidence_explains_nothing(
+    opal: Opal, linear_model: Path, tmp_path: Path
+) -> None:
+    done = opal("export", linear_model, "--precision", "fp16", "--no-verify", "--out", "c.fp16.onnx", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --model c.fp16.onnx"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("nowhere.pt", "nowhere.pt: no such file"), ("c.onnx", "not an ONNX file"), ("c.pth", "c.pth: "),
