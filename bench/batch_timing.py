@@ -12,7 +12,7 @@ from opal_deploy.bench.memory import peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.bench.timing import Timing, TimingOptions, random_batches, time_repeats
-from opal_deploy.runtime.session import StagedSession
+from opal_deploy.runtime.session import PaddingSession, StagedSession
 from opal_deploy.statistics.intervals import mean, percentile
 
 FAILED = "failed"
@@ -95,7 +95,9 @@ def time_stages(loaded: LoadedTarget, batch: int, options: TimingOptions) -> dic
 
 
 def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int, seed: int) -> Callable[[int], object]:
-    """Return a call that runs the session on the next of `buffers` batches of noise each time."""
+    """Return a call that runs the session on the next of `buffers` batches of noise each time, none of it padded."""
+    if isinstance(loaded.session, PaddingSession):
+        loaded.session.add_batch_size(batch)
     batches = random_batches(buffers, batch, loaded.metadata.input_size, seed=seed)
     return lambda number: loaded.session.run(batches[number % len(batches)])
 

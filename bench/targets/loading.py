@@ -261,7 +261,7 @@ def _with_gpu_name(device: str) -> str:
     """Return `cuda:0` with the GPU's name behind it, as CUDA counts GPUs; `cpu` stays."""
     if device == "cpu":
         return device
-    from opal_deploy.runtime.tensorrt.cuda import visible_driver
+    from opal_deploy.runtime.cuda import visible_driver
 
     index = int(device.partition(":")[2] or 0)
     gpus = visible_driver().gpus

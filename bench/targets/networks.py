@@ -32,7 +32,7 @@ from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.runtime.tensorrt.cuda import visible_driver
+from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.synthetic import example_images
 
 ONNX_PRECISIONS = ("fp32", "fp16", "bf16", "int8")

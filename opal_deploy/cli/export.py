@@ -199,7 +199,7 @@ def export(
         targets = plan_targets(export_source, precision, out=out)
         _print_onnx_export(exporter.export(export_source, targets, options, print_message).onnx[0], as_json)
         return
-    from opal_deploy.runtime.tensorrt.cuda import visible_driver
+    from opal_deploy.runtime.cuda import visible_driver
 
     driver = visible_driver()
     with progress("building") as advance:

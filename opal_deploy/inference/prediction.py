@@ -20,7 +20,7 @@ from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Digests, ImageInfo, Record, build_records, error_record
-from opal_deploy.runtime.session import ImageBatch, Session, StagedSession
+from opal_deploy.runtime.session import ImageBatch, PaddingSession, Session, StagedSession
 from opal_deploy.visualization.slot_names import SlotNames
 
 # a session runs one batch at a time, however many predictors share it
@@ -51,6 +51,7 @@ class BatchPredictor:
         self._slot_names = options.slot_names or SlotNames()
         # a session whose outputs do not depend on the batch's size needs no filling up; ONNX Runtime's CPU kernels do
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
+        self._announce_batch_size()
         with _LOCKS_LOCK:
             self._lock = _LOCKS.setdefault(session, threading.Lock())
 
@@ -99,12 +100,18 @@ class BatchPredictor:
             self._timer.attribute("transfer", sum(copies))
         return outputs
 
+    def _announce_batch_size(self) -> None:
+        # a batch that is filled up here already needs no filling up by its session
+        if self._fixed_batch and isinstance(self._session, PaddingSession):
+            self._session.add_batch_size(self._max_batch)
+
     def _halve_batch(self, size: int, error: Exception) -> None:
         where = self._session.description
         if size == 1:
             reason = str(error).partition(";")[0] or type(error).__name__
             raise OutOfMemory(f"{where}: out of memory with a single image ({reason}); free memory there") from None
         self._max_batch = size // 2
+        self._announce_batch_size()
         self._print_message(f"{where}: out of memory with a batch of {size}; going on with {self._max_batch}")
 
     def _build_results(self, part: Sequence[Prepared], outputs: Outputs | None) -> list[Result]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from opal_deploy.runtime import cuda_libraries
 from opal_deploy.runtime.nvml import Driver
 
 # the lowest compute capability that each CUDA major version has kernels for
@@ -30,13 +31,13 @@ NEVER_RUN = (
 _TENSORRT_PARTS = ("", "_bindings", "_libs")
 
 _ONNXRUNTIME_PROGRAM = """
-import ctypes, json, os
+import ctypes, json, os, runpy, sys
 import onnxruntime as ort
 providers = ort.get_available_providers()
 problem = ""
 if "CUDAExecutionProvider" in providers:
     try:
-        ort.preload_dlls()
+        runpy.run_path(sys.argv[1])["load_cuda_libraries"]()
         folder = os.path.join(os.path.dirname(ort.__file__), "capi")
         ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_cuda.so"))
@@ -115,7 +116,7 @@ def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
         `version`, `providers`, `cuda` and `problem` (why its CUDA libraries do not load, or empty); `problem` alone
         where the import fails or takes more than `timeout` seconds.
     """
-    return _run_program(_ONNXRUNTIME_PROGRAM, timeout=timeout)
+    return _run_program(_ONNXRUNTIME_PROGRAM, cuda_libraries.__file__, timeout=timeout)
 
 
 def _run_program(program: str, *arguments: str, timeout: float = 60) -> dict[str, Any]:

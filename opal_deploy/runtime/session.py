@@ -69,6 +69,34 @@ class PipelinedSession(Session, Protocol):
         ...
 
 
+@runtime_checkable
+class PinningSession(Session, Protocol):
+    """A session that copies images to its device directly from memory which the caller had it page-lock.
+
+    Batches from other memory go through a buffer of the session: the same outputs, one copy more.
+    """
+
+    def register_buffer(self, address: int, size: int) -> bool:
+        """Page-lock `size` bytes of host memory; return False where the system does not allow it, which is only slower.
+
+        The memory must stay until `unregister_buffer`, or until the session is closed.
+        """
+        ...
+
+    def unregister_buffer(self, address: int) -> None:
+        """Unlock memory of `register_buffer`, once nothing is copied from it; an unknown address is ignored."""
+        ...
+
+
+@runtime_checkable
+class PaddingSession(Session, Protocol):
+    """A session that fills batches up to one of a few sizes, because its runtime is slow where sizes change."""
+
+    def add_batch_size(self, size: int) -> None:
+        """Execute batches of `size` images as they are: for a caller whose batches are all of one size."""
+        ...
+
+
 @dataclass(frozen=True)
 class BatchTimes:
     """Seconds that one batch spent in each stage; None where the session does not measure it."""

@@ -36,8 +36,8 @@ def engines(
     from opal_deploy.bench.machine import provenance
     from opal_deploy.export.options import ExportOptions
     from opal_deploy.export.tensorrt.options import BuildOptions, choose_engine_targets, parse_batch
+    from opal_deploy.runtime.cuda import visible_driver
     from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, load
-    from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
     require("torch", "export", "opal-deploy bench engines")
     precisions = [_parse_precision(text) for text in precision or ("fp32", "fp16", "bf16")]

@@ -10,9 +10,9 @@ import re
 
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import UsageError
+from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
-from opal_deploy.runtime.tensorrt.cuda import visible_driver
 
 # the values of `--hardware-compatible`; see TensorRT's HardwareCompatibilityLevel
 AMPERE_PLUS, SAME_CAPABILITY = "ampere+", "same"

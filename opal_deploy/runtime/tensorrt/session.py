@@ -18,14 +18,15 @@ from opal_deploy.artifact.engine_file import Check, Sidecar, find_passed_check, 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, UsageError, VerificationError
+from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.devices import parse_device
 from opal_deploy.runtime.nvml import read_driver
+from opal_deploy.runtime.pipeline import DEPTH, PendingBatch, Pipeline, TensorSpec, tensor_specs
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 from opal_deploy.runtime.tensorrt import bindings
 from opal_deploy.runtime.tensorrt.bindings import first_error, make_logger
 from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
-from opal_deploy.runtime.tensorrt.cuda import Cuda
-from opal_deploy.runtime.tensorrt.execution import EngineExecutor, TensorSpec, tensor_specs
+from opal_deploy.runtime.tensorrt.kernels import EngineKernels
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
@@ -52,7 +53,7 @@ class EngineSession:
             MissingExtra: a library is not installed.
             VerificationError: the test vectors are not reproduced.
         """
-        self._executor: EngineExecutor | None = None
+        self._pipeline: Pipeline | None = None
         self.sidecar: Sidecar
         self.sidecar, plan = load_engine(path)
         self.metadata: Metadata = self.sidecar.metadata
@@ -63,7 +64,7 @@ class EngineSession:
         driver = read_driver()
         if not driver.gpus:
             self._check_compatible(find_incompatibility(self.sidecar, None, driver, None))
-        self._cuda = Cuda(index)
+        self._cuda = Cuda(index, bindings.EXTRAS.get(name, "trt"))
         version = bindings.installed_version(name)
         self._check_compatible(find_incompatibility(self.sidecar, self._cuda.gpu, driver, version))
         self._library = bindings.load(name, "running this engine")
@@ -77,11 +78,11 @@ class EngineSession:
         }
         self._logger = make_logger(self._library.module)
         self._runtime, self._engine = self._deserialize(plan)
-        records_itself = self._create_executor(cuda_graphs)
+        kernels, records_itself = self._create_pipeline(cuda_graphs)
         self.description = f"{self._library.title} on {self._cuda.gpu.name}"
         checked = self._verify_once()
         # only now, so that no graph of the test vectors' batch is recorded
-        self._loaded.record_graphs = cuda_graphs and not records_itself
+        kernels.record_graphs = cuda_graphs and not records_itself
         self.description += f", {self.metadata.precision}, {checked}"
 
     @property
@@ -95,15 +96,37 @@ class EngineSession:
         return self.sidecar.batch.max
 
     @property
-    def _loaded(self) -> EngineExecutor:
-        if self._executor is None:
+    def _loaded(self) -> Pipeline:
+        if self._pipeline is None:
             raise ValueError("the session is closed")
-        return self._executor
+        return self._pipeline
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         check_batch(images, self.metadata)
         return self._loaded.run(images)
+
+    @property
+    def depth(self) -> int:
+        """See `PipelinedSession.depth`."""
+        return DEPTH
+
+    def submit(self, images: ImageBatch) -> PendingBatch:
+        """See `PipelinedSession.submit`; a batch of more than `max_batch` images waits for its first parts."""
+        check_batch(images, self.metadata)
+        return self._loaded.submit(images)
+
+    def collect(self, handle: object) -> Outputs:
+        """See `PipelinedSession.collect`."""
+        return self._loaded.collect(handle)
+
+    def register_buffer(self, address: int, size: int) -> bool:
+        """See `PinningSession.register_buffer`."""
+        return self._loaded.register(address, size)
+
+    def unregister_buffer(self, address: int) -> None:
+        """See `PinningSession.unregister_buffer`."""
+        self._loaded.unregister(address)
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """See `StagedSession.run_staged`; everything runs on one stream, in which nothing overlaps."""
@@ -121,9 +144,9 @@ class EngineSession:
 
     def close(self) -> None:
         """Free device and pinned memory."""
-        if self._executor is not None:
-            self._executor.close()
-        self._executor = self._engine = self._runtime = None
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = self._engine = self._runtime = None
 
     def _parse_device(self, device: str) -> int:
         kind, index = parse_device(device)
@@ -160,8 +183,8 @@ class EngineSession:
         self._check_tensors(engine)
         return runtime, engine
 
-    def _create_executor(self, cuda_graphs: bool) -> bool:
-        """Create the context and the buffers; return whether the library records CUDA graphs by itself."""
+    def _create_pipeline(self, cuda_graphs: bool) -> tuple[EngineKernels, bool]:
+        """Create context and buffers; return the kernels, and whether the library records CUDA graphs by itself."""
         strategies = getattr(self._library.module, "CudaGraphStrategy", None)
         records_itself = cuda_graphs and strategies is not None  # TensorRT for RTX does
         if strategies is not None and cuda_graphs:
@@ -172,18 +195,16 @@ class EngineSession:
             context = self._engine.create_execution_context()
         if context is None:
             raise self._too_large(first_error(self._logger))
+        read_error = functools.partial(first_error, self._logger)
+        kernels = EngineKernels(
+            self._cuda, self._engine, context, tensor_specs(self.metadata), self.sidecar.batch, read_error
+        )
+        self._pipeline = Pipeline(self._cuda, self.metadata, kernels, self._cuda.create_stream())
         try:
-            self._executor = EngineExecutor(
-                self._cuda,
-                self._engine,
-                context,
-                self.metadata,
-                self.sidecar.batch,
-                functools.partial(first_error, self._logger),
-            )
+            self._pipeline.reserve(self.max_batch)
         except OutOfMemory as error:
             raise self._too_large(str(error)) from None
-        return records_itself
+        return kernels, records_itself
 
     def _too_large(self, reason: str) -> UsageError:
         memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"

@@ -41,7 +41,7 @@ class Stand:
     def open(self, **options):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session, "read_driver", lambda: self.driver)
-            patch.setattr(session, "Cuda", lambda index: self.cuda)
+            patch.setattr(session, "Cuda", lambda index, extra: self.cuda)
             patch.setattr(bindings, "installed_version", lambda name: self.version)
             patch.setattr(bindings, "load", lambda name, _: Bindings(name, self.trt, str(self.version), 13))
             return EngineSession(self.path, **options)

@@ -39,6 +39,8 @@ class FakeCuda:
         self.memory = {}
         self.streams = {}
         self.live_events = self.launched = 0
+        self.registered = {}
+        self.copied_from = []  # addresses on the host
 
     def fail(self, method, error):
         def broken(*_):
@@ -61,6 +63,13 @@ class FakeCuda:
 
     def free_pinned(self, array):
         self.free(array.ctypes.data)
+
+    def register(self, address, size):
+        self.registered[address] = size
+        return True
+
+    def unregister(self, address):
+        del self.registered[address]
 
     def create_stream(self):
         stream = FakeStream(len(self.streams) + 1)
@@ -92,10 +101,14 @@ class FakeCuda:
         stream.drain()
 
     def copy_to_device(self, device, host, stream):
+        self.copied_from.append(host.ctypes.data)
         stream.push(lambda: ctypes.memmove(device, host.ctypes.data, host.nbytes))
 
     def copy_to_host(self, host, device, stream):
         stream.push(lambda: ctypes.memmove(host.ctypes.data, device, host.nbytes))
+
+    def clear(self, device, size, stream):
+        stream.push(lambda: ctypes.memset(device, 0, size))
 
     def begin_capture(self, stream):
         stream.captured = []

@@ -1,4 +1,4 @@
-"""The CUDA calls that an engine needs, through NVIDIA's cuda-bindings: memory, copies, streams, events, graphs."""
+"""The CUDA calls of a session on a GPU, through NVIDIA's cuda-bindings: memory, copies, streams, events, graphs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Stream = Any
 Event = Any
 Graph = Any
 
-# cudaErrorMemoryAllocation
-_OUT_OF_MEMORY = 2
+# cudaErrorMemoryAllocation, cudaErrorHostMemoryAlreadyRegistered
+_OUT_OF_MEMORY, _ALREADY_REGISTERED = 2, 712
 
 
 class Cuda:
@@ -31,14 +31,18 @@ class Cuda:
         device_count: the number of devices that CUDA shows this process.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, extra: str) -> None:
         """Open a device and make it the calling thread's.
+
+        Args:
+            index: of the device.
+            extra: of opal-deploy, that brings cuda-bindings for what the GPU is used for.
 
         Raises:
             MissingExtra: cuda-bindings is not installed.
             UsageError: there is no such device.
         """
-        require("cuda.bindings", "trt-rtx", "running an engine", pip_name="cuda-bindings")
+        require("cuda.bindings", extra, "running on a GPU", pip_name="cuda-bindings")
         from cuda.bindings import runtime
 
         self._cuda = runtime
@@ -78,17 +82,41 @@ class Cuda:
         """Free an array of `allocate_pinned`."""
         self._cuda.cudaFreeHost(array.ctypes.data)
 
+    def register(self, address: int, size: int) -> bool:
+        """Page-lock host memory that this process has already, so that every GPU copies from it directly.
+
+        Returns:
+            Whether this call locked the memory, and `unregister` must unlock it. False where somebody else locked it.
+
+        Raises:
+            StoppedEarly: the system does not lock it: its limit is reached, or it cannot lock memory of this kind.
+        """
+        (error,) = self._cuda.cudaHostRegister(address, size, self._cuda.cudaHostRegisterPortable)
+        if int(error) != 0:
+            # CUDA keeps a failure for whoever asks next, and this one is handled here
+            self._cuda.cudaGetLastError()
+        if int(error) == _ALREADY_REGISTERED:
+            return False
+        self._check("cudaHostRegister", error)
+        return True
+
+    def unregister(self, address: int) -> None:
+        """Unlock memory that `register` locked; errors are ignored, since the memory stays usable."""
+        self._cuda.cudaHostUnregister(address)
+
     def create_stream(self) -> Stream:
         """Create a stream that does not synchronise with the default stream."""
         return self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
 
     def create_event(self) -> Event:
-        """Create an event without timing."""
-        return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventDisableTiming)
+        """Create an event without timing, for which a thread waits asleep."""
+        # without the second flag a waiting thread spins on a core that decodes images
+        flags = self._cuda.cudaEventDisableTiming | self._cuda.cudaEventBlockingSync
+        return self._call("cudaEventCreateWithFlags", flags)
 
     def create_timed_event(self) -> Event:
         """Create an event that `elapsed_seconds` can read; others cost less."""
-        return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventDefault)
+        return self._call("cudaEventCreateWithFlags", self._cuda.cudaEventBlockingSync)
 
     def elapsed_seconds(self, first: Event, second: Event) -> float:
         """Return the time between two timed events that have both happened."""
@@ -120,6 +148,10 @@ class Cuda:
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._call("cudaMemcpyAsync", host.ctypes.data, device, host.nbytes, kind, stream)
 
+    def clear(self, device: int, size: int, stream: Stream) -> None:
+        """Queue the filling of device memory with zeros."""
+        self._call("cudaMemsetAsync", device, 0, size, stream)
+
     def begin_capture(self, stream: Stream) -> None:
         """Record what is queued on a stream from now on instead of running it."""
         mode = self._cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -149,13 +181,17 @@ class Cuda:
 
     def _call(self, function: str, *arguments: Any) -> Any:
         error, *values = getattr(self._cuda, function)(*arguments)
+        self._check(function, error)
+        return values[0] if values else None
+
+    def _check(self, function: str, error: Any) -> None:
+        """Raise the error of a call that failed."""
         if int(error) != 0:
             text = self._error_text(error)
             if int(error) == _OUT_OF_MEMORY:
                 raise OutOfMemory(f"CUDA device {self.index}: {function} failed: {text}; free memory on that GPU")
             hint = "see `opal-deploy doctor`"
             raise StoppedEarly(f"CUDA device {self.index}: {function} failed: {text} ({int(error)}); {hint}")
-        return values[0] if values else None
 
     def _error_text(self, error: Any) -> str:
         _, text = self._cuda.cudaGetErrorString(error)
@@ -171,8 +207,8 @@ def visible_driver() -> Driver:
     if not driver.gpus or not is_importable("cuda.bindings"):
         return driver
     try:
-        first = Cuda(0)
-        gpus = (first.gpu, *(Cuda(index).gpu for index in range(1, first.device_count)))
+        first = Cuda(0, "gpu")
+        gpus = (first.gpu, *(Cuda(index, "gpu").gpu for index in range(1, first.device_count)))
     except (UsageError, StoppedEarly) as error:
         return replace(driver, gpus=(), problem=str(error))
     return replace(driver, gpus=gpus)

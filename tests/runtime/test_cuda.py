@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from opal_deploy.errors import MissingExtra, OutOfMemory, StoppedEarly, UsageError
-from opal_deploy.runtime.tensorrt import cuda
-from opal_deploy.runtime.tensorrt.cuda import Cuda
+from opal_deploy.runtime import cuda
+from opal_deploy.runtime.cuda import Cuda
 
 bindings = pytest.importorskip("cuda.bindings")
 TEXTS = {2: b"out of memory", 35: b"CUDA driver version is insufficient", 719: b"launch failure"}
@@ -41,25 +41,25 @@ def test_every_function_exists_in_the_bindings():
 
 
 def test_a_device_is_described_and_another_or_an_old_driver_is_refused_in_one_line(runtime):
-    device = Cuda(0)
+    device = Cuda(0, "gpu")
     assert (device.gpu.name, device.gpu.memory, device.gpu.compute_capability) == ("NVIDIA L4", 24 << 30, (8, 9))
     assert device.uuid == "000102030405060708090a0b0c0d0e0f"
     with pytest.raises(UsageError, match="device cuda:3: CUDA sees 1 GPUs"):
-        Cuda(3)
+        Cuda(3, "gpu")
     runtime.cudaGetDeviceCount = lambda: (35, 0)
     with pytest.raises(UsageError, match="CUDA driver version is insufficient"):
-        Cuda(0)
+        Cuda(0, "gpu")
 
 
 @pytest.mark.parametrize(("code", "error"), [(2, OutOfMemory), (719, StoppedEarly)])
 def test_a_failed_call_has_cudas_text(runtime, code, error):
     runtime.cudaMalloc = lambda size: (code, 0)
     with pytest.raises(error, match=rf"CUDA device 0: cudaMalloc failed: {TEXTS[code].decode()}") as failure:
-        Cuda(0).allocate(8)
+        Cuda(0, "gpu").allocate(8)
     assert type(failure.value) is error
 
 
 def test_without_the_bindings_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"cuda-bindings.*opal-deploy\[trt-rtx\]"):
-        Cuda(0)
+        Cuda(0, "trt-rtx")

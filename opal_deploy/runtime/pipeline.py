@@ -1,0 +1,394 @@
+"""Batches on an NVIDIA GPU: buffers on host and device, streams, and several batches in flight.
+
+Two streams: one copies images to the device, one runs the kernels and copies their outputs back, so that the next
+images arrive while a batch is computed. Whatever runs the kernels (an engine, ONNX Runtime) is a `Kernels`. Host
+buffers are page-locked; images that lie in memory which the caller registered are copied from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import StoppedEarly
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.cuda import Cuda, Event, Stream
+from opal_deploy.runtime.session import BatchTimes
+
+INPUT = "images"
+# batches in flight: one that is computed, one that is copied or waits, and one for a host that is late
+DEPTH = 3
+TensorSpec = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
+    """Return the shape of one image's part, and the dtype, of every input and output that the metadata promises."""
+    height, width = metadata.input_size
+    channels = metadata.num_prototypes
+    shapes = {
+        "logits": (metadata.num_classes,),
+        "argmax": (channels,),
+        "scores": (channels,),
+        "attention": (channels, *metadata.grid),
+    }
+    specs: dict[str, TensorSpec] = {INPUT: ((height, width, 3), np.dtype(np.uint8))}
+    if metadata.input_kind == "float32":
+        specs[INPUT] = (3, height, width), np.dtype(np.float32)
+    for name in metadata.outputs:
+        specs[name] = shapes[name], np.dtype(np.int32 if name == "argmax" else np.float32)
+    return specs
+
+
+@dataclass(eq=False)
+class BufferSet:
+    """The memory of one batch in flight.
+
+    Attributes:
+        number: differs between any two sets of a pipeline.
+        rows: the number of images that it has room for.
+        device: addresses on the device, by tensor.
+        host: page-locked arrays, by tensor.
+        copied: the event after which the images are on the device.
+        done: the event after which the outputs are on the host.
+        images: how many images are in flight.
+        source: the images, where they are copied from the caller's memory.
+    """
+
+    number: int
+    rows: int
+    device: dict[str, int]
+    host: dict[str, NDArray[Any]]
+    copied: Event
+    done: Event
+    images: int = 0
+    source: NDArray[Any] | None = None
+
+
+class Kernels(Protocol):
+    """The computation of a batch whose images are on the device."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most images that one execution takes; larger batches are taken in parts."""
+        ...
+
+    def rows(self, images: int) -> int:
+        """Return the number of images that is executed for a part of so many; the outputs of the others are dropped."""
+        ...
+
+    def capacity(self, rows: int) -> int:
+        """Return the number of images that the buffers of such a part have room for."""
+        ...
+
+    def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        """Queue the computation of the first `rows` images of a set of buffers.
+
+        Raises:
+            StoppedEarly: it failed. OutOfMemory: the device's memory is full.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what belongs to sets of buffers; these are freed next."""
+        ...
+
+
+@dataclass(eq=False)
+class PendingBatch:
+    """A batch in flight: for each of its parts the outputs, or None until they were waited for."""
+
+    parts: list[Outputs | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _RunningPart:
+    """A part on the device; its batch may have been dropped by the caller meanwhile."""
+
+    batch: weakref.ref[PendingBatch]
+    index: int
+    buffers: BufferSet
+
+
+class Pipeline:
+    """Runs batches of any size on one GPU, from one thread at a time."""
+
+    def __init__(self, cuda: Cuda, metadata: Metadata, kernels: Kernels, stream: Stream) -> None:
+        """Allocate nothing yet; see `reserve`.
+
+        Args:
+            cuda: the GPU.
+            metadata: of the model; names, shapes and dtypes of the tensors are built from it.
+            kernels: compute the batches; the pipeline closes them.
+            stream: for the kernels; the pipeline destroys it.
+        """
+        self._cuda, self._metadata, self._kernels = cuda, metadata, kernels
+        self._specs = tensor_specs(metadata)
+        self._copy_stream, self._compute_stream = cuda.create_stream(), stream
+        self._buffers: dict[int, list[BufferSet]] = {}
+        self._numbers = itertools.count()
+        self._pending: deque[weakref.ref[PendingBatch]] = deque()
+        self._running: deque[_RunningPart] = deque()
+        # address and size of what the caller registered, and whether it was locked here
+        self._registered: dict[int, tuple[int, bool]] = {}
+        self._closed = False
+
+    def reserve(self, rows: int) -> None:
+        """Allocate all buffers for parts of `rows` images, so that want of memory shows now.
+
+        Raises:
+            OutOfMemory: the buffers do not fit.
+        """
+        capacity = self._kernels.capacity(rows)
+        buffers = self._buffers.setdefault(capacity, [])
+        while len(buffers) < DEPTH:
+            buffers.append(self._allocate(capacity))
+
+    def submit(self, images: NDArray[Any]) -> PendingBatch:
+        """Begin a batch of N images in the model's input layout, or uint8 [N, H0, W0, 3] for any model.
+
+        A batch that takes several executions waits for room while others are in flight.
+
+        Raises:
+            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
+            ValueError: `DEPTH` batches are in flight.
+        """
+        if self._closed:
+            raise ValueError("the session is closed")
+        self._forget_dropped()
+        if len(self._pending) >= DEPTH:
+            raise ValueError(f"{DEPTH} batches are in flight; collect one first")
+        self._cuda.make_current()
+        batch = PendingBatch()
+        with self._drop_on_failure(batch):
+            size = self._kernels.max_rows
+            for start in range(0, len(images), size):
+                part = images[start : start + size]
+                if len(self._running) == DEPTH:
+                    self._finish_oldest()
+                buffers = self._find_free(self._kernels.capacity(self._kernels.rows(len(part))))
+                self._start(buffers, part)
+                self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
+                batch.parts.append(None)
+        self._pending.append(weakref.ref(batch))
+        return batch
+
+    def collect(self, handle: object) -> Outputs:
+        """Wait for the oldest batch in flight and return its outputs.
+
+        Raises:
+            StoppedEarly: the device failed. ValueError: another batch is the oldest.
+        """
+        self._forget_dropped()
+        batch = self._pending[0]() if self._pending else None
+        if batch is None or batch is not handle:
+            raise ValueError("batches are collected once, in the order in which they were submitted")
+        self._pending.popleft()
+        self._cuda.make_current()
+        with self._drop_on_failure(batch):
+            while None in batch.parts:
+                self._finish_oldest()
+        parts = [part for part in batch.parts if part is not None]
+        return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
+
+    def run(self, images: NDArray[Any]) -> Outputs:
+        """Return the outputs for N images; see `submit`.
+
+        Raises:
+            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
+            ValueError: batches are in flight.
+        """
+        self._check_idle()
+        return self.collect(self.submit(images))
+
+    def run_staged(self, images: NDArray[Any]) -> tuple[Outputs, BatchTimes]:
+        """Return the outputs and the time of each stage, on one stream, in which nothing overlaps.
+
+        Raises:
+            StoppedEarly: the kernels or the device failed. OutOfMemory: memory is full.
+            ValueError: batches are in flight.
+        """
+        self._check_idle()
+        self._cuda.make_current()
+        events = tuple(self._cuda.create_timed_event() for _ in range(4))
+        parts: list[Outputs] = []
+        seconds = [0.0, 0.0, 0.0]
+        size, stream = self._kernels.max_rows, self._compute_stream
+        try:
+            with self._drop_on_failure(None):
+                for start in range(0, len(images), size):
+                    part = images[start : start + size]
+                    rows = self._kernels.rows(len(part))
+                    buffers = self._find_free(self._kernels.capacity(rows))
+                    source = self._fill(buffers, part)
+                    # memory that is used for the first time is cleared on the other stream
+                    self._cuda.synchronize_stream(self._copy_stream)
+                    self._cuda.record(events[0], stream)
+                    self._cuda.copy_to_device(buffers.device[INPUT], source, stream)
+                    self._cuda.record(events[1], stream)
+                    self._kernels.enqueue(buffers, rows, stream)
+                    self._cuda.record(events[2], stream)
+                    self._copy_outputs(buffers)
+                    self._cuda.record(events[3], stream)
+                    self._cuda.record(buffers.done, stream)
+                    parts.append(self._wait(buffers))
+                    for index, (before, after) in enumerate(itertools.pairwise(events)):
+                        seconds[index] += self._cuda.elapsed_seconds(before, after)
+        finally:
+            self._cuda.destroy(events=events)
+        return Outputs.concatenate(parts), BatchTimes(*seconds)
+
+    def register(self, address: int, size: int) -> bool:
+        """Page-lock host memory, from which batches are then copied directly; return whether it is locked."""
+        self._cuda.make_current()
+        try:
+            self._registered[address] = size, self._cuda.register(address, size)
+        except StoppedEarly:  # only slower: batches from there go through a buffer of ours
+            return False
+        return True
+
+    def unregister(self, address: int) -> None:
+        """Unlock memory of `register`, when nothing copies from it any more; other addresses are ignored."""
+        _, locked_here = self._registered.pop(address, (0, False))
+        if locked_here:
+            self._cuda.make_current()
+            with contextlib.suppress(StoppedEarly):
+                self._cuda.synchronize_stream(self._copy_stream)
+            self._cuda.unregister(address)
+
+    def close(self) -> None:
+        """Free device and page-locked memory, streams and events."""
+        if self._closed:
+            return
+        self._closed = True
+        self._cuda.make_current()
+        self._synchronize()
+        for address in tuple(self._registered):
+            self.unregister(address)
+        self._kernels.close()
+        for buffers in itertools.chain.from_iterable(self._buffers.values()):
+            self._free(buffers)
+        self._cuda.destroy(streams=(self._copy_stream, self._compute_stream))
+        self._buffers = {}
+        self._running.clear()
+        self._pending.clear()
+
+    def _check_idle(self) -> None:
+        self._forget_dropped()
+        if self._pending:
+            raise ValueError("batches are in flight; collect them first")
+        self._cuda.make_current()
+        while self._running:  # of batches that were dropped
+            self._finish_oldest()
+
+    def _forget_dropped(self) -> None:
+        """Forget batches whose handles are gone, such as those of a run that was interrupted."""
+        self._pending = deque(batch for batch in self._pending if batch() is not None)
+
+    @contextlib.contextmanager
+    def _drop_on_failure(self, batch: PendingBatch | None) -> Iterator[None]:
+        """Let nothing of a failed batch go on using the buffers, and forget its parts."""
+        try:
+            yield
+        except BaseException:
+            self._synchronize()
+            self._running = deque(part for part in self._running if part.batch() is not batch)
+            raise
+
+    def _synchronize(self) -> None:
+        for stream in (self._copy_stream, self._compute_stream):
+            with contextlib.suppress(StoppedEarly):
+                self._cuda.synchronize_stream(stream)
+
+    def _finish_oldest(self) -> None:
+        part = self._running[0]
+        outputs, batch = self._wait(part.buffers), part.batch()
+        self._running.popleft()
+        if batch is not None:
+            batch.parts[part.index] = outputs
+
+    def _find_free(self, capacity: int) -> BufferSet:
+        """Return a set of buffers that is not in flight; at most `DEPTH` - 1 are."""
+        buffers = self._buffers.setdefault(capacity, [])
+        in_flight = {part.buffers.number for part in self._running}
+        # in turn, so that the copies of a part never wait for the kernels of the last one
+        free = next((each for each in buffers if each.number not in in_flight), None)
+        if free is None:
+            free = self._allocate(capacity)
+        else:
+            buffers.remove(free)
+        buffers.append(free)
+        return free
+
+    def _allocate(self, capacity: int) -> BufferSet:
+        events = self._cuda.create_event(), self._cuda.create_event()
+        buffers = BufferSet(next(self._numbers), capacity, {}, {}, *events)
+        try:
+            for name, (shape, dtype) in self._specs.items():
+                buffers.host[name] = self._cuda.allocate_pinned((capacity, *shape), dtype)
+                buffers.device[name] = self._cuda.allocate(buffers.host[name].nbytes)
+            # rows that no image fills yet are computed, too
+            self._cuda.clear(buffers.device[INPUT], buffers.host[INPUT].nbytes, self._copy_stream)
+        except StoppedEarly:
+            self._free(buffers)
+            raise
+        return buffers
+
+    def _free(self, buffers: BufferSet) -> None:
+        for address in buffers.device.values():
+            self._cuda.free(address)
+        for array in buffers.host.values():
+            self._cuda.free_pinned(array)
+        self._cuda.destroy(events=(buffers.copied, buffers.done))
+
+    def _start(self, buffers: BufferSet, images: NDArray[Any]) -> None:
+        """Queue copies and kernels of one part."""
+        self._cuda.copy_to_device(buffers.device[INPUT], self._fill(buffers, images), self._copy_stream)
+        self._cuda.record(buffers.copied, self._copy_stream)
+        self._cuda.wait_for_event(self._compute_stream, buffers.copied)
+        self._kernels.enqueue(buffers, self._kernels.rows(len(images)), self._compute_stream)
+        self._copy_outputs(buffers)
+        self._cuda.record(buffers.done, self._compute_stream)
+
+    def _fill(self, buffers: BufferSet, images: NDArray[Any]) -> NDArray[Any]:
+        """Return page-locked memory that holds the images: their own, or the buffer's."""
+        buffers.images, buffers.source = len(images), None
+        pinned = buffers.host[INPUT][: len(images)]
+        if self._is_registered(images, pinned.dtype):
+            buffers.source = images
+            return images
+        if images.dtype == np.uint8 and self._metadata.input_kind == "float32":
+            pinned[:] = normalise(images, self._metadata.mean, self._metadata.std)
+        else:
+            pinned[:] = images
+        return pinned
+
+    def _is_registered(self, images: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+        if not self._registered or images.dtype != dtype or not images.flags.c_contiguous:
+            return False
+        start = images.ctypes.data
+        return any(
+            address <= start and start + images.nbytes <= address + size
+            for address, (size, _) in self._registered.items()
+        )
+
+    def _copy_outputs(self, buffers: BufferSet) -> None:
+        for name in self._metadata.outputs:
+            host = buffers.host[name][: buffers.images]
+            self._cuda.copy_to_host(host, buffers.device[name], self._compute_stream)
+
+    def _wait(self, buffers: BufferSet) -> Outputs:
+        self._cuda.synchronize_event(buffers.done)
+        buffers.source = None
+        # copies, since the buffers are used again
+        outputs = {name: buffers.host[name][: buffers.images].copy() for name in self._metadata.outputs}
+        return Outputs(outputs["logits"], outputs.get("argmax"), outputs.get("scores"), outputs.get("attention"))

@@ -1,0 +1,119 @@
+"""The kernels of a loaded engine, and CUDA graphs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from opal_deploy.artifact.engine_file import BatchRange
+from opal_deploy.errors import StoppedEarly
+from opal_deploy.runtime.cuda import Cuda, Graph, Stream
+from opal_deploy.runtime.pipeline import INPUT, BufferSet, TensorSpec
+
+
+@dataclass
+class RecordedGraph:
+    """A CUDA graph of one batch size on one set of buffers, and the context that must outlive it unchanged."""
+
+    rows: int
+    context: Any
+    graph: Graph
+
+
+class EngineKernels:
+    """The `Kernels` of a deserialised engine.
+
+    Attributes:
+        record_graphs: whether the kernels of the next batch's size are recorded and launched as one from then on.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        engine: Any,
+        context: Any,
+        specs: dict[str, TensorSpec],
+        batch: BatchRange,
+        read_error: Callable[[], str],
+    ) -> None:
+        """Queue nothing yet.
+
+        Args:
+            cuda: the GPU.
+            engine: a deserialised `ICudaEngine`.
+            context: an execution context of the engine.
+            specs: of the engine's tensors.
+            batch: the batch sizes that the engine takes.
+            read_error: returns the library's reason for a failure.
+        """
+        self.record_graphs = False
+        self._cuda, self._engine, self._context = cuda, engine, context
+        self._specs, self._batch, self._read_error = specs, batch, read_error
+        # by the number of the set of buffers
+        self._recorded: dict[int, RecordedGraph] = {}
+
+    @property
+    def max_rows(self) -> int:
+        """See `Kernels.max_rows`."""
+        return self._batch.max
+
+    def rows(self, images: int) -> int:
+        """See `Kernels.rows`; an engine may need more images than there are."""
+        return max(images, self._batch.min)
+
+    def capacity(self, rows: int) -> int:
+        """See `Kernels.capacity`; one size of buffers serves every batch."""
+        return self._batch.max
+
+    def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        """See `Kernels.enqueue`."""
+        if self.record_graphs and buffers.number not in self._recorded:
+            self._record_graph(buffers, rows, stream)
+        recorded = self._recorded.get(buffers.number)
+        if recorded is not None and recorded.rows == rows:
+            self._cuda.launch_graph(recorded.graph, stream)
+            return
+        self._bind(self._context, buffers, rows)
+        self._execute(self._context, rows, stream)
+
+    def close(self) -> None:
+        """See `Kernels.close`."""
+        self._cuda.destroy(graphs=tuple(recorded.graph for recorded in self._recorded.values()))
+        self._recorded = {}
+        self._context = self._engine = None
+
+    def _record_graph(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        """Record the kernels of the first batch's size on one set of buffers; other sizes run without a graph.
+
+        A graph is valid only while its context keeps the shape and the addresses that it was recorded with, so each has
+        a context of its own. Where there is no memory for that, nothing is recorded.
+        """
+        context = self._engine.create_execution_context()
+        if context is None:
+            self.record_graphs = False
+            return
+        self._bind(context, buffers, rows)
+        # run once first: the library then prepares what must not happen while recording
+        self._execute(context, rows, stream)
+        self._cuda.synchronize_stream(stream)
+        self._cuda.begin_capture(stream)
+        try:
+            self._execute(context, rows, stream)
+        finally:
+            graph = self._cuda.end_capture(stream)
+        self._recorded[buffers.number] = RecordedGraph(rows, context, graph)
+
+    def _bind(self, context: Any, buffers: BufferSet, rows: int) -> None:
+        shape, _ = self._specs[INPUT]
+        if not context.set_input_shape(INPUT, (rows, *shape)):
+            raise StoppedEarly(f"the engine refuses a batch of {rows} ({self._read_error()})")
+        for name, address in buffers.device.items():
+            context.set_tensor_address(name, address)
+
+    def _execute(self, context: Any, rows: int, stream: Stream) -> None:
+        if not context.execute_async_v3(int(stream)):
+            raise StoppedEarly(
+                f"the engine failed on a batch of {rows} on {self._cuda.gpu.name}: {self._read_error()}; "
+                "see `opal-deploy doctor`"
+            )
