@@ -128,8 +128,8 @@ def measure_case(
         # modules, fonts and the runtime's memory are loaded by the first images
         for name in names:
             pipeline.run(first, name)
-        if batches:
-            session.run(batches[0])
+        for batch in (*batches[:1], *batches[-1:]):
+            session.run(batch)
         if options.baseline is not None:
             options.baseline.measure(first, case.batch)
         for repeat in range(options.repeats):
