@@ -89,6 +89,7 @@ class Target:
         num_classes: C.
         prototypes_per_class: m.
         sha256: digest of the model's file; None for a network with random weights.
+        options: of the runtime, where they are not its defaults: `prefer_nhwc=1`, `CUDA graphs`.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Target:
     num_classes: int | None = None
     prototypes_per_class: int | None = None
     sha256: str | None = None
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,7 @@ def _parse_measurement(raw: dict[str, Any]) -> Measurement:
 
 def _parse_target(raw: dict[str, Any]) -> Target:
     values = _read_fields(Target, raw, "subject.")
-    for name in ("name", "backbone", "head", "runtime", "runtime_version", "device", "precision", "layout"):
+    for name in ("name", "backbone", "head", "runtime", "runtime_version", "device", "precision", "layout", "options"):
         _require(isinstance(values.get(name, ""), str), f"subject.{name}", "a text")
     for name in ("num_classes", "prototypes_per_class"):
         _require(values.get(name) is None or _is_count(values[name]), f"subject.{name}", "a whole number or null")

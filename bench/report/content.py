@@ -60,12 +60,13 @@ _TARGET_FIELDS: dict[str, Callable[[Target], Any]] = {
     "backbone": lambda target: target.backbone,
     "head": lambda target: target.head,
     "layout": lambda target: target.layout,
+    "options": lambda target: target.options,
     "input": lambda target: "x".join(map(str, target.input_size or ())),
     "classes": lambda target: target.num_classes,
     "prototypes per class": lambda target: target.prototypes_per_class,
 }
 _MAIN = ("name", "runtime", "device", "precision")
-_SELF_EXPLAINING = (*_MAIN, "backbone", "head", "layout", "input")
+_SELF_EXPLAINING = (*_MAIN, "backbone", "head", "layout", "options", "input")
 _ARROWS: dict[Better | None, str] = {"higher": " ↑", "lower": " ↓", None: ""}
 # with more figures than this, and fewer measurements than that, each figure is a row and each measurement a column
 _MANY_FIGURES, _FEW_MEASUREMENTS = 10, 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -11,6 +11,7 @@ from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.errors import ArtifactError, UsageError, require
+from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import Session
 
@@ -32,6 +33,8 @@ class Setup:
         threads: on the CPU; None: all that the process may use (PyTorch: as many as it chooses).
         precision: of a checkpoint or a network, None for fp32; ONNX files and engines have their own.
         channels_last: lay PyTorch's convolutions out as NHWC.
+        cuda_options: of ONNX Runtime on a GPU.
+        cuda_graphs: let an engine's kernels be recorded as CUDA graphs.
     """
 
     runtime: Runtime = "onnxruntime"
@@ -39,6 +42,15 @@ class Setup:
     threads: int | None = None
     precision: str | None = None
     channels_last: bool = False
+    cuda_options: CudaOptions = field(default_factory=CudaOptions)
+    cuda_graphs: bool = False
+
+    def check_fits(self, *, onnxruntime: bool = False, engine: bool = False) -> None:
+        """Raise UsageError where an option is another runtime's."""
+        if str(self.cuda_options) and not onnxruntime:
+            raise UsageError("--ort-option is of ONNX Runtime's CUDA provider, and this does not run there")
+        if self.cuda_graphs and not engine:
+            raise UsageError("--cuda-graphs is of engines; for ONNX Runtime: --ort-option enable_cuda_graph=1")
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,9 @@ class LoadedTarget:
         """Name, runtime, precision, device and threads for a person."""
         target = self.target
         threads = f", {self.threads} thread{'s' * (self.threads > 1)}" if self.threads else ""
-        return f"{target.name}: {target.runtime} {target.runtime_version}, {target.precision}, {target.device}{threads}"
+        options = f", {target.options}" if target.options else ""
+        runtime = f"{target.runtime} {target.runtime_version}{options}"
+        return f"{target.name}: {runtime}, {target.precision}, {target.device}{threads}"
 
     @property
     def timed(self) -> str:
@@ -171,6 +185,8 @@ def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTa
 
     from opal_deploy.bench.targets.torch_graph import TorchGraphSession
 
+    setup.check_fits()
+
     session = TorchGraphSession(
         network.checkpoint,
         device=setup.device,
@@ -196,7 +212,8 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
     require("onnxruntime", "cpu", "timing an ONNX model")
     import onnxruntime
 
-    session = OnnxSession(path, device=setup.device, threads=setup.threads)
+    session = OnnxSession(path, device=setup.device, threads=setup.threads, cuda_options=setup.cuda_options)
+    setup.check_fits(onnxruntime=session.device != "cpu")
     target = _describe(
         session.metadata,
         name=network.name if network else path.name,
@@ -204,6 +221,7 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
         version=onnxruntime.__version__,
         device=_with_gpu_name(session.device),
         layout=_layout(session.metadata, "as ONNX Runtime chooses"),
+        options=str(setup.cuda_options),
         sha256=network.sha256 if network else compute_sha256(path),
     )
     return LoadedTarget(session, target, session.threads if session.device == "cpu" else None)
@@ -212,7 +230,8 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
 def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
     from opal_deploy.runtime.tensorrt.session import EngineSession
 
-    session = EngineSession(path, device=setup.device)
+    setup.check_fits(engine=True)
+    session = EngineSession(path, device=setup.device, cuda_graphs=setup.cuda_graphs)
     target = _describe(
         session.metadata,
         name=network.name if network else path.name,
@@ -220,6 +239,7 @@ def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) 
         version=str(session.sidecar.builder["version"]),
         device=session.device,
         layout=_layout(session.metadata, "as TensorRT chooses"),
+        options="CUDA graphs" if setup.cuda_graphs else "",
         sha256=network.sha256 if network else compute_sha256(path),
     )
     return LoadedTarget(session, target, None)
@@ -240,6 +260,7 @@ def _describe(
     layout: str,
     sha256: str | None,
     precision: str | None = None,
+    options: str = "",
 ) -> Target:
     return Target(
         name=name,
@@ -250,6 +271,7 @@ def _describe(
         device=device,
         precision=precision or metadata.precision,
         layout=layout,
+        options=options,
         input_size=metadata.input_size,
         num_classes=metadata.num_classes,
         prototypes_per_class=metadata.prototypes_per_class,

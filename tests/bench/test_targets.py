@@ -22,6 +22,7 @@ from opal_deploy.bench.targets.networks import (
 )
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
+from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
@@ -149,6 +150,8 @@ def test_the_stages_of_a_batch_are_timed(
         (Setup("eager", "cpu", precision="tf32"), "CPUs have none"),
         (Setup("eager", "cpu", precision="int8"), "precision int8 in PyTorch"),
         (Setup("onnxruntime", "cpu", channels_last=True), "--channels-last is PyTorch's"),
+        (Setup("onnxruntime", "cpu", cuda_options=CudaOptions(prefer_nhwc=True)), "--ort-option is of ONNX Runtime's"),
+        (Setup("eager", "cpu", cuda_graphs=True), "--cuda-graphs is of engines"),
         (Setup("eager", "tpu"), "expected auto, cpu, cuda"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

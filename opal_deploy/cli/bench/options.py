@@ -90,6 +90,22 @@ Precisions = Annotated[
 ChannelsLast = Annotated[
     bool, typer.Option("--channels-last", help="PyTorch's convolutions as NHWC.", rich_help_panel=_TIMING_PANEL)
 ]
+OrtOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ort-option",
+        metavar="NAME=VALUE",
+        help="ONNX Runtime on a GPU: prefer_nhwc, fuse_conv_bias, enable_cuda_graph (0 or 1), cudnn_conv_algo_search; "
+        "repeatable.",
+        rich_help_panel=_TIMING_PANEL,
+    ),
+]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs", help="Engines: replay a batch's kernels as a CUDA graph.", rich_help_panel=_TIMING_PANEL
+    ),
+]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N.", rich_help_panel=_TIMING_PANEL)]
 Threads = Annotated[
     int | None,
@@ -161,25 +177,34 @@ def build_setups(
     channels_last: bool,
     device: str,
     threads: int | None,
+    ort_options: Sequence[str] | None = None,
+    cuda_graphs: bool = False,
 ) -> list[Setup]:
-    """Return every runtime with every precision; `--channels-last` applies to PyTorch's runtimes if there are any.
+    """Return every runtime with every precision; an option applies to the runtimes that have it if there are any.
 
     Raises:
-        UsageError: no such runtime or precision.
+        UsageError: no such runtime, precision or option.
     """
     from opal_deploy.bench.targets.loading import PYTORCH_RUNTIMES, Setup
+    from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 
     names = [_check_choice("--runtime", text, get_args(RuntimeName)) for text in runtimes or ("onnxruntime",)]
     for text in precisions or ():
         _check_choice("--precision", text, get_args(PrecisionName))
-    has_pytorch = any(runtime in PYTORCH_RUNTIMES for runtime in names)
+    cuda_options = parse_cuda_options(ort_options or ())
+
+    def applies(runtime: str, *having: str) -> bool:
+        return runtime in having or not any(name in having for name in names)
+
     return [
         Setup(
             cast(RuntimeName, runtime),
             device,
             threads,
             precision,
-            channels_last and (runtime in PYTORCH_RUNTIMES or not has_pytorch),
+            channels_last and applies(runtime, *PYTORCH_RUNTIMES),
+            cuda_options if applies(runtime, "onnxruntime") else CudaOptions(),
+            cuda_graphs and applies(runtime, "tensorrt"),
         )
         for runtime in names
         for precision in precisions or (None,)

@@ -24,6 +24,8 @@ def throughput(
     runtime: options.Runtimes = None,
     precision: options.Precisions = None,
     channels_last: options.ChannelsLast = False,
+    ort_option: options.OrtOptions = None,
+    cuda_graphs: options.CudaGraphs = False,
     device: options.DeviceName = "auto",
     threads: options.Threads = None,
     batch: options.Batches = None,
@@ -52,7 +54,15 @@ def throughput(
     for loaded in options.load_targets(
         model,
         options.build_random_networks(backbone, stride, head, classes, prototypes, size),
-        options.build_setups(runtime, precision, channels_last=channels_last, device=device, threads=threads),
+        options.build_setups(
+            runtime,
+            precision,
+            channels_last=channels_last,
+            device=device,
+            threads=threads,
+            ort_options=ort_option,
+            cuda_graphs=cuda_graphs,
+        ),
     ):
         measurements = measure_throughput(loaded, batches, timing, ceilings)
         options.deliver(measurements, _format, out, as_json=as_json)
