@@ -7,7 +7,7 @@ In the order in which an image passes them:
     decoding     from a `Request` to a `Prepared`
     isolation    worker processes, for whatever may crash, hang or run out of memory
     prediction   from a batch of `Prepared` to their `Result` and record
-    executor     `predict_stream`: all of it, with decoding ahead of the sessions
+    executor     `predict_batches`: all of it, with decoding ahead of the sessions
     run          a run directory with records, drawings and a report, as `opal-deploy infer` writes it
     run_files    names of a run directory's files
     api          `opal_deploy.load` and `Model.explain`

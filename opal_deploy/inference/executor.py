@@ -1,8 +1,8 @@
 """Run batches through sessions while the next images are decoded: the loop that `infer` and `Model.explain` share.
 
-Images are decoded by a decoder pool, gathered into batches in input order, and predicted by one thread a session. Every
-queue is bounded, so memory does not grow with the number of images: while nobody takes results, no batch is predicted,
-no image decoded, and no request taken, beyond a fixed number of each.
+Batches are decoded by a decoder pool, predicted by threads of each session, and turned into results by the thread that
+takes them, all in input order. Every queue is bounded, so memory does not grow with the number of images: while nobody
+takes results, no batch is predicted, no image decoded, and no request taken, beyond a fixed number of each.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
-from opal_deploy.errors import OpalError
-from opal_deploy.inference.decoding.pool import CpuDecoderPool
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import OpalError, OutOfMemory
+from opal_deploy.inference.decoding.pool import DecoderPool, group_size
+from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, ThreadRole
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request, Result
-from opal_deploy.runtime.session import Session
+from opal_deploy.inference.types import InferenceOptions, Pixels, Request, Result
+from opal_deploy.runtime.session import PinningSession, Session
 
 T = TypeVar("T")
 
@@ -31,7 +33,23 @@ def predict_stream(
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
 ) -> Generator[Result, None, None]:
-    """Yield one result a request, in the order of the requests.
+    """Yield one result a request, in the order of the requests; see `predict_batches`."""
+    batches = predict_batches(requests, sessions, options, timer, print_message)
+    try:
+        for results in batches:
+            yield from results
+    finally:
+        batches.close()
+
+
+def predict_batches(
+    requests: Iterable[Request],
+    sessions: Sequence[Session],
+    options: InferenceOptions,
+    timer: StageTimer = NO_OP_TIMER,
+    print_message: Callable[[str], None] = lambda _: None,
+) -> Generator[list[Result], None, None]:
+    """Yield the results of one batch of requests after the other, in the order of the requests.
 
     Args:
         requests: may be endless; it is read a bounded distance ahead. Everything that was taken from it is predicted,
@@ -45,38 +63,108 @@ def predict_stream(
         StoppedEarly: a device was lost; everything before its batch was yielded.
         OpalError: `requests` raised it; everything before it was yielded.
     """
-    input_size = sessions[0].metadata.input_size
     errors: list[OpalError] = []
+    predictors = [BatchPredictor(session, options, timer, print_message) for session in sessions]
+    in_flight = sum(predictor.depth for predictor in predictors)
+    # every worker has a group in work, and every session its next batch
+    ahead = -(-options.workers * group_size(options.batch, options.workers) // options.batch) + len(sessions) - 1
+    # those being decoded, those of the sessions, and the one whose results are being built
+    slots = ahead + 1 + in_flight + 1 + 1
     with ExitStack() as stack:
-        decoders = stack.enter_context(CpuDecoderPool(options, input_size, timer))
-        # one thread a session: a session runs one batch at a time
-        predictors = [
-            (
-                BatchPredictor(session, options, timer, print_message),
-                stack.enter_context(thread_pool(1, f"session-{index}", timer, "session")),
-            )
-            for index, session in enumerate(sessions)
-        ]
-        # each session has a batch in work and the next one ready
+        try:
+            decoders = DecoderPool(options, sessions[0].metadata.input_size, timer, slots=slots, rows=options.batch)
+        except MemoryError as error:
+            raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
+        stack.enter_context(decoders)
+        for session in sessions:
+            if isinstance(session, PinningSession):
+                stack.enter_context(_pinned(session, decoders.pixels))
+        runners = [stack.enter_context(_SessionRunner(predictor, timer)) for predictor in predictors]
         prepared = prefetch(
-            (decoders.submit(request) for request in _until_error(requests, errors)),
-            options.batch * (len(sessions) + 1),
+            (decoders.submit(batch) for batch in _batches(_until_error(requests, errors), options.batch)),
+            ahead,
             lambda: timer.waiting("pictures"),
         )
-        batches = prefetch(
-            (
-                threads.submit(predictor.predict, batch)
-                for batch, (predictor, threads) in zip(
-                    _batches(prepared, options.batch), itertools.cycle(predictors), strict=False
-                )
-            ),
-            len(sessions),
+        predicted = prefetch(
+            (runner.submit(batch) for batch, runner in zip(prepared, itertools.cycle(runners), strict=False)),
+            in_flight,
             lambda: timer.waiting("session"),
         )
-        for results in batches:
-            yield from results
+        for batch, predictor, outputs in predicted:
+            results = predictor.build_results(batch.images, batch.pixels, outputs)
+            batch.release()
+            yield results
     if errors:
         raise errors[0]
+
+
+@contextmanager
+def _pinned(session: PinningSession, pixels: Pixels) -> Iterator[None]:
+    """Let a session's device copy from the slots directly, until the block is left."""
+    address = pixels.ctypes.data
+    registered = session.register_buffer(address, pixels.nbytes)
+    try:
+        yield
+    finally:
+        if registered:
+            session.unregister_buffer(address)
+
+
+class _SessionRunner:
+    """The threads of one session: one that submits batches, and one that waits for their outputs."""
+
+    def __init__(self, predictor: BatchPredictor, timer: StageTimer) -> None:
+        self._predictor = predictor
+        self._stack = ExitStack()
+        self._submitter = self._stack.enter_context(thread_pool(1, "submit", timer, "session"))
+        self._collector = self._stack.enter_context(thread_pool(1, "session", timer, "session"))
+
+    def __enter__(self) -> _SessionRunner:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def submit(self, batch: PreparedBatch) -> Future[_Predicted]:
+        """Return the future of the batch's outputs."""
+        if self._predictor.depth == 1:
+            return self._collector.submit(self._collect, batch, None)
+        future: Future[_Predicted] = Future()
+        work = self._submitter.submit(self._submit, batch, future)
+        # dropped before it began: nothing else would ever end the future
+        work.add_done_callback(lambda done: future.cancel() if done.cancelled() else None)
+        return future
+
+    def _submit(self, batch: PreparedBatch, future: Future[_Predicted]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            handle = self._predictor.submit(batch.images, batch.pixels)
+            # in the order of the batches: there is one thread of each kind
+            self._collector.submit(self._collect, batch, handle).add_done_callback(
+                lambda done: _copy_outcome(done, future)
+            )
+        except BaseException as error:  # somebody waits for the future
+            future.set_exception(error)
+
+    def _collect(self, batch: PreparedBatch, handle: object | None) -> _Predicted:
+        if handle is None:
+            outputs = self._predictor.run(batch.images, batch.pixels)
+        else:
+            outputs = self._predictor.collect(handle, batch.images, batch.pixels)
+        return batch, self._predictor, outputs
+
+
+_Predicted = tuple[PreparedBatch, BatchPredictor, Outputs | None]
+
+
+def _copy_outcome(done: Future[T], future: Future[T]) -> None:
+    if done.cancelled():
+        future.set_exception(RuntimeError("the run was left before the batch was computed"))
+    elif (error := done.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
 
 
 @contextmanager
@@ -138,6 +226,6 @@ def _until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
         errors.append(error)
 
 
-def _batches(prepared: Iterator[Prepared], size: int) -> Iterator[list[Prepared]]:
-    while batch := list(itertools.islice(prepared, size)):
+def _batches(requests: Iterator[Request], size: int) -> Iterator[list[Request]]:
+    while batch := list(itertools.islice(requests, size)):
         yield batch

@@ -1,4 +1,4 @@
-"""Predict prepared images in batches with one session, and build their records.
+"""Predict prepared batches with one session, and build their records.
 
 A record depends on its image alone. An image with an error keeps its place in the batch as a blank image, so that the
 others are computed exactly as they would be beside a good one; and where a runtime's last bits depend on the size of
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -17,19 +19,22 @@ import numpy as np
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Prepared, Result
+from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Digests, ImageInfo, Record, build_records, error_record
-from opal_deploy.runtime.session import ImageBatch, PaddingSession, Session, StagedSession
+from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession
 from opal_deploy.visualization.slot_names import SlotNames
-
-# a session runs one batch at a time, however many predictors share it
-_LOCKS: WeakKeyDictionary[Session, threading.Lock] = WeakKeyDictionary()
-_LOCKS_LOCK = threading.Lock()
 
 
 class BatchPredictor:
-    """A session that predicts batches, and the largest batch that its memory takes."""
+    """A session that predicts batches, and the largest batch that its memory takes.
+
+    `run`, or `submit` and `collect`, need the session; `build_results` does not, so that another thread builds records
+    while the session computes the next batch.
+
+    Attributes:
+        depth: batches that may be in flight between `submit` and `collect`; 1: only `run` may be called.
+    """
 
     def __init__(
         self,
@@ -43,52 +48,95 @@ class BatchPredictor:
         Args:
             session: the model.
             options: the options of batches and records.
-            timer: gets the times of the stages `batch`, `transfer`, `compute` and `evidence`.
+            timer: gets the times of the stages `transfer`, `compute` and `evidence`.
             print_message: is called when memory was short and batches are smaller from then on.
         """
         self._session, self._options, self._timer, self._print_message = session, options, timer, print_message
+        # a session that is timed stage by stage is waited for
+        self._pipelined = session if isinstance(session, PipelinedSession) and not options.time_transfers else None
+        self.depth = 1 if self._pipelined is None else self._pipelined.depth
         self._max_batch = options.batch
         self._slot_names = options.slot_names or SlotNames()
         # a session whose outputs do not depend on the batch's size needs no filling up; ONNX Runtime's CPU kernels do
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
         self._announce_batch_size()
-        with _LOCKS_LOCK:
-            self._lock = _LOCKS.setdefault(session, threading.Lock())
+        with _TURNS_LOCK:
+            self._turns = _TURNS.setdefault(session, _Turns(self.depth))
 
-    def predict(self, batch: Sequence[Prepared]) -> list[Result]:
-        """Return the results of at most `options.batch` images, in their order.
+    def run(self, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
+        """Return the outputs of some images, one row each; None if all of them have errors.
 
-        Where memory does not suffice, the images that failed are predicted again in batches of half the size, which
-        stays the limit from then on.
+        Where memory does not suffice, the images are predicted in batches of half the size, which stays the limit from
+        then on.
+
+        Args:
+            images: at most `options.batch`.
+            pixels: uint8 [rows, H0, W0, 3], the first rows those of the images; later ones may be overwritten.
 
         Raises:
             OutOfMemory: a single image does not fit. StoppedEarly: the device was lost.
         """
-        results: list[Result] = []
-        while len(results) < len(batch):
-            part = batch[len(results) : len(results) + self._max_batch]
+        if all(image.error is not None for image in images):
+            return None
+        parts: list[Outputs] = []
+        done = 0
+        while done < len(images):
+            batch = self._take_rows(pixels, done, min(len(images) - done, self._max_batch))
             try:
-                results += self._predict_part(part)
+                with self._timer.stage("compute"), self._turns.alone():
+                    outputs = self._run(batch)
             except (OutOfMemory, MemoryError) as error:
-                self._halve_batch(self._num_rows(part), error)
-        return results
+                self._halve_batch(len(batch), error)
+                continue
+            parts.append(outputs.rows(0, min(len(images) - done, len(batch))))
+            done += len(parts[-1])
+        return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
 
-    def _num_rows(self, part: Sequence[Prepared]) -> int:
-        return self._max_batch if self._fixed_batch else len(part)
+    def submit(self, images: Sequence[Prepared], pixels: Pixels) -> object | None:
+        """Begin a batch and return its handle; None where only `run` can predict it.
 
-    def _predict_part(self, part: Sequence[Prepared]) -> list[Result]:
-        outputs = None
-        first = next((prepared.pixels for prepared in part if prepared.pixels is not None), None)
-        if first is not None:
-            with self._timer.stage("batch"):
-                images = np.empty((self._num_rows(part), *first.shape), first.dtype)
-                for row in range(len(images)):
-                    pixels = part[row].pixels if row < len(part) else None
-                    images[row] = 0 if pixels is None else pixels
-            with self._timer.stage("compute"), self._lock:
-                outputs = self._run(images)
-        with self._timer.stage("evidence"):
-            return self._build_results(part, outputs)
+        The arguments are those of `run`; `pixels` must not change until the batch is collected.
+
+        Raises:
+            StoppedEarly: the device was lost.
+        """
+        session = self._pipelined
+        if session is None or len(images) > self._max_batch or all(image.error is not None for image in images):
+            return None
+        batch = self._take_rows(pixels, 0, len(images))
+        self._turns.begin()
+        try:
+            return session.submit(batch)
+        except (OutOfMemory, MemoryError):
+            self._turns.end()
+            # `run` meets it again, and goes on with smaller batches
+            return None
+        except BaseException:
+            self._turns.end()
+            raise
+
+    def collect(self, handle: object, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
+        """Return the outputs of the batch that was submitted with these arguments; raises as `run`."""
+        assert self._pipelined is not None  # there is a handle
+        try:
+            with self._timer.stage("compute"):
+                outputs = self._pipelined.collect(handle)
+        except (OutOfMemory, MemoryError):
+            outputs = None
+        finally:
+            self._turns.end()
+        return self.run(images, pixels) if outputs is None else outputs
+
+    def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
+        """Return `count` rows of a batch, filled up with blank images where the session needs one size."""
+        if not self._fixed_batch:
+            return pixels[start : start + count]
+        rows = pixels[start : start + self._max_batch]
+        if len(rows) < self._max_batch:
+            rows = np.concatenate([rows, np.zeros((self._max_batch - len(rows), *rows.shape[1:]), rows.dtype)])
+        if count < len(rows):
+            rows[count:] = 0
+        return rows
 
     def _run(self, images: ImageBatch) -> Outputs:
         session = self._session
@@ -114,8 +162,12 @@ class BatchPredictor:
         self._announce_batch_size()
         self._print_message(f"{where}: out of memory with a batch of {size}; going on with {self._max_batch}")
 
-    def _build_results(self, part: Sequence[Prepared], outputs: Outputs | None) -> list[Result]:
-        """Return the result of each image; `outputs` has a row for each, None where no image could be prepared."""
+    def build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:
+        """Return the result of each image; see `run` for the arguments and the outputs."""
+        with self._timer.stage("evidence"):
+            return self._build_results(part, pixels, outputs)
+
+    def _build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:
         options = self._options
         errors = self._find_errors(part, outputs)
         answered = [row for row, error in enumerate(errors) if error is None]
@@ -134,6 +186,8 @@ class BatchPredictor:
             if error is not None:
                 results.append(Result(self._build_error(prepared, error), prepared))
             else:
+                if options.keep_pixels:
+                    prepared = replace(prepared, pixels=pixels[row].copy())
                 kept = outputs.rows(row, row + 1) if outputs is not None and options.keep_outputs else None
                 results.append(Result(next(records), prepared, kept))
         return results
@@ -160,3 +214,40 @@ class BatchPredictor:
         return error_record(
             request.name, error.code, str(error), digests=digests, truth=request.truth, index=request.index
         )
+
+
+class _Turns:
+    """Who may use a session now: some batches in flight, or one call of `run`, however many predictors share it."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth, self._in_flight, self._is_alone = depth, 0, False
+        self._changed = threading.Condition()
+
+    def begin(self) -> None:
+        """Wait until one more batch may be in flight."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_alone and self._in_flight < self._depth)
+            self._in_flight += 1
+
+    def end(self) -> None:
+        """Count a batch of `begin` as collected."""
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no batch is in flight, and let none be until the block is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_alone and not self._in_flight)
+            self._is_alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_alone = False
+                self._changed.notify_all()
+
+
+_TURNS: WeakKeyDictionary[Session, _Turns] = WeakKeyDictionary()
+_TURNS_LOCK = threading.Lock()

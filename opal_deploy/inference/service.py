@@ -16,10 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 
-from opal_deploy.inference.decoding.pool import CpuDecoderPool
+import numpy as np
+
+from opal_deploy.inference.decoding.pool import DecoderPool
+from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.explanation import to_explanation
 from opal_deploy.inference.prediction import BatchPredictor
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
@@ -29,9 +32,9 @@ from opal_deploy.runtime.session import Session
 
 @dataclass(frozen=True)
 class _Job:
-    """A prepared image, and the future of its record."""
+    """A prepared image, alone in its slot, and the future of its record."""
 
-    prepared: Prepared
+    prepared: PreparedBatch
     future: Future[Record]
 
 
@@ -67,7 +70,7 @@ class Service:
         self._closed, self._decoding = False, 0
         # as long as `capacity` at most: an image holds its slot until its record is there
         self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._decoders = CpuDecoderPool(options, sessions[0].metadata.input_size)
+        self._decoders = DecoderPool(options, sessions[0].metadata.input_size, slots=capacity, rows=1)
         self._threads = [
             threading.Thread(
                 target=self._work,
@@ -102,7 +105,7 @@ class Service:
             with self._state:
                 if self._closed:
                     raise RuntimeError("the service is closed")
-                prepared = self._decoders.submit(Request(source_name(image), image, box))
+                prepared = self._decoders.submit([Request(source_name(image), image, box)])
                 self._decoding += 1
         except BaseException:
             self._slots.release()
@@ -130,7 +133,7 @@ class Service:
     ) -> None:
         self.close()
 
-    def _decoded(self, done: Future[Prepared], future: Future[Record]) -> None:
+    def _decoded(self, done: Future[PreparedBatch], future: Future[Record]) -> None:
         error = done.exception()
         if error is None:
             self._ready.put(_Job(done.result(), future))
@@ -164,6 +167,7 @@ class Service:
                 self._ready.put(None)
                 break
             if not job.future.set_running_or_notify_cancel():
+                job.prepared.release()
                 self._slots.release()
                 continue
             if not jobs:
@@ -173,7 +177,14 @@ class Service:
 
     def _predict(self, predictor: BatchPredictor, jobs: list[_Job]) -> None:
         try:
-            results = predictor.predict([job.prepared for job in jobs])
+            # images decoded one by one become a batch here
+            images = [image for job in jobs for image in job.prepared.images]
+            try:
+                pixels = np.concatenate([job.prepared.pixels for job in jobs])
+            finally:
+                for job in jobs:
+                    job.prepared.release()
+            results = predictor.build_results(images, pixels, predictor.run(images, pixels))
         except Exception as error:  # a caller waits for each of these futures, and the next batch may succeed
             for job in jobs:
                 self._slots.release()

@@ -14,7 +14,7 @@ from time import perf_counter as _wall_seconds
 from time import thread_time as _cpu_seconds
 from typing import Any, Literal, get_args
 
-Stage = Literal["read", "decode", "resize", "batch", "transfer", "compute", "evidence", "draw", "write"]
+Stage = Literal["read", "decode", "resize", "transfer", "compute", "evidence", "draw", "write"]
 ThreadRole = Literal["decoders", "session", "drawers", "loop"]
 WaitReason = Literal["pictures", "session", "drawing", "disk"]
 

@@ -56,6 +56,7 @@ class InferenceOptions:
         model_sha256: digest of the model's file, for the records.
         slot_names: names of slots, for the records.
 
+        keep_pixels: give each result a copy of its pixels.
         keep_images: keep decoded images, reduced by `to_display`, until they are drawn.
         keep_outputs: keep each image's row of the outputs, for evidence sheets.
     """
@@ -75,6 +76,7 @@ class InferenceOptions:
     model_sha256: str | None = None
     slot_names: SlotNames | None = None
 
+    keep_pixels: bool = False
     keep_images: bool = False
     keep_outputs: bool = False
 
@@ -123,7 +125,7 @@ class Prepared:
     Attributes:
         request: the request that it answers.
         geometry: size of the whole image and the crop in it; None where there is an error.
-        pixels: uint8 [H0, W0, 3] RGB; None where there is an error.
+        pixels: uint8 [H0, W0, 3] RGB; None where there is an error, and where they are in a row of a batch.
         image: the whole oriented image, RGB, reduced by `to_display`; None without `keep_images`, and where memory did
             not suffice for it.
         error: the reason why it cannot be classified; None where it can.

@@ -227,7 +227,7 @@ def test_the_command_reports_to_people_and_machines(bench: Callable, exact_model
         assert figures[name].repeats == pytest.approx(ratios)
     stages = {name.split(".")[1] for name in figures if name.endswith(".wall")}
     # on the CPU nothing is copied to a device
-    assert stages == {"read", "decode", "resize", "batch", "compute", "evidence", "draw", "write"}
+    assert stages == {"read", "decode", "resize", "compute", "evidence", "draw", "write"}
     assert 2 <= len(measurement.details["memory"]["infer"]["megabytes"]) <= 60
     assert f"infer: {figures['infer'].value:.1f} images/s" in done.stderr
     assert " x plain PyTorch and Pillow" in done.stderr

@@ -92,4 +92,5 @@ def test_patches_of_large_images_are_cut_from_what_is_kept_of_them(tmp_path: Pat
     (patch,) = atlas.patches(1, 0)
     pixels = load_patch(atlas, patch)
     assert pixels.size == (160, 160)
-    assert np.abs(np.asarray(pixels, int) - 200).max() <= 3
+    # the cell's edge need not be a pixel's
+    assert np.abs(np.asarray(pixels, int)[2:-2, 2:-2] - 200).max() <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -254,6 +255,8 @@ def _run(
     from opal_deploy.inference.run.run import run
 
     directory.write_config()
+    # records are freed without the garbage collector, which would look through each batch of them several times
+    gc.set_threshold(20_000)
     try:
         with progress("images") as advance:
             run(

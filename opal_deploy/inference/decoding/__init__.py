@@ -3,6 +3,7 @@
 `prepare` does it for one image, and is where to start reading. The others run it for many at a time:
 
     pool      threads, or a worker process for each thread (`isolate`)
+    slots     where the pixels go: batches in memory that the processes share
     budget    how many pixels are decoded at a time
     task      what a worker process does
 """

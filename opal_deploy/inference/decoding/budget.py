@@ -21,7 +21,7 @@ class PixelBudget:
     def lease(self) -> Iterator[Callable[[int], None]]:
         """Yield a function that claims pixels, once they are free and those who waited before have theirs.
 
-        A second claim replaces the first; leaving the block frees what is claimed.
+        A second claim replaces the first, and one of 0 pixels frees it; so does leaving the block.
         """
         held = 0
 
@@ -30,7 +30,7 @@ class PixelBudget:
             self._release(held)
             # or those who wait would wait for what this one no longer holds
             held = 0
-            held = self._acquire(max(0, pixels))
+            held = self._acquire(pixels) if pixels > 0 else 0
 
         try:
             yield claim

@@ -23,7 +23,7 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
 from opal_deploy.preprocess.decode import (
     FileSource,
     PathOrSource,
@@ -57,6 +57,7 @@ def prepare(
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
     claim: Callable[[int], None] = no_claim,
+    out: Pixels | None = None,
 ) -> Prepared:
     """Return the image as the model takes it, or with its error; raise nothing that an image can cause.
 
@@ -66,6 +67,7 @@ def prepare(
         options: `max_pixels`, `decode` and `keep_images` are read.
         timer: gets the times of the stages `read`, `decode` and `resize`.
         claim: see `decode`.
+        out: uint8 [H0, W0, 3] that gets the pixels, which `Prepared` then does not hold; None: it holds them.
     """
     open_timed = timed_open(timer)
     source, digest = request.source, None
@@ -89,6 +91,8 @@ def prepare(
                 geometry = compute_geometry(image, request.box)
         with timer.stage("resize"):
             pixels = to_input(image, geometry, input_size, options.decode)
+            if out is not None:
+                out[:] = pixels
     except ImageError as error:
         return Prepared(request, error=_without_frames(error), file_sha256=digest)
     except MemoryError:
@@ -104,7 +108,7 @@ def prepare(
                 # it came at a fraction of its size, enough for the model; a person wants to see more
                 image = decode(source, max_pixels=options.max_pixels, open_file=open_timed, claim=claim)
             kept = to_display(image)
-    return Prepared(request, geometry, pixels, kept, file_sha256=digest)
+    return Prepared(request, geometry, pixels if out is None else None, kept, file_sha256=digest)
 
 
 def _without_frames(error: ImageError) -> ImageError:

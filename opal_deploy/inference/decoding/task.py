@@ -1,17 +1,28 @@
-"""The task of a decode worker process: prepare one image, and send it to the parent."""
+"""The task of a decode worker process: prepare one image, and write its pixels into their row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from opal_deploy.inference.decoding.prepare import prepare
+from opal_deploy.inference.decoding.slots import SlotLayout
 from opal_deploy.inference.isolation.worker import Response
 from opal_deploy.inference.timing import StageTimer
-from opal_deploy.inference.types import InferenceOptions, Prepared, Request
+from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
+
+
+class PrepareRequest(NamedTuple):
+    """An image to prepare, and the slot and row that its pixels belong into."""
+
+    source: Source
+    box: Box | None
+    slot: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -19,21 +30,24 @@ class PrepareTask:
     """Prepares images.
 
     Attributes:
-        input_size: (H0, W0) of the model.
+        layout: of the slots.
         options: see `prepare`.
     """
 
-    input_size: tuple[int, int]
+    layout: SlotLayout
     options: InferenceOptions
 
-    def __call__(self, request: tuple[Source, Box | None], timer: StageTimer, claim: Callable[[int], None]) -> Response:
-        """Return what is known of the image, its pixels, and the reduced image where it is kept; claim its pixels."""
-        source, box = request
-        prepared = prepare(Request(None, source, box), self.input_size, self.options, timer, claim)
-        parts = [] if prepared.pixels is None else [prepared.pixels.tobytes()]
-        if prepared.image is not None:
-            parts.append(prepared.image.tobytes())
-        return _build_header(prepared), parts
+    @cached_property
+    def _slots(self) -> Pixels:
+        return self.layout.open()
+
+    def __call__(self, request: PrepareRequest, timer: StageTimer, claim: Callable[[int], None]) -> Response:
+        """Return what is known of the image, and the reduced image where it is kept; claim its pixels."""
+        _, _, *input_size, _ = self.layout.shape
+        image = Request(None, request.source, request.box)
+        row = self._slots[request.slot, request.row]
+        prepared = prepare(image, (input_size[0], input_size[1]), self.options, timer, claim, out=row)
+        return _build_header(prepared), [] if prepared.image is None else [prepared.image.tobytes()]
 
 
 def _build_header(prepared: Prepared) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     pool      a number of processes, started when they are needed and replaced when they ended
     process   a worker process as its parent sees it
     worker    the main function of a worker process
+    memory    memory that processes share
 
 The work itself is a `Task`: `decoding.task` prepares images, `run.drawing_task` draws overlays and sheets.
 """

@@ -11,18 +11,22 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from PIL import Image
 
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess
+from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
 from opal_deploy.inference.isolation.worker import Task, WorkerConfig
 from opal_deploy.inference.timing import NO_OP_TIMER, NoOpTimer, StageTimer
+from opal_deploy.preprocess.decode import no_claim
 
 T = TypeVar("T")
+# makes the result of a request, given by its position, of its part of the header and of bytes read from the process
+Reader: TypeAlias = Callable[[WorkerProcess, dict[str, Any], int], T]
 # between two checks of the processes' time limits
 _WATCH_SECONDS = 0.1
 # a system short of memory kills processes that did nothing wrong: the second crash is the request's fault, and the run
@@ -33,7 +37,14 @@ _MAX_ATTEMPTS, _MAX_STARTS = 2, 3
 class ProcessPool:
     """A number of worker processes of one task; every method but `close` may be called from any thread."""
 
-    def __init__(self, workers: int, task: Task, timeout: float | None, timer: StageTimer = NO_OP_TIMER) -> None:
+    def __init__(
+        self,
+        workers: int,
+        task: Task,
+        timeout: float | None,
+        timer: StageTimer = NO_OP_TIMER,
+        files: Sequence[int] = (),
+    ) -> None:
         """Start nothing yet.
 
         Args:
@@ -41,8 +52,9 @@ class ProcessPool:
             task: answers the requests.
             timeout: seconds that one request may take; None: no limit.
             timer: gets the times of the task's stages, without the time that data takes between processes.
+            files: descriptors that the processes get, under their numbers.
         """
-        self._timeout, self._timer = timeout, timer
+        self._timeout, self._timer, self._files = timeout, timer, tuple(files)
         self._config = WorkerConfig(task, timed=not isinstance(timer, NoOpTimer), pillow_limit=Image.MAX_IMAGE_PIXELS)
         # the last one used comes first, so that a short run starts no more processes than it needs; None: to be started
         self._idle: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
@@ -53,45 +65,72 @@ class ProcessPool:
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def call(
-        self,
-        request: object,
-        read: Callable[[WorkerProcess, dict[str, Any]], T],
-        claim: Callable[[int], None] = lambda _: None,
-    ) -> T:
-        """Have a request answered, waiting for a process while all of them are in use.
-
-        A request whose process ended is tried a second time, since processes are also killed from outside.
-
-        Args:
-            request: is pickled for the task.
-            read: makes the result of the response's header, and of the bytes that it reads from the process; a
-                KeyError, TypeError or ValueError of its means that the response makes no sense.
-            claim: waits until so many pixels may be decoded; called where the task claims them.
+    def call(self, request: object, read: Reader[T], claim: Callable[[int], None] = no_claim) -> T:
+        """Have one request answered; see `call_group`.
 
         Raises:
             WorkerCrashed: the process ended in the middle. WorkerTimeout: it took too long.
             StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
         """
-        message, failure = pickle.dumps(request), ""
-        for _ in range(_MAX_ATTEMPTS):
+        (result,) = self.call_group([request], read, claim)
+        if isinstance(result, WorkerCrashed | WorkerTimeout):
+            raise result
+        return result
+
+    def call_group(
+        self, requests: Sequence[object], read: Reader[T], claim: Callable[[int], None] = no_claim
+    ) -> list[T | WorkerCrashed | WorkerTimeout]:
+        """Have some requests answered by one process, waiting for a process while all of them are in use.
+
+        A request whose process ended is tried a second time, since processes are also killed from outside; the others
+        of its group are answered whatever becomes of it.
+
+        Args:
+            requests: are pickled for the task.
+            read: makes a request's result of its part of the header and of the bytes that it reads from the process; it
+                is also given the request's position. A KeyError, TypeError or ValueError of its means that the response
+                makes no sense.
+            claim: waits until so many pixels may be decoded; called where the task claims them.
+
+        Returns:
+            The result of each request, in their order, or the exception that its process ended with.
+
+        Raises:
+            StoppedEarly: no process can be started. RuntimeError: the task raised an exception.
+        """
+        results: dict[int, T | WorkerCrashed | WorkerTimeout] = {}
+        crashes: Counter[int] = Counter()
+        groups = [list(range(len(requests)))]
+        while groups:
+            group = groups.pop(0)
             try:
-                return self._call_once(message, read, claim)
-            except WorkerCrashed as crash:
-                failure = str(crash)
-        raise WorkerCrashed(f"{failure}, each of {_MAX_ATTEMPTS} times")
+                results.update(self._call_once({n: requests[n] for n in group}, read, claim))
+            except (WorkerCrashed, WorkerTimeout) as failure:
+                # a process that was taken over by its file may have written any number
+                culprit = group.pop(min(failure.position, len(group) - 1))
+                crashes[culprit] += 1
+                if isinstance(failure, WorkerTimeout):
+                    results[culprit] = failure
+                elif crashes[culprit] == _MAX_ATTEMPTS:
+                    results[culprit] = WorkerCrashed(f"{failure}, each of {_MAX_ATTEMPTS} times")
+                else:
+                    groups.append([culprit])
+                if group:
+                    groups.insert(0, group)
+        return [results[n] for n in range(len(requests))]
 
     def _call_once(
-        self, message: bytes, read: Callable[[WorkerProcess, dict[str, Any]], T], claim: Callable[[int], None]
-    ) -> T:
+        self, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
+    ) -> dict[int, T | WorkerCrashed | WorkerTimeout]:
+        """Return the results of some requests by their positions."""
         process, reusable = self._idle.get(), False
         try:
             # a process that ended between two requests is no request's fault
             if process is None or not process.is_running():
                 self._close_process(process)
                 process = self._start_process()
-            result, reusable = self._call_process(process, message, read, claim)
-            return result
+            results, reusable = self._call_process(process, requests, read, claim)
+            return results
         finally:
             if not reusable:
                 self._close_process(process)
@@ -111,23 +150,21 @@ class ProcessPool:
             self._close_process(process)
 
     def _call_process(
-        self,
-        process: WorkerProcess,
-        message: bytes,
-        read: Callable[[WorkerProcess, dict[str, Any]], T],
-        claim: Callable[[int], None],
-    ) -> tuple[T, bool]:
-        """Return the result, and whether the process can be used again."""
-        header = process.request(message, self._timeout)
+        self, process: WorkerProcess, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
+    ) -> tuple[dict[int, T | WorkerCrashed | WorkerTimeout], bool]:
+        """Return the results by position, and whether the process can be used again."""
+        header = process.request(pickle.dumps(list(requests.values())), self._timeout)
         try:
             while "claim" in header:
                 header = process.grant(partial(claim, int(header["claim"])))
-            if "traceback" in header:
-                raise RuntimeError(f"in a worker process: {header['traceback']}")
-            result = read(process, header)
+            results: dict[int, T | WorkerCrashed | WorkerTimeout] = {}
+            for position, response in zip(requests, header["responses"], strict=True):
+                if "traceback" in response:
+                    raise RuntimeError(f"in a worker process: {response['traceback']}")
+                results[position] = read(process, response, position)
             for stage, wall, cpu, calls in header["times"]:
                 self._timer.add(stage, wall, cpu, calls)
-            return result, process.finish_response() and not header["retire"]
+            return results, process.finish_response() and not header["retire"]
         except (KeyError, TypeError, ValueError):
             # the process may have been taken over by the file that it decoded
             raise WorkerCrashed("sent an answer that makes no sense") from None
@@ -139,7 +176,7 @@ class ProcessPool:
         return self._start_once()
 
     def _start_once(self) -> WorkerProcess:
-        process = WorkerProcess()
+        process = WorkerProcess(self._files)
         with self._lock:
             self._processes.add(process)
             if self._watcher is None:

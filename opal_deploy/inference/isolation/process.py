@@ -16,11 +16,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, cast
 
+import orjson
+
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.inference.isolation.worker import LENGTH, READY, WorkerConfig
+from opal_deploy.inference.isolation.memory import create_shared_memory, map_shared_memory
+from opal_deploy.inference.isolation.worker import LENGTH, POSITION, READY, WorkerConfig
 
 # from its start until it takes requests; a machine that is loaded or reads its packages over a network takes its time
 _START_SECONDS = 120.0
@@ -32,34 +35,61 @@ _MAX_HEADER_BYTES = 1 << 20
 # not `-m`, and no module of multiprocessing: both would import the caller's main module, or write beside it
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from opal_deploy.inference.isolation.worker import main; main()"
+    "from opal_deploy.inference.isolation.worker import main; main(int(sys.argv[2]))"
 )
 
 
 class WorkerCrashed(Exception):
-    """The process ended in the middle of a request; the text says how, completing "the worker ..."."""
+    """The process ended in the middle of a request; the text says how, completing "the worker ...".
+
+    Attributes:
+        position: of that request in its group.
+    """
+
+    def __init__(self, ending: str, position: int = 0) -> None:
+        super().__init__(ending)
+        self.position = position
 
 
 class WorkerTimeout(Exception):
-    """The process was killed because a request took too long."""
+    """The process was killed because a request took too long.
+
+    Attributes:
+        position: of that request in its group.
+    """
+
+    def __init__(self, position: int = 0) -> None:
+        super().__init__(position)
+        self.position = position
 
 
 class WorkerProcess:
-    """A process that answers one request at a time. Used by one thread at a time; any may call `kill_if_overdue`."""
+    """A process that answers one group of requests at a time.
 
-    def __init__(self) -> None:
+    It is used by one thread at a time; any may call `kill_if_overdue`.
+    """
+
+    def __init__(self, files: Sequence[int] = ()) -> None:
         """Start the process.
+
+        Args:
+            files: descriptors that it gets, under their numbers.
 
         Raises:
             StoppedEarly: it cannot be started.
         """
+        self._timeout: float | None = None
         self._deadline: float | None = None
+        # of the request that the deadline is for
+        self._seen_position = 0
         self._overdue = False
         self._lock = threading.Lock()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `wait_until_ready` or `close`)
+        descriptor = create_shared_memory(POSITION.size)
+        self._position = map_shared_memory(descriptor, POSITION.size)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *_interpreter_flags(), "-c", _CODE, json.dumps(sys.path)],
+                [sys.executable, *_interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(descriptor)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
@@ -68,10 +98,13 @@ class WorkerProcess:
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
                 # Ctrl-C goes to everybody in the terminal's foreground, and would end it while it starts
                 start_new_session=True,
+                pass_fds=(descriptor, *files),
             )
         except OSError as error:
             self._stderr.close()
             raise _start_error(error.strerror or str(error)) from None
+        finally:
+            os.close(descriptor)
         self._stdin = cast(BinaryIO, self._process.stdin)
         self._stdout = cast(BinaryIO, self._process.stdout)
         _enlarge_pipe(self._stdout)
@@ -100,19 +133,21 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def request(self, message: bytes, timeout: float | None) -> dict[str, Any]:
-        """Send a request and return the header of its response.
+        """Send a group of requests and return the header of the response.
 
         The rest of the response is read with `read_into`; `finish_response` ends it.
 
         Args:
-            message: pickle of the request.
-            timeout: seconds until `finish_response` has to be called; None: no limit.
+            message: pickle of the list of requests.
+            timeout: seconds for each request, and from the last one on until `finish_response`; None: no limit.
 
         Raises:
             WorkerCrashed, WorkerTimeout: there is no response, and the process cannot be used again.
         """
-        if timeout is not None:
-            self._deadline = time.monotonic() + timeout
+        POSITION.pack_into(self._position, 0, 0)
+        with self._lock:
+            self._timeout, self._seen_position = timeout, 0
+            self._deadline = None if timeout is None else time.monotonic() + timeout
         return self._exchange(message)
 
     def grant(self, claim: Callable[[], None]) -> dict[str, Any]:
@@ -148,7 +183,7 @@ class WorkerProcess:
         header = bytearray(size)
         self.read_into(memoryview(header))
         try:
-            response: dict[str, Any] = json.loads(header)
+            response: dict[str, Any] = orjson.loads(header)
         except ValueError:
             raise WorkerCrashed("sent an answer that makes no sense") from None
         return response
@@ -170,7 +205,12 @@ class WorkerProcess:
     def kill_if_overdue(self, now: float) -> None:
         """Kill the process if its request takes too long; the thread that waits for it gets a WorkerTimeout."""
         with self._lock:
-            if self._deadline is not None and now > self._deadline:
+            if self._deadline is None:
+                return
+            position = self._read_position()
+            if position != self._seen_position and self._timeout is not None:
+                self._seen_position, self._deadline = position, now + self._timeout
+            elif now > self._deadline:
                 self._deadline, self._overdue = None, True
                 self._process.kill()
 
@@ -199,7 +239,12 @@ class WorkerProcess:
     def _failure(self) -> WorkerCrashed | WorkerTimeout:
         ending = self._describe_end()
         with self._lock:
-            return WorkerTimeout() if self._overdue else WorkerCrashed(ending)
+            position = self._read_position()
+            return WorkerTimeout(position) if self._overdue else WorkerCrashed(ending, position)
+
+    def _read_position(self) -> int:
+        (position,) = POSITION.unpack_from(self._position)
+        return int(position)
 
     def _describe_end(self) -> str:
         try:

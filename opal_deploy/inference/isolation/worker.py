@@ -1,8 +1,9 @@
-"""The main function of a worker process: requests on stdin, responses on stdout, until stdin ends.
+"""The main function of a worker process: groups of requests on stdin, their responses on stdout, until stdin ends.
 
 It imports numpy, Pillow and what its task needs, and no runtime. A request is a pickle, since it comes from the parent
 process; a response is JSON and raw bytes, since a decoder may have been taken over by the file that it read, and must
-not be able to run anything in the parent.
+not be able to run anything in the parent. The position of the request that is being answered lies in shared memory,
+where the parent finds it after a crash.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from mmap import mmap
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from PIL import Image
 
+from opal_deploy.inference.isolation.memory import map_shared_memory
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 
 LENGTH = struct.Struct(">Q")
+# the position in its group of the request that is being answered
+POSITION = struct.Struct("<Q")
 READY = b"\x01"
 # a process that has grown by this much is replaced: an allocator does not always give memory back
 _MAX_GROWTH_BYTES = 256 << 20
@@ -65,8 +70,13 @@ class WorkerConfig:
     pillow_limit: int | None
 
 
-def main() -> None:
-    """Run the process from its start to its end."""
+def main(position_descriptor: int) -> None:
+    """Run the process from its start to its end.
+
+    Args:
+        position_descriptor: of the shared memory that gets the position of the request that is being answered.
+    """
+    position = map_shared_memory(position_descriptor, POSITION.size)
     requests, responses = _take_over_standard_streams()
     _end_with_the_parent(requests)
     warnings.simplefilter("ignore")
@@ -78,8 +88,8 @@ def main() -> None:
     # drop what libraries print about odd files from here on
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     while size := _read_length(requests):
-        request = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
-        for part in _build_response(request, config, partial(_claim, requests, responses), memory_at_start):
+        group: list[Any] = pickle.loads(_read(requests, size))  # noqa: S301 (the parent wrote it)
+        for part in _build_response(group, position, config, partial(_claim, requests, responses), memory_at_start):
             responses.write(part)
         responses.flush()
 
@@ -93,18 +103,36 @@ def _claim(requests: BinaryIO, responses: BinaryIO, pixels: int) -> None:
 
 
 def _build_response(
-    request: Any, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
+    group: list[Any], position: mmap, config: WorkerConfig, claim: Callable[[int], None], memory_at_start: int
 ) -> list[bytes]:
     """Return the header with its length, and the bytes that follow it."""
     timer = StageTimer() if config.timed else NO_OP_TIMER
-    try:
-        header, parts = config.task(request, timer, claim)
-    except Exception:
-        header, parts = {"traceback": traceback.format_exc()}, []
-    header["times"] = [(row.stage, row.wall, row.cpu, row.calls) for row in timer.read().stages]
-    header["retire"] = _resident_bytes() - memory_at_start > _MAX_GROWTH_BYTES
-    encoded = json.dumps(header).encode()
-    return [LENGTH.pack(len(encoded)) + encoded, *parts]
+    headers: list[dict[str, Any]] = []
+    all_parts: list[bytes] = []
+    for number, request in enumerate(group):
+        POSITION.pack_into(position, 0, number)
+        claims: list[int] = []
+
+        def claim_pixels(pixels: int, claims: list[int] = claims) -> None:
+            claims.append(pixels)
+            claim(pixels)
+
+        try:
+            header, parts = config.task(request, timer, claim_pixels)
+        except Exception:
+            header, parts = {"traceback": traceback.format_exc()}, []
+        if claims and number + 1 < len(group):
+            # the next one need not have what this one had
+            claim(0)
+        headers.append(header)
+        all_parts += parts
+    response = {
+        "responses": headers,
+        "times": [(row.stage, row.wall, row.cpu, row.calls) for row in timer.read().stages],
+        "retire": _resident_bytes() - memory_at_start > _MAX_GROWTH_BYTES,
+    }
+    encoded = json.dumps(response).encode()
+    return [LENGTH.pack(len(encoded)) + encoded, *all_parts]
 
 
 def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:

@@ -190,7 +190,7 @@ class _Drawer:
         return dict(zip((name for name in PARTS if name in header), parts, strict=True)), _read_problem(header)
 
 
-def _read_drawings(process: WorkerProcess, header: dict[str, Any]) -> tuple[dict[str, bytes], Problem | None]:
+def _read_drawings(process: WorkerProcess, header: dict[str, Any], _: int) -> tuple[dict[str, bytes], Problem | None]:
     drawn = {}
     for name in PARTS:
         if name in header:

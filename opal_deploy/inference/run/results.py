@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import time
@@ -48,7 +49,7 @@ class RecordWriter:
         self.path = path
         self.count = count
         try:
-            # unbuffered: a line is either written by one call, or cut off again
+            # unbuffered: lines are either written by one call, or cut off again
             self._stream = path.open("r+b" if keep else "wb", buffering=0)
             if keep:
                 self._stream.truncate(keep)
@@ -57,23 +58,25 @@ class RecordWriter:
             raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another --out") from None
         self._synced = time.monotonic()
 
-    def write(self, record: Record) -> None:
-        """Append one record.
+    def write(self, *records: Record) -> None:
+        """Append records, in one call to the system.
 
         Raises:
-            StoppedEarly: the disk is full or gone; the records before are whole.
+            StoppedEarly: the disk is full or gone; the records that were written before it was are whole, and counted.
         """
-        line = to_json_line(record)
-        start = self._stream.tell()
+        lines = [to_json_line(record) for record in records]
+        data, start = b"".join(lines), self._stream.tell()
+        written = 0
         try:
-            written = 0
-            while written < len(line):
-                written += self._stream.write(line[written:])
+            while written < len(data):
+                written += self._stream.write(data[written:])
         except OSError as error:
+            whole = list(itertools.takewhile(lambda end: end <= written, itertools.accumulate(map(len, lines))))
             with contextlib.suppress(OSError):  # a device that is gone cannot be cut either
-                self._stream.truncate(start)
+                self._stream.truncate(start + (whole[-1] if whole else 0))
+            self.count += len(whole)
             raise self._failed(error) from None
-        self.count += 1
+        self.count += len(lines)
         if time.monotonic() - self._synced >= SYNC_SECONDS:
             self.sync()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.executor import predict_batches
 from opal_deploy.inference.run.drawing import ReportOptions, Thumbnails, draw_records, write_report
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
@@ -68,7 +69,7 @@ def run(
             one.
         interrupt: ends the run in good order when that is requested.
         timer: gets the times of every stage; None: a new one.
-        report_progress: is called after each record.
+        report_progress: is called after each write of records.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
@@ -88,24 +89,31 @@ def run(
         with ExitStack() as stack:
             stack.enter_context(interrupt.running())
             writer = stack.enter_context(RecordWriter(options.out / RESULTS, resume_point.size, resume_point.count))
-            stream = predict_stream(
+            stream = predict_batches(
                 interrupt.stop_when_requested(requests), sessions, inference, timer, options.print_message
             )
             # or its threads would live as long as an exception's traceback
-            results = stack.enter_context(closing(stream))
+            batches = stack.enter_context(closing(stream))
+            chunks = ([result.record for result in results] for results in batches)
             if draws:
                 records = stack.enter_context(
                     draw_records(
-                        results, options.out, options.report, options.sheets, inference,
+                        itertools.chain.from_iterable(batches), options.out, options.report, options.sheets, inference,
                         first=resume_point.count, thumbnails=thumbnails, timer=timer,
                     )
                 )  # fmt: skip
-            else:
-                records = (result.record for result in results)
-            for record in records:
-                with timer.waiting("disk"), timer.stage("write"):
-                    writer.write(record)
-                summary.count(record)
+                chunks = ([record] for record in records)
+            elif options.max_errors is not None:
+                # nothing is written behind the error that is one too many
+                chunks = ([record] for records in chunks for record in records)
+            for chunk in chunks:
+                count = writer.count
+                try:
+                    with timer.waiting("disk"), timer.stage("write"):
+                        writer.write(*chunk)
+                finally:
+                    for record in chunk[: writer.count - count]:
+                        summary.count(record)
                 if summary.seconds_to_first_record is None:
                     summary.seconds_to_first_record = time.perf_counter() - started
                 report_progress(summary)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from opal_deploy.inference.decoding.pool import CpuDecoderPool
-from opal_deploy.inference.types import Prepared, Request
+from opal_deploy.inference.decoding.pool import DecoderPool
+from opal_deploy.inference.decoding.slots import PreparedBatch
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.inference.types import InferenceOptions, Prepared, Request
 
 INPUT = (32, 48)
 
@@ -20,10 +24,41 @@ def photograph(path: Path, size: tuple[int, int] = (90, 70)) -> Path:
     return path
 
 
-def prepare_all(pool: CpuDecoderPool, sources: Sequence[object]) -> list[Prepared]:
+def open_decoders(
+    options: InferenceOptions, input_size: tuple[int, int], timer: StageTimer = NO_OP_TIMER, *, rows: int = 1
+) -> DecoderPool:
+    return DecoderPool(options, input_size, timer, slots=160, rows=rows)
+
+
+def submit(pool: DecoderPool, request: Request) -> Future[Prepared]:
+    """Begin to prepare an image alone; the result holds its pixels."""
+    single: Future[Prepared] = Future()
+
+    def finish(done: Future[PreparedBatch]) -> None:
+        if done.cancelled():
+            single.cancel()
+        elif (error := done.exception()) is not None:
+            single.set_exception(error)
+        else:
+            single.set_result(with_pixels(done.result())[0])
+
+    pool.submit([request]).add_done_callback(finish)
+    return single
+
+
+def with_pixels(batch: PreparedBatch) -> list[Prepared]:
+    rows = [None if image.error else pixels.copy() for image, pixels in zip(batch.images, batch.pixels, strict=False)]
+    batch.release()
+    return [replace(image, pixels=pixels) for image, pixels in zip(batch.images, rows, strict=True)]
+
+
+def prepare_all(pool: DecoderPool, sources: Sequence[object]) -> list[Prepared]:
+    """Prepare images in one batch after the other, as large as the pool's slots."""
     requests = [one if isinstance(one, Request) else Request(str(one), one) for one in sources]  # type: ignore[arg-type]
+    rows = pool._slots.pixels.shape[1]
     with pool:
-        return [future.result(60) for future in [pool.submit(request) for request in requests]]
+        batches = [pool.submit(requests[start : start + rows]) for start in range(0, len(requests), rows)]
+        return [image for batch in batches for image in with_pixels(batch.result(60))]
 
 
 def code(prepared: Prepared) -> str | None:

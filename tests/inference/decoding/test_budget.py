@@ -10,10 +10,9 @@ from PIL import Image
 
 from opal_deploy.inference.decoding import pool as pool_module
 from opal_deploy.inference.decoding.budget import PixelBudget
-from opal_deploy.inference.decoding.pool import CpuDecoderPool
 from opal_deploy.inference.types import InferenceOptions
 from tests.inference.bright import wait_until
-from tests.inference.decoding.prepared import INPUT, code, prepare_all
+from tests.inference.decoding.prepared import INPUT, code, open_decoders, prepare_all
 
 
 class Holder(threading.Thread):
@@ -74,6 +73,6 @@ def test_large_images_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pyt
     for path, size in zip(paths, sizes, strict=True):
         Image.new("1", size).save(path)
     options = InferenceOptions(workers=2, isolate=isolate)
-    assert [code(one) for one in prepare_all(CpuDecoderPool(options, INPUT), paths)] == [None] * 6
+    assert [code(one) for one in prepare_all(open_decoders(options, INPUT, rows=6), paths)] == [None] * 6
     # only the large ones claim, and the largest has all
     assert sorted(free) == [0, 1_000_000, 1_000_000, 1_000_000]

@@ -19,13 +19,22 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError, StoppedEarly
-from opal_deploy.inference.decoding.pool import CpuDecoderPool
+from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.isolation import pool as pool_module
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.decode import Decoding
 from tests.inference.bright import wait_until
-from tests.inference.decoding.prepared import INPUT, assert_alike, code, photograph, prepare_all
+from tests.inference.decoding.prepared import (
+    INPUT,
+    assert_alike,
+    code,
+    open_decoders,
+    photograph,
+    prepare_all,
+    submit,
+    with_pixels,
+)
 
 # a Pillow plugin in the worker processes: a file's own text says how its decoder misbehaves
 PLUGIN = """
@@ -81,12 +90,13 @@ def image(tmp_path: Path) -> Path:
     return photograph(tmp_path / "a.jpg")
 
 
-def open_pool(timer: StageTimer = NO_OP_TIMER, **options: object) -> CpuDecoderPool:
-    return CpuDecoderPool(InferenceOptions(**{"workers": 1, "isolate": True, **options}), INPUT, timer)  # type: ignore[arg-type]
+def open_pool(timer: StageTimer = NO_OP_TIMER, rows: int = 1, **options: object) -> DecoderPool:
+    options = {"workers": 1, "isolate": True, **options}
+    return open_decoders(InferenceOptions(**options), INPUT, timer, rows=rows)  # type: ignore[arg-type]
 
 
-def decode(pool: CpuDecoderPool, path: Path) -> str | None:
-    return code(pool.submit(Request("a", path)).result(60))
+def decode(pool: DecoderPool, path: Path) -> str | None:
+    return code(submit(pool, Request("a", path)).result(60))
 
 
 def children() -> list[psutil.Process]:
@@ -122,7 +132,8 @@ def test_processes_give_what_threads_give(tmp_path: Path, image: Path, decoding:
         Request("too large", photograph(tmp_path / "huge.jpg", (1800, 1400))),
     ]
     options = {"workers": 2, "keep_images": keep, "decode": decoding, "max_pixels": 2_400_000}
-    found, expected = (prepare_all(open_pool(**options, isolate=isolate), requests) for isolate in (True, False))
+    found = prepare_all(open_pool(**options, rows=9), requests)
+    expected = prepare_all(open_pool(**options, isolate=False), requests)
     assert_alike(found, expected)
     assert [code(one) for one in found] == [None] * 11 + ["no_box", "not_an_image", "not_found", "too_many_pixels"]
     assert [None if found[n].image is None else found[n].image.size for n in (0, 9)] == (
@@ -139,7 +150,7 @@ def test_every_odd_file_has_the_same_fate_timed_in_a_process(odd_images: Path) -
     paths = [path for path in sorted(odd_images.iterdir()) if path.name != "manifest.tsv"]
     assert len(paths) == 149
     options = {"workers": 2, "decode_timeout": None}
-    found = prepare_all(open_pool(StageTimer(), **options), paths)
+    found = prepare_all(open_pool(StageTimer(), **options, rows=32), paths)
     assert_alike(found, prepare_all(open_pool(**options, isolate=False), paths))
 
 
@@ -147,12 +158,13 @@ def test_every_odd_file_has_the_same_fate_timed_in_a_process(odd_images: Path) -
 
 
 @pytest.mark.parametrize(("action", "message"), [("crash", "SIGSEGV"), ("quit", "exit code 7")])
+@pytest.mark.parametrize("rows", [1, 8])
 def test_a_decoder_that_ends_costs_its_image_alone(
-    tmp_path: Path, image: Path, plugin: None, action: str, message: str
+    tmp_path: Path, image: Path, plugin: None, action: str, message: str, rows: int
 ) -> None:
     paths = [image] * 6
     paths[2:2] = paths[4:4] = [misbehaving(tmp_path / "bad.jpg", action)]
-    found = prepare_all(open_pool(workers=2, decode_timeout=None), paths)
+    found = prepare_all(open_pool(workers=2, decode_timeout=None, rows=rows), paths)
     assert [code(entry) for entry in found] == ["decoder_crashed" if path != image else None for path in paths]
     assert found[2].request.source == paths[2]
     assert message in str(found[2].error)
@@ -170,7 +182,7 @@ def test_a_decoder_that_hangs_costs_its_image_alone_and_an_idle_one_has_no_limit
             # three rounds of the watch
             time.sleep(0.3)
         assert children() == first
-        hanging = pool.submit(Request("hang", misbehaving(tmp_path / "slow.jpg", "slow")))
+        hanging = submit(pool, Request("hang", misbehaving(tmp_path / "slow.jpg", "slow")))
         assert read_pid(tmp_path / "slow.txt") == first[0].pid
         with monkeypatch.context() as patch:
             patch.setattr(pool_module, "time", later)
@@ -180,20 +192,29 @@ def test_a_decoder_that_hangs_costs_its_image_alone_and_an_idle_one_has_no_limit
         assert decode(pool, image) is None
 
 
+def test_a_decoder_that_hangs_in_the_middle_of_a_group_costs_its_image_alone(
+    tmp_path: Path, image: Path, plugin: None
+) -> None:
+    paths = [image] * 5
+    paths[2] = misbehaving(tmp_path / "slow.jpg", "slow")
+    found = prepare_all(open_pool(decode_timeout=2, rows=5), paths)
+    assert [code(entry) for entry in found] == [None, None, "decode_timeout", None, None]
+
+
 @pytest.mark.parametrize(("kills", "expected"), [(1, None), (2, "decoder_crashed")])
 def test_an_image_is_blamed_for_the_second_kill_of_its_worker(
     tmp_path: Path, image: Path, plugin: None, kills: int, expected: str | None
 ) -> None:
     paths = [image, misbehaving(tmp_path / "slow.jpg", "slow"), image, image]
-    with open_pool(decode_timeout=None) as pool:
-        futures = [pool.submit(Request(path.name, path)) for path in paths]
+    with open_pool(decode_timeout=None, rows=4) as pool:
+        batch = pool.submit([Request(path.name, path) for path in paths])
         for _ in range(kills):
             pid = read_pid(tmp_path / "slow.txt")
             (tmp_path / "slow.txt").unlink()
             if kills == 1:
                 (tmp_path / "slow.awake").touch()
             os.kill(pid, signal.SIGKILL)
-        found = [future.result(60) for future in futures]
+        found = with_pixels(batch.result(60))
     assert [code(entry) for entry in found] == [None, expected, None, None]
     assert expected is None or "SIGKILL, each of 2 times" in str(found[1].error)
 
@@ -245,7 +266,7 @@ def test_a_worker_that_keeps_memory_is_replaced(tmp_path: Path, image: Path, plu
 def test_a_bug_is_raised_not_recorded(image: Path) -> None:
     request: Any = Request("bug", image, box="no box at all")
     with open_pool() as pool, pytest.raises(RuntimeError, match="in a worker process"):
-        pool.submit(request).result(60)
+        submit(pool, request).result(60)
 
 
 def test_a_worker_imports_no_runtime_and_prints_of_a_library_do_not_end_up_in_a_response(
@@ -273,7 +294,7 @@ def test_a_worker_that_cannot_be_started_stops_the_run_in_one_line(
         monkeypatch.setattr(sys, attribute, value)
         for _ in range(2):
             with pytest.raises(StoppedEarly, match=f"{message}.*--no-isolate") as caught:
-                pool.submit(Request("a", image)).result(60)
+                submit(pool, Request("a", image)).result(60)
             assert "\n" not in str(caught.value)
 
 
@@ -290,7 +311,7 @@ def test_the_time_of_processes_counts_as_that_of_threads(image: Path) -> None:
 def test_leaving_drops_what_waits(tmp_path: Path, plugin: None) -> None:
     path = misbehaving(tmp_path / "slow.jpg", "slow")
     with open_pool(decode_timeout=0.5) as pool:
-        waiting = [pool.submit(Request("a", path)) for _ in range(50)]
+        waiting = [submit(pool, Request("a", path)) for _ in range(50)]
     assert waiting[-1].cancelled()
 
 
@@ -299,14 +320,14 @@ def test_leaving_drops_what_waits(tmp_path: Path, plugin: None) -> None:
 # no guard around it: a worker that imported the main module again would start workers for ever
 SCRIPT = """
 import pathlib, sys, time
-from opal_deploy.inference.decoding.pool import CpuDecoderPool
+from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.types import InferenceOptions, Request
 
 print("main", flush=True)
 options = InferenceOptions(workers=2, isolate=True, decode_timeout=None)
-with CpuDecoderPool(options, (32, 32)) as decoders:
-    futures = [decoders.submit(Request(name, pathlib.Path(name))) for name in sys.argv[1:]]
-    print([future.result().error for future in futures], flush=True)
+with DecoderPool(options, (32, 32), slots=9, rows=1) as decoders:
+    futures = [decoders.submit([Request(name, pathlib.Path(name))]) for name in sys.argv[1:]]
+    print([future.result().images[0].error for future in futures], flush=True)
 """
 
 

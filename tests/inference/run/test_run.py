@@ -21,6 +21,7 @@ from opal_deploy.inference.sources.annotations import FolderLabels, read_boxes
 from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.inference.types import InferenceOptions, Request, build_requests
+from opal_deploy.preprocess.resize import display_size
 from opal_deploy.records.names import unescape_name
 from opal_deploy.visualization.report import ReportWriter
 from tests.inference.bright import BrightSession, code, read_results, save
@@ -48,12 +49,12 @@ def test_the_summary_counts_what_was_written(tmp_path: Path) -> None:
 
     def report_progress(summary: Summary) -> None:
         totals.append(summary.total)
-        # the record is in the file before its progress is reported
+        # records are in the file before their progress is reported
         assert len(read_results(out)) == summary.total
 
     summary = run_in(out, tmp_path / "in", report_progress=report_progress)
     assert (summary.statuses, summary.errors) == (Counter(ok=8, error=1), Counter(empty_file=1))
-    assert totals == list(range(1, 10))
+    assert totals == [4, 8, 9]
     assert summary.seconds_to_first_record is not None
     assert 0 < summary.seconds_to_first_record <= summary.seconds
     assert [path.name for path in out.iterdir()] == ["results.jsonl"]
@@ -63,7 +64,7 @@ def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(tmp_path
     for name in ("a.png", "b.png"):
         save(tmp_path / "in" / name, (300, 200))
     (tmp_path / "in/bad.png").write_bytes(b"no")
-    # beyond what is kept in memory until it is drawn
+    # it is drawn on at less than its own resolution
     save(tmp_path / "in/large.png", (1500, 1400))
     out = tmp_path / "out"
     run_in(out, tmp_path / "in", explain=True)
@@ -76,9 +77,9 @@ def test_explaining_adds_overlays_and_a_report_and_changes_nothing_else(tmp_path
     assert records == read_results(tmp_path / "plain")
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
     assert len(list((out / "overlays").iterdir())) == 3
-    for name, (width, height) in (("000000-a", (300, 200)), ("000003-large", (1500, 1400))):
+    for name, (width, height) in (("000000-a", (300, 200)), ("000003-large", display_size(1500, 1400))):
         with Image.open(out / f"overlays/{name}.png.jpg") as overlay:
-            # the photograph at its own resolution, and a legend
+            # the photograph, and a legend
             assert (overlay.width >= width, overlay.height >= height) == (True, True)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "bad.png" in page
