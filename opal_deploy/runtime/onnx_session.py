@@ -7,6 +7,7 @@ ONNX Runtime 1.31 links TensorRT 10.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,18 +121,23 @@ class OnnxSession:
             # dequantise nodes around float32 operations give every processor the results of exact int8 arithmetic
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
-            return onnxruntime.InferenceSession(str(self._path), options, providers=providers)
+            # its own fallback to the CPU prints on stdout, where a machine reads records
+            return onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
         except Exception as error:  # ONNX Runtime exports no base class of its exceptions
             if self.metadata.precision == "bf16":
                 raise UsageError(
                     f"{self._path}: ONNX Runtime has no bfloat16 convolutions here; build an engine from it "
                     f"(opal-deploy export {self._path.name} --trt), or run the fp32 or fp16 file"
                 ) from None
+            reason = _find_reason(error)
             if _is_out_of_memory(error):
-                raise OutOfMemory(f"{self._path}: no room for it ({first_line(error)}); free memory there") from None
-            raise ArtifactError(
-                f"{self._path}: ONNX Runtime refuses it ({first_line(error)}); export it again"
-            ) from None
+                raise OutOfMemory(f"{self._path}: no room for it ({reason}); free memory there") from None
+            if providers[0] != CPU:
+                raise UsageError(
+                    f"{self._path}: ONNX Runtime cannot load it on {self._where()} ({reason}); see "
+                    "`opal-deploy doctor`, or use --device cpu"
+                ) from None
+            raise ArtifactError(f"{self._path}: ONNX Runtime refuses it ({reason}); export it again") from None
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
@@ -175,10 +181,16 @@ def translate_errors(batch: int) -> Iterator[None]:
     except OpalError:
         raise
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions
-        message = f"ONNX Runtime failed on a batch of {batch} ({first_line(error)})"
+        message = f"ONNX Runtime failed on a batch of {batch} ({_find_reason(error)})"
         if _is_out_of_memory(error):
             raise OutOfMemory(f"{message}; use a smaller --batch") from None
         raise StoppedEarly(f"{message}; see `opal-deploy doctor`") from None
+
+
+def _find_reason(error: Exception) -> str:
+    """Return the part of an error that is for people: CUDA's words, or the first line."""
+    words = re.search(r"CU[A-Z]+ failure \d+: [^;\n]+", str(error))
+    return words[0].strip() if words else first_line(error)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

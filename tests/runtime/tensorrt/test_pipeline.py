@@ -23,8 +23,11 @@ class OnnxOnFakeCuda(_InferenceSession):
     """ONNX Runtime's CUDA provider: bound memory, and work that waits on the stream that the session was given."""
 
     loaded = []  # noqa: RUF012
+    refusal = failure = ""
 
-    def __init__(self, path, options, *, providers):
+    def __init__(self, path, options, *, providers, enable_fallback):
+        if self.refusal:
+            raise RuntimeError(self.refusal)
         (self.name, self.options), _ = providers
         self.stream = self.cuda.streams[int(self.options["user_compute_stream"])]
         self.executed = []
@@ -43,8 +46,6 @@ class OnnxOnFakeCuda(_InferenceSession):
         run = super().run_with_iobinding
         self.stream.push(lambda: run(iobinding))
 
-    failure = ""
-
 
 @pytest.fixture
 def gpu(monkeypatch, tiny):
@@ -56,7 +57,7 @@ def gpu(monkeypatch, tiny):
     monkeypatch.setattr(cuda_session, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(onnxruntime, "InferenceSession", kind)
     cuda.open = lambda **options: OnnxSession(tiny.path, device="cuda", threads=1, **options)
-    cuda.loaded = kind.loaded
+    cuda.loaded, cuda.kind = kind.loaded, kind
     return cuda
 
 
@@ -155,7 +156,8 @@ def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_o
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("CUDA failure 2: out of memory", OutOfMemory), ("CUDA failure 719", StoppedEarly)]
+    ("text", "kind"),
+    [("CUDA failure 2: out of memory", OutOfMemory), ("CUDA failure 719: unspecified launch failure", StoppedEarly)],
 )
 def test_after_a_failed_batch_the_ones_before_and_after_are_right(gpu, expected, text, kind):
     session = gpu.open()
@@ -167,6 +169,10 @@ def test_after_a_failed_batch_the_ones_before_and_after_are_right(gpu, expected,
     session._kernels._sessions[8].failure = ""
     assert_same(session.collect(first), expected(0, 2))
     assert_same(session.run(IMAGES[2:5]), expected(2, 5))
+    # what ONNX Runtime says of a device is the end of a line of C++
+    gpu.kind.refusal = f"cuda_call.cc:154 std::conditional_t<THRW> {text} ; GPU=-1 ; hostname=vm\nmore"
+    with pytest.raises(OutOfMemory if kind is OutOfMemory else UsageError, match=rf"\({text}\)"):
+        gpu.open()
     # no memory for more buffers: what was allocated is given back
     before = dict(gpu.memory)
     gpu.fail("allocate_pinned", OutOfMemory("cudaHostAlloc failed"))
