@@ -71,7 +71,7 @@ def atlas(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Images decoded at a time; default: as many as cores, at most 8.")
+        int | None, typer.Option(min=1, help="Images decoded at a time; default: all cores but two.")
     ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
     as_json: Annotated[

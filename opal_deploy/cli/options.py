@@ -30,10 +30,14 @@ def default_batch(session: Session) -> int:
 
 
 def default_workers() -> int:
-    """Return the default number of images prepared at a time: the cores of this process, at most 8."""
+    """Return the default number of images prepared at a time: all cores of this process but two, at least two of them.
+
+    Two are left to the sessions' threads and to the one that builds and writes records.
+    """
     from opal_deploy.runtime.devices import available_cpus
 
-    return min(8, available_cpus())
+    cores = available_cpus()
+    return max(cores - 2, min(cores, 2))
 
 
 def parse_rate(option: str, text: str) -> float:

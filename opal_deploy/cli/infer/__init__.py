@@ -103,7 +103,7 @@ def infer(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Images decoded and drawn at a time; default: as many as cores, at most 8."),
+        typer.Option(min=1, help="Images decoded and drawn at a time; default: all cores but two."),
     ] = None,
     decode: Annotated[
         str,
