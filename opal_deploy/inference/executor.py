@@ -8,6 +8,8 @@ takes results, no batch is predicted, no image decoded, and no request taken, be
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,61 +112,75 @@ def _pinned(session: PinningSession, pixels: Pixels) -> Iterator[None]:
             session.unregister_buffer(address)
 
 
-class _SessionRunner:
-    """The threads of one session: one that submits batches, and one that waits for their outputs."""
-
-    def __init__(self, predictor: BatchPredictor, timer: StageTimer) -> None:
-        self._predictor = predictor
-        self._stack = ExitStack()
-        self._submitter = self._stack.enter_context(thread_pool(1, "submit", timer, "session"))
-        self._collector = self._stack.enter_context(thread_pool(1, "session", timer, "session"))
-
-    def __enter__(self) -> _SessionRunner:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._stack.close()
-
-    def submit(self, batch: PreparedBatch) -> Future[_Predicted]:
-        """Return the future of the batch's outputs."""
-        if self._predictor.depth == 1:
-            return self._collector.submit(self._collect, batch, None)
-        future: Future[_Predicted] = Future()
-        work = self._submitter.submit(self._submit, batch, future)
-        # dropped before it began: nothing else would ever end the future
-        work.add_done_callback(lambda done: future.cancel() if done.cancelled() else None)
-        return future
-
-    def _submit(self, batch: PreparedBatch, future: Future[_Predicted]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            handle = self._predictor.submit(batch.images, batch.pixels)
-            # in the order of the batches: there is one thread of each kind
-            self._collector.submit(self._collect, batch, handle).add_done_callback(
-                lambda done: _copy_outcome(done, future)
-            )
-        except BaseException as error:  # somebody waits for the future
-            future.set_exception(error)
-
-    def _collect(self, batch: PreparedBatch, handle: object | None) -> _Predicted:
-        if handle is None:
-            outputs = self._predictor.run(batch.images, batch.pixels)
-        else:
-            outputs = self._predictor.collect(handle, batch.images, batch.pixels)
-        return batch, self._predictor, outputs
-
-
 _Predicted = tuple[PreparedBatch, BatchPredictor, Outputs | None]
 
 
-def _copy_outcome(done: Future[T], future: Future[T]) -> None:
-    if done.cancelled():
-        future.set_exception(RuntimeError("the run was left before the batch was computed"))
-    elif (error := done.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(done.result())
+class _SessionRunner:
+    """The thread of one session, which has up to `depth` batches in flight where the session allows it."""
+
+    def __init__(self, predictor: BatchPredictor, timer: StageTimer) -> None:
+        self._predictor, self._timer = predictor, timer
+        # None ends the thread
+        self._jobs: queue.SimpleQueue[tuple[PreparedBatch, Future[_Predicted]] | None] = queue.SimpleQueue()
+        self._in_flight: deque[tuple[object, PreparedBatch, Future[_Predicted]]] = deque()
+        self._left = False
+        self._thread = threading.Thread(target=self._work, name="session-runner", daemon=True)
+
+    def __enter__(self) -> _SessionRunner:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._left = True
+        self._jobs.put(None)
+        self._thread.join()
+
+    def submit(self, batch: PreparedBatch) -> Future[_Predicted]:
+        """Return the future of the batch's outputs."""
+        future: Future[_Predicted] = Future()
+        self._jobs.put((batch, future))
+        return future
+
+    def _work(self) -> None:
+        self._timer.register_thread("session")
+        while True:
+            has_room = len(self._in_flight) < self._predictor.depth and not self._predictor.is_awaited
+            try:
+                job = self._jobs.get(block=not self._in_flight) if has_room or not self._in_flight else ()
+            except queue.Empty:
+                job = ()
+            if job is None:
+                break
+            if not job:
+                self._collect()
+            elif not self._left and job[1].set_running_or_notify_cancel():
+                self._begin(*job)
+        while self._in_flight:
+            self._collect()
+
+    def _begin(self, batch: PreparedBatch, future: Future[_Predicted]) -> None:
+        try:
+            handle = self._predictor.submit(batch.images, batch.pixels)
+        except BaseException as error:  # somebody waits for the future
+            future.set_exception(error)
+            return
+        self._in_flight.append((handle, batch, future))
+        while handle is None and self._in_flight:
+            # it runs alone, after those before it
+            self._collect()
+
+    def _collect(self) -> None:
+        handle, batch, future = self._in_flight.popleft()
+        try:
+            outputs = None if handle is None else self._predictor.collect(handle, batch.images)
+            if outputs is None:
+                while any(other is not None for other, *_ in self._in_flight):
+                    self._collect()
+                outputs = self._predictor.run(batch.images, batch.pixels)
+        except BaseException as error:  # somebody waits for the future
+            future.set_exception(error)
+        else:
+            future.set_result((batch, self._predictor, outputs))
 
 
 @contextmanager

@@ -8,8 +8,8 @@ the batch, every forward pass can be filled up to one size (`InferenceOptions.fi
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -60,14 +60,20 @@ class BatchPredictor:
         # a session whose outputs do not depend on the batch's size needs no filling up; ONNX Runtime's CPU kernels do
         self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
         self._announce_batch_size()
-        with _TURNS_LOCK:
-            self._turns = _TURNS.setdefault(session, _Turns(self.depth))
+        self._in_flight = 0
+        with _LOCKS_LOCK:
+            self._lock = _LOCKS.setdefault(session, _FairLock())
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another predictor waits for the session, which it gets once no batch of this one is in flight."""
+        return self._lock.is_contended
 
     def run(self, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
         """Return the outputs of some images, one row each; None if all of them have errors.
 
         Where memory does not suffice, the images are predicted in batches of half the size, which stays the limit from
-        then on.
+        then on. No batch may be in flight.
 
         Args:
             images: at most `options.batch`.
@@ -83,7 +89,7 @@ class BatchPredictor:
         while done < len(images):
             batch = self._take_rows(pixels, done, min(len(images) - done, self._max_batch))
             try:
-                with self._timer.stage("compute"), self._turns.alone():
+                with self._timer.stage("compute"), self._lock:
                     outputs = self._run(batch)
             except (OutOfMemory, MemoryError) as error:
                 self._halve_batch(len(batch), error)
@@ -95,7 +101,8 @@ class BatchPredictor:
     def submit(self, images: Sequence[Prepared], pixels: Pixels) -> object | None:
         """Begin a batch and return its handle; None where only `run` can predict it.
 
-        The arguments are those of `run`; `pixels` must not change until the batch is collected.
+        The arguments are those of `run`; `pixels` must not change until the batch is collected. Until all batches are
+        collected, which happens in their order and on the same thread, no other predictor uses the session.
 
         Raises:
             StoppedEarly: the device was lost.
@@ -104,28 +111,42 @@ class BatchPredictor:
         if session is None or len(images) > self._max_batch or all(image.error is not None for image in images):
             return None
         batch = self._take_rows(pixels, 0, len(images))
-        self._turns.begin()
+        if not self._in_flight:
+            self._lock.__enter__()
+        self._in_flight += 1
         try:
             return session.submit(batch)
         except (OutOfMemory, MemoryError):
-            self._turns.end()
             # `run` meets it again, and goes on with smaller batches
+            self._count_collected()
             return None
         except BaseException:
-            self._turns.end()
+            self._count_collected()
             raise
 
-    def collect(self, handle: object, images: Sequence[Prepared], pixels: Pixels) -> Outputs | None:
-        """Return the outputs of the batch that was submitted with these arguments; raises as `run`."""
+    def collect(self, handle: object, images: Sequence[Prepared]) -> Outputs | None:
+        """Return the outputs of the oldest batch in flight; None where memory did not suffice, and `run` is called for.
+
+        Args:
+            handle: what `submit` returned.
+            images: those of the batch.
+
+        Raises:
+            StoppedEarly: the device was lost.
+        """
         assert self._pipelined is not None  # there is a handle
         try:
             with self._timer.stage("compute"):
-                outputs = self._pipelined.collect(handle)
+                return self._pipelined.collect(handle).rows(0, len(images))
         except (OutOfMemory, MemoryError):
-            outputs = None
+            return None
         finally:
-            self._turns.end()
-        return self.run(images, pixels) if outputs is None else outputs
+            self._count_collected()
+
+    def _count_collected(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._lock.__exit__()
 
     def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
         """Return `count` rows of a batch, filled up with blank images where the session needs one size."""
@@ -216,38 +237,30 @@ class BatchPredictor:
         )
 
 
-class _Turns:
-    """Who may use a session now: some batches in flight, or one call of `run`, however many predictors share it."""
+class _FairLock:
+    """A lock that those who wait get in turn."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth, self._in_flight, self._is_alone = depth, 0, False
+    def __init__(self) -> None:
+        self._tickets: deque[object] = deque()
         self._changed = threading.Condition()
 
-    def begin(self) -> None:
-        """Wait until one more batch may be in flight."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_alone and self._in_flight < self._depth)
-            self._in_flight += 1
+    @property
+    def is_contended(self) -> bool:
+        """Whether somebody waits for it."""
+        return len(self._tickets) > 1
 
-    def end(self) -> None:
-        """Count a batch of `begin` as collected."""
+    def __enter__(self) -> None:
+        ticket = object()
         with self._changed:
-            self._in_flight -= 1
+            self._tickets.append(ticket)
+            self._changed.wait_for(lambda: self._tickets[0] is ticket)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._tickets.popleft()
             self._changed.notify_all()
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until no batch is in flight, and let none be until the block is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_alone and not self._in_flight)
-            self._is_alone = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._is_alone = False
-                self._changed.notify_all()
 
-
-_TURNS: WeakKeyDictionary[Session, _Turns] = WeakKeyDictionary()
-_TURNS_LOCK = threading.Lock()
+# a session is used by one predictor at a time
+_LOCKS: WeakKeyDictionary[Session, _FairLock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()

@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +316,56 @@ def test_only_the_session_that_is_short_of_memory_takes_smaller_batches() -> Non
     assert names(predict(shades(range(16)), small, large, batch=4)) == list(range(16))
     assert sizes == [4, 2, 2, 2, 2]
     assert large.batches == [4, 4]
+
+
+class QueuedSession(BrightSession):
+    """A device with a queue, strict about its protocol; it reads a batch's images only when the batch is collected."""
+
+    depth = 3
+
+    def __init__(self, full_at: int | None = None) -> None:
+        super().__init__()
+        self.full_at, self.queue, self.longest = full_at, deque[ImageBatch](), 0
+        self.user: int | None = None
+
+    def run(self, images: ImageBatch) -> Outputs:
+        assert not self.queue
+        return super().run(images)
+
+    def submit(self, images: ImageBatch) -> object:
+        assert len(self.queue) < self.depth
+        assert self.user in (None, threading.get_ident())
+        self.user = threading.get_ident()
+        self.queue.append(images)
+        self.longest = max(self.longest, len(self.queue))
+        return images
+
+    def collect(self, handle: object) -> Outputs:
+        assert self.user == threading.get_ident()
+        images = self.queue.popleft()
+        assert images is handle
+        if not self.queue:
+            self.user = None
+        if len(self.batches) == self.full_at:
+            self.full_at = None
+            raise OutOfMemory("full")
+        return super().run(images)
+
+
+@pytest.mark.parametrize("full_at", [None, 0, 4])
+def test_a_session_with_a_queue_changes_nothing(full_at: int | None) -> None:
+    session = QueuedSession(full_at)
+    images = [*shades(range(30)), Request("none", shade(3), error=ImageError("no_box", "none"))]
+    assert predict(images, session, batch=2) == predict(images, BrightSession(), batch=2)
+    assert session.longest
+
+
+def test_streams_that_share_a_session_with_a_queue_take_turns() -> None:
+    session = QueuedSession()
+    expected = predict(shades(range(60)), BrightSession(), batch=2)
+    with ThreadPoolExecutor(3) as threads:
+        streams = [threads.submit(predict, shades(range(60)), session, batch=2) for _ in range(3)]
+        assert [stream.result(60) for stream in streams] == [expected] * 3
 
 
 # a real limit, in a process of its own: the runtime's allocation fails where it fails on a small machine
