@@ -183,9 +183,10 @@ class _TrainingRun:
             self.data.num_classes,
             options.input_size,
             options.head,
-            options.stride,
-            pretrained.mean,
-            pretrained.std,
+            stride=options.stride,
+            keep_layers=options.keep_layers,
+            mean=pretrained.mean,
+            std=pretrained.std,
         )
         network = OpalNetwork(config, weights=options.weights).channels_last().to(group.device)
         setup.check_batch_norm(network, options.batch_size // group.size)

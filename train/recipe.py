@@ -1,7 +1,7 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
     [data]      dataset, validation, partition, skip_missing
-    [model]     backbone, weights, input_size, stride
+    [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
     [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
     [machine]   device, workers, compile, cache_megabytes, save_every, tensorboard
@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from opal_deploy.datasets.samples import Validation
 from opal_deploy.errors import UsageError, require
-from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, require_stride
 
 Augment = Literal["paper", "none"]
 # learning rate: fixed, or falling to 0 along half a cosine (Loshchilov and Hutter 2017, without restarts)
@@ -38,7 +38,9 @@ MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_ever
 # options that may differ between a run and its continuation
 CHANGEABLE_ON_RESUME = ("epochs", *MACHINE_OPTIONS)
 
-_MODEL: dict[str, type] = {"backbone": str, "weights": str, "input_size": list, "stride": int}
+_MODEL: dict[str, type] = {
+    "backbone": str, "weights": str, "input_size": list, "stride": int, "keep_layers": bool,
+}  # fmt: skip
 _HEAD = {
     "kind": str, "prototypes_per_class": int, "distance": str, "pooling": str,
     "cws": bool, "projection": bool, "anchors": bool, "epsilon": float,
@@ -76,6 +78,7 @@ class TrainOptions:
         input_size: (H0, W0) in pixels.
         stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
             pooling (32 for the paper's nine).
+        keep_layers: reach `stride` with all layers: those that would coarsen the feature map further get stride 1.
         augment: `paper` or `none`.
         seed: seed of weights, order and augmentation.
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
@@ -98,6 +101,7 @@ class TrainOptions:
     agreement: float = 0.0
     input_size: tuple[int, int] = (224, 224)
     stride: int | None = None
+    keep_layers: bool = False
     augment: Augment = "paper"
     seed: int = 0
     device: str = "auto"
@@ -121,6 +125,7 @@ class TrainOptions:
             raise UsageError("the seed must be below 2^63, and the head's epsilon a number")
         if self.save_every < 0 or self.cache_megabytes < 0 or (self.workers or 0) < 0 or self.seed < 0:
             raise UsageError("save_every, cache_megabytes, workers and seed must not be negative")
+        require_stride(self.stride, self.keep_layers)
         if not 0 <= self.agreement < math.inf:
             raise UsageError(f"agreement {self.agreement}: expected a weight of at least 0")
         if self.agreement and self.head.evidence != "exact":
@@ -171,6 +176,7 @@ class Recipe:
                 "weights": RANDOM if o.weights is None else o.weights,
                 "input_size": list(o.input_size),
                 **({} if o.stride is None else {"stride": o.stride}),
+                **({"keep_layers": True} if o.keep_layers else {}),
             },
             "head": head,
             "training": {key: getattr(o, key) for key in _TRAINING},
@@ -233,6 +239,7 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
         weights=_resolve_weights(model.get("weights", IMAGENET), backbone),
         input_size=_parse_input_size(model.get("input_size", TrainOptions.input_size)),
         stride=model.get("stride"),
+        keep_layers=model.get("keep_layers", TrainOptions.keep_layers),
         **merged["training"],
         **merged["machine"],
     )

@@ -55,6 +55,7 @@ class CountedBackbone:
         num_features: D.
         grid: (H, W) of the feature map.
         stride: input pixels per cell.
+        keep_layers: whether all layers are kept at this stride.
         has_classifier: whether its features are those that the network's own classifier takes.
     """
 
@@ -63,29 +64,39 @@ class CountedBackbone:
     num_features: int
     grid: tuple[int, int]
     stride: int
+    keep_layers: bool = False
     has_classifier: bool = True
+
+    @property
+    def cells(self) -> str:
+        """The stride, and whether all layers are kept at it: `stride 16, all layers`."""
+        return f"stride {self.stride}{', all layers' if self.keep_layers else ''}"
 
 
 @cache
-def count_backbone(name: str, input_size: tuple[int, int], stride: int | None = None) -> CountedBackbone:
+def count_backbone(
+    name: str, input_size: tuple[int, int], stride: int | None = None, keep_layers: bool = False
+) -> CountedBackbone:
     """Count torchvision's network up to its cut; each once in a process.
 
     Args:
         name: torchvision's.
         input_size: (H0, W0) in pixels.
         stride: input pixels per cell, at which the network is cut; None cuts before its pooling.
+        keep_layers: keep all layers at this stride.
 
     Raises:
-        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
+        UsageError: there is no such backbone, none of this stride, its layers cannot be kept, or its stride does not
+            divide the size.
         MissingExtra: ptflops is not installed.
     """
     from opal_deploy.model import backbones
 
-    network = backbones.build(name, stride=stride, device="meta").eval()
+    network = backbones.build(name, stride=stride, keep_layers=keep_layers, device="meta").eval()
     grid = network.grid(input_size)
     counts = count_module(network, (3, *input_size), name)
-    has_classifier = network.stride == backbones.own_stride(name)
-    return CountedBackbone(name, counts, network.num_features, grid, network.stride, has_classifier)
+    has_classifier = keep_layers or network.stride == backbones.own_stride(name)
+    return CountedBackbone(name, counts, network.num_features, grid, network.stride, keep_layers, has_classifier)
 
 
 @cache

@@ -109,6 +109,7 @@ def _flatten(row: Row) -> dict[str, Any]:
         "prototypes_per_class": row.shape.prototypes_per_class,
         "features": row.shape.num_features,
         "stride": row.backbone.stride,
+        "keep_layers": row.backbone.keep_layers,
         "grid": f"{row.shape.grid[0]}x{row.shape.grid[1]}",
     }
     for name, counts in {"backbone": row.backbone.counts, "linear": row.linear, "opal": row.opal}.items():
@@ -148,7 +149,7 @@ def _body(table: OverheadTable, titles: Mapping[str, str], markdown: bool) -> li
 
 def _title(row: Row, titles: Mapping[str, str]) -> str:
     name = titles.get(row.backbone.name, row.backbone.name)
-    return name if row.backbone.stride == _PAPER_STRIDE else f"{name}, stride {row.backbone.stride}"
+    return name if row.backbone.stride == _PAPER_STRIDE else f"{name}, {row.backbone.cells}"
 
 
 def _compare_strides(table: OverheadTable, titles: Mapping[str, str]) -> list[list[str]]:
@@ -164,7 +165,7 @@ def _compare_strides(table: OverheadTable, titles: Mapping[str, str]) -> list[li
             [
                 titles.get(row.backbone.name, row.backbone.name),
                 str(row.shape.num_classes),
-                str(row.backbone.stride),
+                row.backbone.cells.removeprefix("stride "),
                 f"{row.backbone.grid[0]}x{row.backbone.grid[1]}",
                 _giga(row.backbone.counts.flops, 2),
                 _giga(row.opal.flops, 2),

@@ -5,7 +5,6 @@ The linear head is the paper's, on features normalised to length 1; the plain on
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,6 +100,7 @@ def make_table(
     input_size: tuple[int, int],
     *,
     strides: Sequence[int | None] = (None,),
+    keep_layers: bool = False,
     on_backbone: Callable[[CountedBackbone], None] = lambda backbone: None,
 ) -> OverheadTable:
     """Count every backbone and evaluate every head.
@@ -111,17 +111,21 @@ def make_table(
         head: the head to compare with the linear one.
         input_size: (H0, W0) in pixels.
         strides: input pixels per cell, at which every backbone is cut; None cuts before its pooling.
+        keep_layers: keep all layers at each stride.
         on_backbone: called with each backbone as it is counted.
 
     Raises:
-        UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
+        UsageError: there is no such backbone, none of this stride, its layers cannot be kept, or its stride does not
+            divide the size.
         MissingExtra: ptflops is not installed.
     """
+    from opal_deploy.model.backbones import list_variants
+
     operations = [list_operations(each) for each in (LINEAR_BASELINE, head)]
     columns = list(classes)
     rows: list[Row] = []
-    for name, stride in itertools.product(dict.fromkeys(backbones), dict.fromkeys(strides)):
-        backbone = count_backbone(name, input_size, stride)
+    for name, stride, keep in list_variants(backbones, strides, keep_layers):
+        backbone = count_backbone(name, input_size, stride, keep)
         on_backbone(backbone)
         for dataset, number in columns:
             shape = Shape(backbone.num_features, number, head.prototypes_per_class, backbone.grid)
@@ -157,7 +161,12 @@ def build_measurements(table: OverheadTable) -> Iterator[Measurement]:
                 num_classes=row.shape.num_classes,
                 prototypes_per_class=row.shape.prototypes_per_class,
             ),
-            case={"dataset": row.dataset, "stride": row.backbone.stride},
+            case={
+                "dataset": row.dataset,
+                "stride": row.backbone.stride,
+                # absent otherwise, as in lines of earlier versions, which are compared by their case
+                **({"keep_layers": True} if row.backbone.keep_layers else {}),
+            },
             figures=_build_figures(row),
             settings={"conventions": CONVENTIONS},
             details={

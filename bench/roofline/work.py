@@ -115,30 +115,39 @@ def count_model_work(metadata: Metadata) -> Work | None:
             require(package, "train", "counting work")
         # what the artifact records is what its head was built with
         head = HeadConfig(**{**metadata.head, "prototypes_per_class": metadata.prototypes_per_class})
-        size, stride = metadata.input_size, metadata.stride
-        backbone = count_backbone_work(metadata.backbone, size, stride)
-        return backbone + count_head_work(metadata.backbone, metadata.num_classes, head, size, stride)
+        size, cut = metadata.input_size, (metadata.stride, metadata.keep_layers)
+        backbone = count_backbone_work(metadata.backbone, size, *cut)
+        return backbone + count_head_work(metadata.backbone, metadata.num_classes, head, size, *cut)
     except (UsageError, TypeError):
         return None
 
 
 @cache
-def count_backbone_work(name: str, input_size: tuple[int, int], stride: int | None = None) -> Work:
+def count_backbone_work(
+    name: str, input_size: tuple[int, int], stride: int | None = None, keep_layers: bool = False
+) -> Work:
     """Count torchvision's network, cut before its pooling or at its last feature map of a stride.
+
+    With `keep_layers` all layers are counted at this stride.
 
     Raises:
         UsageError: there is no such backbone, none of this stride, or its stride does not divide the size.
     """
     from opal_deploy.model import backbones
 
-    network = backbones.build(name, stride=stride, device="meta").eval()
+    network = backbones.build(name, stride=stride, keep_layers=keep_layers, device="meta").eval()
     network.grid(input_size)
     return count_module_work(network, (3, *input_size), name)
 
 
 @cache
 def count_head_work(
-    backbone: str, num_classes: int, head: HeadConfig, input_size: tuple[int, int], stride: int | None = None
+    backbone: str,
+    num_classes: int,
+    head: HeadConfig,
+    input_size: tuple[int, int],
+    stride: int | None = None,
+    keep_layers: bool = False,
 ) -> Work:
     """Count a head on the features of a backbone; its softmax, pooling and distance are neither MACs nor bytes here.
 
@@ -150,11 +159,13 @@ def count_head_work(
     from opal_deploy.model import backbones
     from opal_deploy.model.head import OpalHead
 
-    network = backbones.build(backbone, stride=stride, device="meta")
+    network = backbones.build(backbone, stride=stride, keep_layers=keep_layers, device="meta")
     grid = network.grid(input_size)
     classifier = None
     if head.plain:
-        classifier = backbones.build_classifier(backbone, num_classes, stride=stride, device="meta")
+        classifier = backbones.build_classifier(
+            backbone, num_classes, stride=stride, keep_layers=keep_layers, device="meta"
+        )
     with torch.device("meta"):
         module = OpalHead(network.num_features, num_classes, head, classifier).eval()
     name = "ablated head" if head.kind == "opal" and not head.anchors else head.kind

@@ -95,6 +95,7 @@ def build_random_network(
     backbone: str,
     *,
     stride: int | None = None,
+    keep_layers: bool = False,
     head: HeadKind = OPAL,
     num_classes: int = 200,
     prototypes: int = 5,
@@ -105,6 +106,7 @@ def build_random_network(
     Args:
         backbone: torchvision's name, or timm's after `timm:`.
         stride: input pixels per cell, at which the backbone is cut; None keeps all layers.
+        keep_layers: keep all layers at this stride.
         head: on the backbone.
         num_classes: C.
         prototypes: m.
@@ -116,7 +118,8 @@ def build_random_network(
     heads = {"opal": HeadConfig(prototypes_per_class=prototypes), "linear": LINEAR_BASELINE, "plain": PLAIN_CLASSIFIER}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        network = OpalNetwork(NetworkConfig(backbone, num_classes, size, heads[head], stride=stride)).eval()
+        config = NetworkConfig(backbone, num_classes, size, heads[head], stride=stride, keep_layers=keep_layers)
+        network = OpalNetwork(config).eval()
     return _name_network(network, head)
 
 
@@ -130,8 +133,9 @@ def replace_head_with_linear(network: NamedNetwork) -> NamedNetwork:
 
 
 def describe_backbone(config: NetworkConfig) -> str:
-    """Return the backbone's name, with the stride where the network was cut at one: `resnet18, stride 16`."""
-    return config.backbone if config.stride is None else f"{config.backbone}, stride {config.stride}"
+    """Return the backbone's name, with the stride where it was given: `resnet18, stride 16`, `..., all layers`."""
+    stride = "" if config.stride is None else f", stride {config.stride}"
+    return f"{config.backbone}{stride}{', all layers' if config.keep_layers else ''}"
 
 
 def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:

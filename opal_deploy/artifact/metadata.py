@@ -45,6 +45,8 @@ class Metadata:
         head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon.
         evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
+        keep_layers: whether the backbone has its stride with all of its layers, some of them with stride 1, instead of
+            being cut; absent in files of earlier versions.
         grid: (H, W) of the feature map.
         input_size: (H0, W0) in pixels.
         input_kind: `uint8`: `images` is uint8 [N, H0, W0, 3], RGB, and normalisation is in the graph;
@@ -89,6 +91,7 @@ class Metadata:
     receptive_field: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
+    keep_layers: bool = False
     file_sha256: str = BLANK_DIGEST
     schema: int = SCHEMA
 
@@ -186,6 +189,8 @@ class Metadata:
             texts = getattr(self, name)
             if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
                 raise error(f"{name} is not a list of names")
+        if not isinstance(self.keep_layers, bool):
+            raise error(f"keep_layers {self.keep_layers!r} is not true or false")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
             raise error(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
         for name in (

@@ -121,7 +121,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
     lines = [
         ("network", f"{metadata.backbone}, {metadata.num_classes} classes, {head}, grid {rows}x{cols}, "
-         f"cells of {metadata.stride} pixels"),
+         f"cells of {metadata.stride} pixels" + (", all layers kept" if metadata.keep_layers else "")),
         ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(list(metadata.class_names))),
@@ -231,7 +231,11 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         (
             "network",
             f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}"
-            + (f", cut at stride {config['stride']}" if config.get("stride") else ""),
+            + (
+                f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config['stride']}"
+                if config.get("stride")
+                else ""
+            ),
         ),
         ("normalised", _format_normalisation(config)),
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts)),

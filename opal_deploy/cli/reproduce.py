@@ -65,6 +65,12 @@ def reproduce(
     stride: Annotated[
         int | None, typer.Option(min=1, help="Input pixels per cell, see `train`. Paper: 32.", show_default=False)
     ] = None,
+    keep_layers: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-layers/--no-keep-layers", help="All layers at this stride, see `train`.", show_default=False
+        ),
+    ] = None,
     augment: Annotated[Literal["paper", "none"] | None, typer.Option(show_default=False)] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.", show_default=False)] = None,
     precision: Annotated[
@@ -98,6 +104,7 @@ def reproduce(
             "weights": weights,
             "input_size": None if size is None else list(parse_size(size)),
             "stride": stride,
+            "keep_layers": keep_layers,
         },
         "training": {
             "epochs": epochs, "batch_size": batch_size, "lr": lr, "augment": augment, "precision": precision,

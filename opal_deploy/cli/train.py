@@ -24,8 +24,8 @@ def train(
     recipe: Annotated[
         str,
         typer.Option(
-            help="`paper`, `grounded` (finer cells), or a .toml file such as a run's own recipe.toml. Options "
-            "override it."
+            help="`paper`, `grounded` or `grounded-resnet50` (finer cells), or a .toml file such as a run's own "
+            "recipe.toml. Options override it."
         ),
     ] = "paper",
     dataset: Annotated[
@@ -114,6 +114,14 @@ def train(
             show_default=False,
         ),
     ] = None,
+    keep_layers: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-layers/--no-keep-layers",
+            help="With --stride: keep all pretrained layers, and give those behind this stride stride 1.",
+            show_default=False,
+        ),
+    ] = None,
     augment: Annotated[
         Literal["paper", "none"] | None, typer.Option(help="Augmentation of the training images.", show_default=False)
     ] = None,
@@ -181,6 +189,7 @@ def train(
                 "weights": weights,
                 "input_size": None if size is None else list(parse_size(size)),
                 "stride": stride,
+                "keep_layers": keep_layers,
             },
             "head": {
                 "kind": head,

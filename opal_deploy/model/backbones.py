@@ -2,14 +2,17 @@
 
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
-last feature map of that stride, so that cells are smaller and see less of the image. The cut is found in the traced
-graph and not in a list of names (`feature_graph`). Parameter names stay those of the library (`layer4.1.conv2.weight`,
-`features.7.2.block.0.weight`). What differs from library to library is in `torchvision_backbones` and `timm_backbones`.
+last feature map of that stride, so that cells are smaller and see less of the image; or all layers are kept, and the
+later ones get stride 1. The cut is found in the traced graph and not in a list of names (`feature_graph`). Parameter
+names stay those of the library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). What differs from library to
+library is in `torchvision_backbones` and `timm_backbones`.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError, first_line
 from opal_deploy.model import timm_backbones, torchvision_backbones
-from opal_deploy.model.config import PretrainedConfig
-from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut
+from opal_deploy.model.config import PretrainedConfig, require_stride
+from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut, find_unstrided_cut, remove_strides
 
 _OUTPUT = "features"
 # any number that no library's networks have by default: tells which layers depend on the number of classes
@@ -107,23 +110,28 @@ def get_library(name: str) -> _Library:
     return torchvision_backbones
 
 
-def build(name: str, *, stride: int | None = None, device: str | torch.device = "cpu") -> Backbone:
+def build(
+    name: str, *, stride: int | None = None, keep_layers: bool = False, device: str | torch.device = "cpu"
+) -> Backbone:
     """Build a backbone with random weights.
 
     Args:
         name: torchvision's, such as `resnet18` or `convnext_tiny`, or timm's, such as `timm:resnet18`.
         stride: input pixels per cell; the network ends at its last feature map of this stride. None keeps all layers
             before the global pooling: stride 32 for the paper's nine.
+        keep_layers: end the network before its global pooling all the same, and give stride 1 to each convolution and
+            pooling that would coarsen a feature map of `stride`.
         device: where the parameters live; `meta` allocates none.
 
     Raises:
         UsageError: the library has no such network, it has no grid of cells before a global pooling, or none of this
-            stride.
+            stride; or its layers cannot be kept, see `find_unstrided_cut`.
         MissingExtra: the library is not installed.
     """
     library = get_library(name)
     full = library.build_network(name, device)
-    cut = _find_cut(name, stride)
+    cut = _find_cut(name, stride, keep_layers)
+    remove_strides(full, cut.unstrided)
     from torchvision.models.feature_extraction import create_feature_extractor
 
     body = create_feature_extractor(
@@ -133,7 +141,12 @@ def build(name: str, *, stride: int | None = None, device: str | torch.device = 
 
 
 def build_classifier(
-    name: str, num_classes: int, *, stride: int | None = None, device: str | torch.device = "cpu"
+    name: str,
+    num_classes: int,
+    *,
+    stride: int | None = None,
+    keep_layers: bool = False,
+    device: str | torch.device = "cpu",
 ) -> nn.Module:
     """Build the layers of a network behind its backbone: features [N, D, H, W] to logits [N, C], with random weights.
 
@@ -143,17 +156,17 @@ def build_classifier(
     Args:
         name: as for `build`.
         num_classes: C.
-        stride: that the backbone was built with.
+        stride, keep_layers: that the backbone was built with.
         device: where the parameters live; `meta` allocates none.
 
     Raises:
         UsageError: the backbone is cut earlier than before its own pooling.
     """
     own, library = own_stride(name), get_library(name)
-    if stride not in (None, own):
+    if stride not in (None, own) and not keep_layers:
         raise UsageError(
             f"the plain head is the network's own classifier, which takes the features of {name} at stride {own}, "
-            f"not {stride}; give --stride {own}, or another head"
+            f"not {stride}; give --stride {own}, --keep-layers, or another head"
         )
     network = library.build_network(name, device, num_classes)
     return extract_classifier(name, network, _find_cut(name, None).node, **library.tracer_options())
@@ -162,6 +175,17 @@ def build_classifier(
 def own_stride(name: str) -> int:
     """Return the input pixels per cell of a network with all of its layers before the global pooling."""
     return _find_cut(name, None).stride
+
+
+def list_variants(
+    names: Iterable[str], strides: Iterable[int | None], keep_layers: bool
+) -> list[tuple[str, int | None, bool]]:
+    """Return every network at every stride as arguments of `build`: name, stride, and whether its layers are kept.
+
+    A network at its own stride is the same either way, so that it can be compared with itself at finer ones.
+    """
+    variants = itertools.product(dict.fromkeys(names), dict.fromkeys(strides))
+    return [(name, stride, keep_layers and stride != own_stride(name)) for name, stride in variants]
 
 
 def load_weights(backbone: Backbone, weights: str | Path, classifier: nn.Module | None = None) -> str:
@@ -263,10 +287,20 @@ def format_key_errors(missing: list[str], unexpected: list[str], mismatched: lis
 
 
 @cache
-def _find_cut(name: str, stride: int | None) -> Cut:
+def _find_cut(name: str, stride: int | None, keep_layers: bool = False) -> Cut:
     """Return where a network is cut; cached, since tracing is slow."""
+    require_stride(stride, keep_layers)
     library = get_library(name)
-    return find_cut(name, library.build_network(name, "meta"), stride, **library.tracer_options())
+    network, options = library.build_network(name, "meta"), library.tracer_options()
+    cut = find_cut(name, network, stride, **options)
+    if not keep_layers:
+        return cut
+    if cut.stride == own_stride(name):
+        raise UsageError(
+            f"--keep-layers: {name} with all of its layers ends at stride {cut.stride}, and none has to change for it; "
+            "leave --keep-layers out (--no-keep-layers where a recipe has it), or give a smaller --stride"
+        )
+    return find_unstrided_cut(name, network, cut.stride, **options)
 
 
 def _counters(state: dict[str, Any]) -> set[str]:
@@ -291,10 +325,10 @@ def count_macs(module: nn.Module, input_shape: tuple[int, ...]) -> int:
 
 
 @cache
-def backbone_macs(name: str, input_size: tuple[int, int], stride: int | None = None) -> int:
+def backbone_macs(name: str, input_size: tuple[int, int], stride: int | None = None, keep_layers: bool = False) -> int:
     """Count the multiply-accumulates of one image of `input_size` = (H0, W0) through a backbone.
 
     Raises:
-        UsageError: no such backbone, or none of this stride.
+        UsageError: no such backbone, none of this stride, or layers that cannot be kept.
     """
-    return count_macs(build(name, stride=stride, device="meta").eval(), (3, *input_size))
+    return count_macs(build(name, stride=stride, keep_layers=keep_layers, device="meta").eval(), (3, *input_size))

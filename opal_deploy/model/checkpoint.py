@@ -256,5 +256,6 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         risk={"split": "val", **risk} if risk else {},
         evaluation=checkpoint.evaluation,
         receptive_field=receptive_field.to_dict(),
+        keep_layers=network.config.keep_layers,
         outputs=("logits",) if head.evidence == "none" else ("logits", "argmax", "scores"),
     )

@@ -89,6 +89,15 @@ class HeadConfig:
         return asdict(self)
 
 
+def require_stride(stride: int | None, keep_layers: bool) -> None:
+    """Raise UsageError where all layers are to be kept at a stride that was not given."""
+    if keep_layers and stride is None:
+        raise UsageError(
+            "--keep-layers without --stride: a network that is not cut keeps all of its layers; give --stride 16 or 8 "
+            "for finer cells, or leave --keep-layers out"
+        )
+
+
 # the paper's: a dense layer on average-pooled features of length 1, as the authors' code normalises them
 LINEAR_BASELINE = HeadConfig(projection=False, cws=False, pooling="avg", anchors=False)
 # what everybody fine-tunes: the library's own network with another number of classes
@@ -120,6 +129,7 @@ class NetworkConfig:
         head: the configuration of the head.
         stride: input pixels per cell, at which the backbone is cut; None keeps all of its layers before the global
             pooling (32 for the paper's nine).
+        keep_layers: reach `stride` with all layers: those that would coarsen the feature map further get stride 1.
         mean, std: per channel R, G, B, of pixels scaled to [0, 1], which images are normalised with.
     """
 
@@ -128,6 +138,7 @@ class NetworkConfig:
     input_size: tuple[int, int] = (224, 224)
     head: HeadConfig = field(default_factory=HeadConfig)
     stride: int | None = None
+    keep_layers: bool = False
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
 
@@ -154,6 +165,7 @@ class NetworkConfig:
             head=HeadConfig(**raw["head"]),
             # checkpoints of earlier versions have none of these
             stride=raw.get("stride"),
+            keep_layers=bool(raw.get("keep_layers", False)),
             mean=tuple(raw.get("mean", IMAGENET_MEAN)),
             std=tuple(raw.get("std", IMAGENET_STD)),
         )

@@ -3,13 +3,14 @@
 A network may end at its last feature map before the global pooling, as in the paper, or at the last one of a finer
 stride. Only a feature map that all later layers depend on through nothing else is a place to cut: at stride 16 of a
 ResNet-50 that is the sum that leaves `layer3`, not the first convolution inside `layer4`, which a shortcut goes around.
+It may also keep all layers and have the finer stride at its end, where the later strides can be taken away.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,11 +34,13 @@ class Cut:
         node: torchvision's name of the traced node, such as `layer3.5.relu_2`.
         num_features: D, channels of the feature map.
         stride: input pixels per cell, the same in both directions.
+        unstrided: names of the modules whose stride has to be 1 for it; empty where the network stays as it is.
     """
 
     node: str
     num_features: int
     stride: int
+    unstrided: tuple[str, ...] = ()
 
 
 def find_cut(
@@ -92,6 +95,47 @@ def find_cut(
             f"{', '.join(str(each) for each in sorted(cuts, reverse=True) if each > 1)}"
         )
     return cuts[stride]
+
+
+def find_unstrided_cut(
+    name: str,
+    model: nn.Module,
+    stride: int,
+    *,
+    leaf_modules: Sequence[type[nn.Module]] = (),
+    autowrap_functions: Sequence[Callable[..., Any]] = (),
+) -> Cut:
+    """Return the feature map that a network ends with once no layer coarsens a map of a stride further.
+
+    Every convolution and pooling that does so, on the main path and on shortcuts, gets stride 1. Weights and the order
+    of layers stay, as in PIP-Net (Nauta et al., CVPR 2023). Kernels are not dilated.
+
+    Args:
+        name: the network's, for errors.
+        model: on the device `meta`; it is set to evaluation mode and its strides are changed.
+        stride: input pixels per cell, less than the network's own.
+        leaf_modules, autowrap_functions: modules and functions that are not traced through.
+
+    Raises:
+        UsageError: the cells would not tile the image, or something else than a module's stride coarsens the map.
+    """
+    unstrided = _find_coarsening_modules(model.eval(), stride)
+    remove_strides(model, unstrided)
+    _check_tiling(name, model, stride, unstrided)
+    cut = find_cut(name, model, leaf_modules=leaf_modules, autowrap_functions=autowrap_functions)
+    if cut.stride != stride:
+        raise UsageError(
+            f"--keep-layers: {name} ends at stride {cut.stride}, not {stride}, although all of its convolutions and "
+            f"poolings behind stride {stride} have stride 1; leave --keep-layers out"
+        )
+    return replace(cut, unstrided=unstrided)
+
+
+def remove_strides(model: nn.Module, modules: Iterable[str]) -> None:
+    """Give modules of a network stride 1; it must not have been traced yet, which may copy strides."""
+    for path in modules:
+        module: Any = model.get_submodule(path)
+        module.stride = 1 if isinstance(module.stride, int) else (1,) * len(module.stride)
 
 
 def extract_classifier(
@@ -158,6 +202,68 @@ def _check_sizes(name: str, model: nn.Module) -> None:
                 f"backbone {name!r} takes images of certain sizes only: it fails on {size}x{size} "
                 f"({first_line(error)}); use a convolutional network, such as resnet18"
             ) from None
+
+
+def _find_coarsening_modules(model: nn.Module, stride: int) -> tuple[str, ...]:
+    """Return the names of the convolutions and poolings that make a map of `stride`, or a coarser one, smaller.
+
+    They are told by their attribute `stride`. A block may have one too, by which it chooses its layers (ShuffleNet);
+    only a module without children slides.
+    """
+    found: dict[str, None] = {}  # in the order they run, once each
+
+    def record(path: str, inputs: Any, output: Any) -> None:
+        if _is_map(inputs) and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
+            found[path] = None
+
+    _run_with_hooks(model, _sliding_modules(model), record)
+    return tuple(found)
+
+
+def _check_tiling(name: str, model: nn.Module, stride: int, modules: Sequence[str]) -> None:
+    """Raise UsageError where a module that was given stride 1 loses cells, or the network does not run."""
+
+    def check(path: str, inputs: Any, output: Any) -> None:
+        before, after = inputs[0].shape[2], output.shape[2]
+        if before != after:
+            raise UsageError(
+                f"--keep-layers: at stride 1 {path} of {name} makes {after}x{after} cells of {before}x{before} for "
+                "want of padding, and they would not tile the image; leave --keep-layers out, or take a network with "
+                "padded convolutions, such as resnet50"
+            )
+
+    try:
+        _run_with_hooks(model, modules, check)
+    except UsageError:
+        raise
+    except Exception as error:  # the network's own: RuntimeError for shapes that do not fit, ...
+        raise UsageError(
+            f"--keep-layers: {name} does not run at stride {stride} with all of its layers ({first_line(error)}); "
+            "leave --keep-layers out"
+        ) from None
+
+
+def _sliding_modules(model: nn.Module) -> list[str]:
+    return [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
+
+
+def _is_map(inputs: Any) -> bool:
+    return bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
+
+
+def _run_with_hooks(model: nn.Module, modules: Iterable[str], hook: Callable[[str, Any, Any], None]) -> None:
+    """Run a network on one image and call `hook` with the path, inputs and output of each of the modules."""
+
+    def bind(path: str) -> Callable[..., None]:
+        return lambda module, inputs, output: hook(path, inputs, output)
+
+    handles = [model.get_submodule(path).register_forward_hook(bind(path)) for path in modules]
+    try:
+        with torch.no_grad():
+            model(_empty_image(_PROBE_SIZE))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _empty_image(size: int) -> Tensor:

@@ -31,17 +31,19 @@ class OpalNetwork(nn.Module):
             weights: of the backbone, see `backbones.load_weights`; None leaves them random.
 
         Raises:
-            UsageError: no such backbone, none of this stride, an input size that its stride does not divide, or a plain
-                head on a network that is cut earlier than before its own pooling.
+            UsageError: no such backbone, none of this stride, layers that cannot be kept, an input size that its stride
+                does not divide, or a plain head on a network that is cut earlier than before its own pooling.
             CheckpointError: weights that do not fit.
         """
         super().__init__()
         self.config = config
-        self.backbone = backbones.build(config.backbone, stride=config.stride)
+        self.backbone = backbones.build(config.backbone, stride=config.stride, keep_layers=config.keep_layers)
         self.grid = self.backbone.grid(config.input_size)
         classifier = None
         if config.head.plain:
-            classifier = backbones.build_classifier(config.backbone, config.num_classes, stride=config.stride)
+            classifier = backbones.build_classifier(
+                config.backbone, config.num_classes, stride=config.stride, keep_layers=config.keep_layers
+            )
         self.weights_origin = None if weights is None else backbones.load_weights(self.backbone, weights, classifier)
         self.head = OpalHead(self.backbone.num_features, config.num_classes, config.head, classifier)
 

@@ -72,6 +72,7 @@ def test_what_is_no_json_object_is_refused(text):
         {"outputs": {}}, {"prototypes_per_class": 0}, {"prototypes_per_class": "5"}, {"head": []},
         {"head": {"distance": "l2"}}, {"head": {"epsilon": 1e-8}}, {"test_vectors": []}, {"risk": []},
         {"risk": {"aurc": 0.1}}, {"source": "x"}, {"verification": None}, {"file_sha256": 3},
+        {"keep_layers": 1},
     ],
     ids=str,
 )  # fmt: skip

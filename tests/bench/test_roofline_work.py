@@ -101,6 +101,12 @@ def test_an_artifact_is_what_its_metadata_names(exact_model: Path) -> None:
     assert work.macs - body.macs == body.layers[-1].outputs * metadata.num_prototypes
     assert (work.name, linear.name) == ("shufflenet_v2_x0_5 + opal", "shufflenet_v2_x0_5 + linear")
     assert linear.layers[-1].outputs == 4
+    rows, cols = (side // 16 for side in metadata.input_size)
+    finer = count_model_work(replace(metadata, grid=(rows, cols), keep_layers=True))
+    assert finer
+    # the same layers, the last of them on four times the cells
+    assert finer.weights == work.weights
+    assert finer.layers[-1].macs == 4 * work.layers[-1].macs
 
 
 def test_an_artifact_that_cannot_be_built_here_has_no_work(exact_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, torchvision_backbones
 from opal_deploy.model.config import PLAIN_CLASSIFIER, NetworkConfig
+from opal_deploy.model.feature_graph import find_unstrided_cut
 from opal_deploy.model.network import OpalNetwork
 
 SMALL = "shufflenet_v2_x0_5"
@@ -126,6 +127,67 @@ def test_a_finer_stride_ends_at_the_last_feature_map_before_the_next_stage(name,
 def test_a_stride_that_a_network_lacks_is_refused_with_those_it_has():
     with pytest.raises(UsageError, match=r"stride 12: resnet18 has no feature map .* 32, 16, 8, 4, 2"):
         backbones.build("resnet18", stride=12, device="meta")
+
+
+# the convolutions that coarsen a map of the stride or one behind it, as the networks' papers draw them
+KEPT = {
+    ("resnet18", 8): [f"layer{stage}.0.{each}" for stage in (3, 4) for each in ("conv1", "downsample.0")],
+    # its blocks choose their layers by an attribute `stride` of their own
+    (SMALL, 16): ["stage4.0.branch1.0", "stage4.0.branch2.3"],
+    # it pads in a convolution of timm's own, which is traced through
+    ("timm:tf_mobilenetv3_small_minimal_100", 16): ["blocks.4.0.conv_dw"],
+}
+
+
+@pytest.mark.parametrize(("name", "stride"), KEPT, ids=str)
+def test_all_layers_are_kept_at_a_finer_stride_and_only_the_later_strides_become_1(name, stride):
+    torch.manual_seed(0)
+    whole = backbones.get_library(name).build_network(name, num_classes=7).eval()
+    config = NetworkConfig(name, 7, (64, 96), PLAIN_CLASSIFIER, stride=stride, keep_layers=True)
+    network = OpalNetwork(config).eval()
+    # all parameters of the library's network, under its names
+    network.backbone.body.load_state_dict(whole.state_dict(), strict=False)
+    network.head.classifier.load_state_dict(whole.state_dict(), strict=False)
+    assert {**network.backbone.body.state_dict(), **network.head.classifier.state_dict()}.keys() == (
+        whole.state_dict().keys()
+    )
+    for path in KEPT[name, stride]:
+        whole.get_submodule(path).stride = (1, 1)
+    images = torch.randn(2, 3, 64, 96)
+    with torch.no_grad():
+        # its own classifier takes a map of any size
+        torch.testing.assert_close(network(images), whole(images), rtol=1e-5, atol=1e-6)
+        assert network.backbone.train()(images).shape[2:] == network.grid == (64 // stride, 96 // stride)
+    assert network.backbone.num_features == backbones.build(name, device="meta").num_features
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "message"),
+    [
+        ("convnext_tiny", 16, r"features\.6\.1 of convnext_tiny makes 27x27 cells of 28x28 for want of padding"),
+        ("timm:resnet50d", 16, r"layer4\.0\.downsample\.0 .* 27x27"),  # its shortcut's pooling
+        ("resnet18", 32, "ends at stride 32, .* leave --keep-layers out"),
+        ("resnet18", None, "--keep-layers without --stride"),
+        ("resnet18", 12, "it has 32, 16, 8, 4, 2"),
+        ("timm:hrnet_w18_small", 4, "does not run at stride 4"),
+    ],
+)
+def test_layers_that_cannot_be_kept_are_refused_in_one_line(name, stride, message):
+    with pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z"):
+        backbones.build(name, stride=stride, keep_layers=True, device="meta")
+
+
+def test_a_stride_that_is_no_modules_is_refused():
+    class Functional(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (torch.nn.Conv2d(3, 3, 3, stride, 1) for stride in (16, 1))
+
+        def forward(self, images):
+            return self.second(torch.nn.functional.max_pool2d(self.first(images), 2))
+
+    with torch.device("meta"), pytest.raises(UsageError, match="functional ends at stride 32, not 16"):
+        find_unstrided_cut("functional", Functional(), 16)
 
 
 @pytest.mark.parametrize("name", ["vit_b_16", "alexnet", "squeezenet1_0", "inception_v3"])

@@ -33,17 +33,19 @@ def _gradient_support(backbone: Backbone, side: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "stride", "size", "offset"),
+    ("name", "stride", "keep_layers", "size", "offset"),
     [
-        ("resnet18", 16, 211, 0.5),
-        ("shufflenet_v2_x0_5", 32, 527, 0.5),
-        ("mobilenet_v2", 16, 267, 0.5),
-        ("convnext_tiny", 8, 224, 4.0),  # windows of an even side: its fields lie around its boxes
-        ("googlenet", 16, 235, 14.5),  # pooling that rounds up
+        ("resnet18", 16, False, 211, 0.5),
+        ("shufflenet_v2_x0_5", 16, True, 431, 0.5),
+        ("mobilenet_v2", 16, False, 267, 0.5),
+        ("convnext_tiny", 8, False, 224, 4.0),  # windows of an even side: its fields lie around its boxes
+        ("googlenet", 16, False, 235, 14.5),  # pooling that rounds up
     ],
 )
-def test_gradients_reach_as_far_as_the_operations_allow(name: str, stride: int, size: int, offset: float) -> None:
-    backbone = backbones.build(name, stride=stride)
+def test_gradients_reach_as_far_as_the_operations_allow(
+    name: str, stride: int, keep_layers: bool, size: int, offset: float
+) -> None:
+    backbone = backbones.build(name, stride=stride, keep_layers=keep_layers)
     assert compute_receptive_field(backbone, (224, 224)) == ReceptiveField(stride, size, offset)
     cell, first, last = _gradient_support(backbone, (size // stride + 5) * stride)
     assert ((first + last + 1) / 2 - cell * stride, last - first + 1) == (offset, size)

@@ -59,13 +59,15 @@ def test_tensorboard_logs_each_epoch(opal, squares, tmp_path):
 
 
 def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(opal, squares, tmp_path):
-    small = ("--backbone", "resnet18", "--weights", "none", "--size", "64", "--stride", 8, "--prototypes", 2)
-    done = opal("train", squares.root, *small, "--epochs", 1, "--out", tmp_path / "run")
+    small = ("--backbone", "resnet18", "--weights", "none", "--size", "64", "--prototypes", 2)
+    finer = ("--stride", 8, "--keep-layers")
+    done = opal("train", squares.root, *small, *finer, "--epochs", 1, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     best = tmp_path / "run" / "best.pt"
-    assert "stride = 8\n" in (tmp_path / "run" / "recipe.toml").read_text()
+    assert "stride = 8\nkeep_layers = true\n" in (tmp_path / "run" / "recipe.toml").read_text()
     network = checkpoint.load(best).network
-    assert (network.config.stride, network.grid) == (8, (8, 8))
+    assert (network.config.stride, network.config.keep_layers, network.grid) == (8, True, (8, 8))
+    assert "all layers at stride 8" in opal("inspect", best).stderr
     done = opal("export", best)
     assert done.returncode == 0, done.stderr
     images = squares.root / "test" / "red"
@@ -77,7 +79,7 @@ def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(opal, squ
             # the images are 56 x 48 pixels, in 8 x 8 cells
             assert slot["box"] == pytest.approx([7 * col, 6 * row, 7 * col + 7, 6 * row + 6])
     done = opal("inspect", best.with_suffix(".onnx"))
-    assert "grid 8x8, cells of 8 pixels" in done.stderr
+    assert "grid 8x8, cells of 8 pixels, all layers kept" in done.stderr
 
 
 def test_a_run_of_an_earlier_version_goes_on_with_its_own_validation_images(opal, squares, tmp_path):

@@ -70,7 +70,7 @@ def test_a_kind_on_the_command_line_replaces_the_recipes_variant():
     [
         TrainOptions(),
         TrainOptions(head=LINEAR_BASELINE, weights="IMAGENET1K_V2", backbone="resnet50"),
-        TrainOptions(head=PLAIN_CLASSIFIER),
+        TrainOptions(head=PLAIN_CLASSIFIER, stride=16, keep_layers=True),
         TrainOptions(head=HeadConfig(cws=False, distance="linf", prototypes_per_class=1), workers=3, tf32=True, seed=9),
         TrainOptions(
             input_size=(224, 448), augment="none", precision="bf16", compile=True, save_every=10, tensorboard=True
@@ -117,12 +117,20 @@ def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
     grounded, paper = (resolve_recipe(load_recipe(name), {}).options for name in ("grounded", "paper"))
     assert (grounded.stride, grounded.head, grounded.augment) == (16, paper.head, paper.augment)
     assert resolve_recipe(load_recipe("grounded"), {"model": {"stride": 8}}).options.stride == 8
+    resnet50 = resolve_recipe(load_recipe("grounded-resnet50"), {}).options
+    assert (resnet50.backbone, resnet50.stride, resnet50.keep_layers, resnet50.head) == (
+        "resnet50", 16, True, grounded.head,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="--keep-layers without --stride"):
+        resolve_recipe(load_recipe("paper"), {"model": {"keep_layers": True}})
 
 
 def test_an_unknown_recipe_names_those_there_are():
-    with pytest.raises(UsageError, match=r"recipe 'papers': no such file, and not one of grounded, paper"):
+    with pytest.raises(
+        UsageError, match=r"recipe 'papers': no such file, .* one of grounded, grounded-resnet50, paper"
+    ):
         load_recipe("papers")
-    assert recipe.recipe_names() == ["grounded", "paper"]
+    assert recipe.recipe_names() == ["grounded", "grounded-resnet50", "paper"]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_dropout_and_stochastic_depth_go_on_from_where_they_were(squares, tmp_pa
 
 
 def test_a_schedule_and_two_views_go_on_bit_by_bit_and_their_epochs_are_fixed(squares, tmp_path):
-    options = replace(OPTIONS, schedule="cosine", agreement=0.3, stride=8)
+    options = replace(OPTIONS, schedule="cosine", agreement=0.3, stride=8, keep_layers=True)
     fit(squares, options, tmp_path / "whole")
     _interrupted(squares, tmp_path / "ended", options)
     with pytest.raises(UsageError, match="epochs was 2 and is 3"):

@@ -77,6 +77,8 @@ def test_every_step_normalises_as_the_network_says(squares):
 
 def test_a_runs_folder_has_no_colon():
     assert run_folder_name(TrainOptions("timm:resnet18.tv_in1k")) == "timm-resnet18.tv_in1k-opal-m5-l2-seed0"
+    kept = TrainOptions("resnet50", stride=16, keep_layers=True)
+    assert run_folder_name(kept) == "resnet50-stride16-all-layers-opal-m5-l2-seed0"
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def _matches_row(part: str, name: str, table: PaperTable) -> bool:
 
 def run_folder_name(options: TrainOptions) -> str:
     """Return the name of a run's directory: backbone, stride where it is not the network's own, head and seed."""
-    cut = "" if options.stride is None else f"-stride{options.stride}"
+    cut = "" if options.stride is None else f"-stride{options.stride}{'-all-layers' if options.keep_layers else ''}"
     return f"{_backbone_folder_name(options)}{cut}-{head_name(options.head)}-seed{options.seed}"
 
 
@@ -194,7 +194,7 @@ def estimate_hours(run: Run, out: Path, size: DatasetSize | None, tflops: float 
         return Estimate(options.epochs * (train + val / _PASSES) / rate / 3600, measured=True)
     from opal_deploy.model.backbones import backbone_macs
 
-    flops = 2.0 * backbone_macs(options.backbone, options.input_size, options.stride)
+    flops = 2.0 * backbone_macs(options.backbone, options.input_size, options.stride, options.keep_layers)
     num_images = options.epochs * (_PASSES * train + val) + size.test
     return Estimate(flops * num_images / (tflops * 1e12) / 3600, measured=False)
 
@@ -211,7 +211,9 @@ def _measured_rate(out: Path, options: TrainOptions) -> float | None:
             rate = float(json.loads(path.read_text(encoding="utf-8"))["images_per_second"])
             stored = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
             same = stored["options"]["input_size"] == list(options.input_size)
+            # runs of earlier versions have neither
             same &= stored["options"].get("stride") == options.stride
+            same &= stored["options"].get("keep_layers", False) == options.keep_layers
             same &= stored["options"]["precision"] == options.precision
             same &= stored["options"]["batch_size"] == options.batch_size
             # a run on a CPU says nothing about GPU hours

@@ -30,6 +30,7 @@ def compare(
     model: options.Models = None,
     backbone: options.Backbones = None,
     stride: options.Strides = None,
+    keep_layers: options.KeepLayers = False,
     classes: options.Classes = 200,
     prototypes: options.Prototypes = 5,
     size: options.Size = "224",
@@ -70,7 +71,7 @@ def compare(
             raise UsageError(f"--question {question}: of what? give --backbone NAME or --model CHECKPOINT")
         networks = chain(
             (load_checkpoint_network(path) for path in model or ()),
-            options.build_random_networks(backbone, stride, "opal", classes, prototypes, size),
+            options.build_random_networks(backbone, stride, keep_layers, "opal", classes, prototypes, size),
         )
         comparisons = build_comparisons(question, networks, setup, batches[0], print_message)
     for comparison in comparisons:

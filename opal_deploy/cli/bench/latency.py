@@ -25,6 +25,7 @@ def latency(
     model: options.Models = None,
     backbone: options.Backbones = None,
     stride: options.Strides = None,
+    keep_layers: options.KeepLayers = False,
     head: options.Head = "opal",
     classes: options.Classes = 200,
     prototypes: options.Prototypes = 5,
@@ -73,7 +74,7 @@ def latency(
     batches = options.parse_batches(batch, (1,))
     for loaded in options.load_targets(
         model,
-        options.build_random_networks(backbone, stride, head, classes, prototypes, size),
+        options.build_random_networks(backbone, stride, keep_layers, head, classes, prototypes, size),
         options.build_setups(
             runtime,
             precision,

@@ -41,6 +41,8 @@ Counted = Annotated[
 ]
 _STRIDE_HELP = "Input pixels per cell of --backbone, repeatable: 32, 16, 8; default: all layers, 32."
 CountedStrides = Annotated[list[int] | None, typer.Option("--stride", min=1, help=_STRIDE_HELP, show_default=False)]
+_KEEP_LAYERS_HELP = "Keep all layers at each --stride, as in `train`."
+CountedKeepLayers = Annotated[bool, typer.Option("--keep-layers", help=_KEEP_LAYERS_HELP)]
 CountedPrototypes = Annotated[int, typer.Option("--prototypes", min=1, help="m, prototypes per class.")]
 CountedSize = Annotated[str, typer.Option("--size", help="Input in pixels: 224, or height x width.")]
 ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw it: a name that ends in .svg or .png.")]
@@ -60,6 +62,7 @@ Strides = Annotated[
     list[int] | None,
     typer.Option("--stride", min=1, help=_STRIDE_HELP, show_default=False, rich_help_panel=_MODEL_PANEL),
 ]
+KeepLayers = Annotated[bool, typer.Option("--keep-layers", help=_KEEP_LAYERS_HELP, rich_help_panel=_MODEL_PANEL)]
 HeadName = Literal["opal", "linear", "plain"]
 Head = Annotated[
     HeadName,
@@ -227,6 +230,7 @@ def parse_batches(texts: list[str] | None, default: tuple[int, ...]) -> tuple[in
 def build_random_networks(
     backbones: list[str] | None,
     strides: list[int] | None,
+    keep_layers: bool,
     head: HeadName,
     classes: int,
     prototypes: int,
@@ -237,14 +241,15 @@ def build_random_networks(
     Args:
         backbones: names; None or empty for no network.
         strides: input pixels per cell, at which every backbone is cut; None or empty keeps all layers.
+        keep_layers: keep all layers at each stride.
         head: of every network.
         classes: C.
         prototypes: m.
         size: input in pixels, as text: `224`, `224x160`.
 
     Raises:
-        UsageError: no such backbone, none of this stride, or not a size; raised by the call, before anything is
-            measured.
+        UsageError: no such backbone, none of this stride, layers that cannot be kept, or not a size; raised by the
+            call, before anything is measured.
         MissingExtra: no torch.
     """
     if not backbones:
@@ -255,14 +260,16 @@ def build_random_networks(
     from opal_deploy.model import backbones as model_backbones
 
     pixels = parse_size(size)
-    variants = list(itertools.product(backbones, strides or (None,)))
-    for name, stride in variants:
-        model_backbones.build(name, stride=stride, device="meta").grid(pixels)
+    variants = model_backbones.list_variants(backbones, strides or (None,), keep_layers)
+    for name, stride, keep in variants:
+        model_backbones.build(name, stride=stride, keep_layers=keep, device="meta").grid(pixels)
         if head == "plain":
-            model_backbones.build_classifier(name, classes, stride=stride, device="meta")
+            model_backbones.build_classifier(name, classes, stride=stride, keep_layers=keep, device="meta")
     return (
-        build_random_network(name, stride=stride, head=head, num_classes=classes, prototypes=prototypes, size=pixels)
-        for name, stride in variants
+        build_random_network(
+            name, stride=stride, keep_layers=keep, head=head, num_classes=classes, prototypes=prototypes, size=pixels
+        )
+        for name, stride, keep in variants
     )
 
 

@@ -28,6 +28,7 @@ def overhead(
     prototypes: options.CountedPrototypes = 5,
     size: options.CountedSize = "224",
     stride: options.CountedStrides = None,
+    keep_layers: options.CountedKeepLayers = False,
     without: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,6 +79,7 @@ def overhead(
         head,
         input_size,
         strides=stride or (None,),
+        keep_layers=keep_layers,
         on_backbone=_print_backbone,
     )
     measurements = list(build_measurements(table))
@@ -107,7 +109,7 @@ def _print_backbone(backbone: CountedBackbone) -> None:
 
     counts = backbone.counts
     print_message(
-        f"{backbone.name}, stride {backbone.stride}: {format_count(counts.params)} parameters, "
+        f"{backbone.name}, {backbone.cells}: {format_count(counts.params)} parameters, "
         f"{counts.paper / 1e9:.2f} GFLOPs as the paper counts, {counts.flops / 1e9:.2f} true GFLOPs"
     )
 

@@ -17,6 +17,7 @@ def throughput(
     model: options.Models = None,
     backbone: options.Backbones = None,
     stride: options.Strides = None,
+    keep_layers: options.KeepLayers = False,
     head: options.Head = "opal",
     classes: options.Classes = 200,
     prototypes: options.Prototypes = 5,
@@ -53,7 +54,7 @@ def throughput(
     timing = TimingOptions(seconds, iterations, repeats, warmup, buffers)
     for loaded in options.load_targets(
         model,
-        options.build_random_networks(backbone, stride, head, classes, prototypes, size),
+        options.build_random_networks(backbone, stride, keep_layers, head, classes, prototypes, size),
         options.build_setups(
             runtime,
             precision,

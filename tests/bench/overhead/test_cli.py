@@ -58,6 +58,22 @@ def test_csv_has_a_line_for_every_backbone_and_number_of_classes(opal: Opal) -> 
     assert "resnet18, stride 32: 11.18M parameters" in done.stderr
 
 
+def test_layers_kept_at_a_finer_stride_cost_operations_and_no_parameters(opal: Opal, tmp_path: Path) -> None:
+    arguments = "--backbone resnet18 --stride 32 --stride 16 --keep-layers --classes 10 --format csv --out"
+    done = opal("bench", "overhead", *arguments.split(), tmp_path / "overhead.jsonl")
+    assert done.returncode == 0, done.stderr
+    own, finer = csv.DictReader(done.stdout.splitlines())
+    assert [(row["stride"], row["keep_layers"], row["grid"]) for row in (own, finer)] == [
+        ("32", "False", "7x7"), ("16", "True", "14x14"),
+    ]  # fmt: skip
+    assert all(own[count] == finer[count] for count in ("backbone_params", "opal_params", "plain_params"))
+    # layer4, which is 0.411 of ResNet-18's 1.814 G multiply-accumulates, and the head on four times the cells
+    assert int(finer["backbone_macs"]) - int(own["backbone_macs"]) == pytest.approx(3 * 0.411e9, rel=0.01)
+    assert int(finer["opal_macs"]) == 4 * int(own["opal_macs"])
+    cases = [measurement.case for measurement in read_measurements([tmp_path / "overhead.jsonl"])]
+    assert [case.get("keep_layers") for case in cases] == [None, True]
+
+
 def test_text_shows_the_operations_and_names_the_conventions(opal: Opal) -> None:
     done = opal(*["bench", "overhead", "--backbone", "resnet18", "--without", "anchors", "--without", "gmp"])
     assert done.returncode == 0, done.stderr
