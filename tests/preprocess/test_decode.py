@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import re
@@ -11,7 +12,6 @@ import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,7 +376,15 @@ def floats(high, **options):
 TIFF_WITH_THREE_FLOATS = encoded(NOISE, "TIFF", tiffinfo={339: (3, 3, 3)})
 BMP_OF_2_BITS = encoded(NOISE, "BMP").replace(struct.pack("<HH", 1, 24), struct.pack("<HH", 1, 2))
 GIF_BOMB = (gif := encoded(NOISE, "GIF"))[:6] + b"\xff\xff\xff\xff" + gif[10:]
-HEIC = b"\0\0\0\x1cftypmif1\0\0\0\0mif1heicmiaf"
+# 16 x 16 pixels of one colour, from libheif and x265
+HEIC = base64.b85decode(
+    "0000SW^{RQXk}?*00000ZE0pPXk}?*ZE0a<0004eZDn*}000000000XXk=`10000000000aA{+700000000000000000000B57=I"
+    "V*mgE07O6l0RRC200001pa1~?00000001%o001LtX>Mi!000000RR916=`l}WdZ;I000310BCk&F#rGn01j|zbZr0t000010002|"
+    "X>f9I0002oX>en20001WXm(>m0RwOV0058x000009`FGC{rLC*01pFT0096PKmiN^|NjGU00093kN^M!000939=ZZRVE_RDDMA4O"
+    "18@KU0|1Z!00RI30{|YNAb|yz>aLpR;31&EfB*mtfB*mk0EA)y0RRR>0l{;@i2wiq6Ju{|a&BX6cmM$a4FCp!0000KX>)L800000"
+    "0000$0000$0000eV{Bn?0000G000010000G00001|NsBc00002|NsBc000020000GaA|mH000000|*ER0000OX>e^}0000000001"
+    "009Mo0s{qv0000wZDe6|0000kC;_h%A!1`d^(P|#{|4HB^CTzzHQ8Zja=O7=^7_E`WShYAs*#?6hiRuU6?g"
+)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +404,7 @@ HEIC = b"\0\0\0\x1cftypmif1\0\0\0\0mif1heicmiaf"
         (BMP_OF_2_BITS, "unsupported_image", "its kind of BMP is not read: Unsupported BMP pixel depth (2)"),
         (b"\x89HDF\r\n\x1a\n" + bytes(99), "unsupported_image", "HDF5 files are not read"),
         (GIF_BOMB, "too_many_pixels", "4,294,836,225 pixels, over the limit of 100,000,000 (--max-pixels)"),
-        (HEIC, "unsupported_image", "it is a HEIC image, which needs pi-heif: pip install 'opal-deploy[heif]'"),
+        (HEIC[:-60], "truncated_image", "its HEIC data ends early"),
         (b"\xff\x0a" + bytes(99), "unsupported_image", "a JPEG XL image"),
         (b"v/1\x01" + bytes(99), "unsupported_image", "an OpenEXR image, whose range is open"),
         (b"\n<!DOCTYPE html><title>404", "not_an_image", "a web page, perhaps an error message"),
@@ -421,10 +429,15 @@ def test_avif_without_a_decoder_names_what_to_install(odd_images, monkeypatch):
     assert (error.code, str(error)) == ("unsupported_image", "this Pillow cannot read AVIF: pip install -U pillow")
 
 
-def test_heic_is_decoded_where_its_package_is_installed(monkeypatch):
-    plugin = SimpleNamespace(HeifImageFile=lambda stream: Image.new("RGB", (len(stream.read()), 1), (9, 8, 7)))
-    monkeypatch.setitem(sys.modules, "pi_heif", plugin)
-    assert decoded_pixels(HEIC).tolist() == [[[9, 8, 7]] * len(HEIC)]
+def test_heic_is_decoded_where_its_package_is_installed_and_else_names_it(monkeypatch):
+    pytest.importorskip("pi_heif")
+    pixels = decoded_pixels(HEIC)
+    assert pixels.shape == (16, 16, 3)
+    assert np.abs(pixels.astype(int) - (200, 60, 20)).max() <= 8
+    monkeypatch.setitem(sys.modules, "pi_heif", None)
+    error = error_of(HEIC)
+    expected = "it is a HEIC image, which needs pi-heif: pip install 'opal-deploy[heif]', or save it as JPEG"
+    assert (error.code, str(error)) == ("unsupported_image", expected)
 
 
 def sparse_file(path):
