@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from opal_deploy.bench.memory import peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.bench.timing import Timing, TimingOptions, random_batches, time_repeats
-from opal_deploy.runtime.session import PaddingSession, StagedSession
+from opal_deploy.runtime.session import ImageBatch, PaddingSession, Session, StagedSession, pinned
 from opal_deploy.statistics.intervals import mean, percentile
 
 FAILED = "failed"
@@ -62,9 +63,11 @@ def time_batch(loaded: LoadedTarget, batch: int, options: TimingOptions) -> Batc
     Raises:
         StoppedEarly: memory is full, or the device was lost.
     """
-    call = rotate_inputs(loaded, batch, options.buffers, options.seed)
     reset_peak_memory()
-    with monitor_devices(loaded.target.device) as monitor:
+    with (
+        rotate_inputs(loaded, batch, options.buffers, options.seed) as call,
+        monitor_devices(loaded.target.device) as monitor,
+    ):
         timing = time_repeats(call, options)
     return BatchTiming(
         batch,
@@ -81,10 +84,16 @@ def time_stages(loaded: LoadedTarget, batch: int, options: TimingOptions) -> dic
 
     The stages are waited for one by one in calls of their own. The session must be warm at this batch size.
     """
-    session = loaded.session
-    if loaded.target.device == "cpu" or not isinstance(session, StagedSession):
+    if loaded.target.device == "cpu":
         return {}
-    batches = random_batches(options.buffers, batch, loaded.metadata.input_size, seed=options.seed)
+    with pinned_noise(loaded, options.buffers, batch, options.seed) as batches:
+        return time_stages_of(loaded.session, batches)
+
+
+def time_stages_of(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
+    """Return the figures of `time_stages` for a session on a GPU and its batches, which lie in page-locked memory."""
+    if not isinstance(session, StagedSession):
+        return {}
     stages = [session.run_staged(batches[number % len(batches)])[1] for number in range(_STAGED_CALLS)]
     figures = {}
     for name in ("host_to_device", "compute", "device_to_host"):
@@ -94,12 +103,26 @@ def time_stages(loaded: LoadedTarget, batch: int, options: TimingOptions) -> dic
     return figures
 
 
-def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int, seed: int) -> Callable[[int], object]:
-    """Return a call that runs the session on the next of `buffers` batches of noise each time, none of it padded."""
+@contextmanager
+def rotate_inputs(loaded: LoadedTarget, batch: int, buffers: int, seed: int) -> Iterator[Callable[[int], object]]:
+    """Make a call that runs the session on the next of `buffers` batches of noise each time, none of it padded."""
     if isinstance(loaded.session, PaddingSession):
         loaded.session.add_batch_size(batch)
-    batches = random_batches(buffers, batch, loaded.metadata.input_size, seed=seed)
-    return lambda number: loaded.session.run(batches[number % len(batches)])
+    with pinned_noise(loaded, buffers, batch, seed) as batches:
+        yield lambda number: loaded.session.run(batches[number % len(batches)])
+
+
+@contextmanager
+def pinned_noise(loaded: LoadedTarget, count: int, batch: int, seed: int) -> Iterator[list[ImageBatch]]:
+    """Make batches of noise for a session, page-locked where it has a GPU, as those of `infer` are.
+
+    Without it every batch is copied once more, by the host and at its speed, which hides differences on the device.
+    """
+    batches = random_batches(count, batch, loaded.metadata.input_size, seed=seed)
+    with ExitStack() as stack:
+        for images in batches:
+            stack.enter_context(pinned(loaded.session, images))
+        yield batches
 
 
 def noise_marks(timing: Timing, batch: int) -> tuple[str, ...]:

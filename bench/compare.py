@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,8 +21,16 @@ from opal_deploy.bench.batch_timing import rotate_inputs
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import LINEAR, NOISY, NOISY_SPREAD, Figure, Measurement
 from opal_deploy.bench.monitor import monitor_devices
-from opal_deploy.bench.targets.loading import RUNTIMES, LoadedTarget, Setup, load_network
-from opal_deploy.bench.timing import Clock, random_batches, time_calls, warm_up
+from opal_deploy.bench.targets.loading import (
+    PYTORCH_RUNTIMES,
+    RECORDED,
+    RUNTIMES,
+    LoadedTarget,
+    Runtime,
+    Setup,
+    load_network,
+)
+from opal_deploy.bench.timing import Call, Clock, random_batches, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.statistics.intervals import median, paired_ratios, spread
 
@@ -125,15 +134,25 @@ def time_interleaved(
         advance: gets the number of finished rounds and of all rounds.
         clock: in nanoseconds.
     """
-    calls = [rotate_inputs(target, options.batch, options.buffers, options.seed) for target in targets]
+    with ExitStack() as stack:
+        calls = [
+            stack.enter_context(rotate_inputs(target, options.batch, options.buffers, options.seed))
+            for target in targets
+        ]
+        return _time_interleaved(calls, options, advance, clock)
+
+
+def _time_interleaved(
+    calls: Sequence[Call], options: ComparisonOptions, advance: Advance, clock: Clock
+) -> list[TargetRates]:
     warmed = [warm_up(call, options.warm_up_seconds, clock=clock) for call in calls]
     counts = []
     for call in calls:
         seconds = min(time_calls(call, 1, clock=clock) for _ in range(3))
         counts.append(max(1, math.ceil(options.run_seconds / max(seconds, 1e-9))))
-    rates: list[list[float]] = [[] for _ in targets]
+    rates: list[list[float]] = [[] for _ in calls]
     for number in range(options.rounds):
-        order = range(len(targets))
+        order = range(len(calls))
         for index in order if number % 2 == 0 else reversed(order):
             # another input than the one that the run starts with
             calls[index](-1)
@@ -214,8 +233,13 @@ def _head_variants(network: NamedNetwork, setup: Setup) -> _Variants:
 
 
 def _runtime_variants(network: NamedNetwork, setup: Setup) -> _Variants:
-    layouts = {"eager": setup.channels_last, "compile": setup.channels_last}
-    return [(name, network, replace(setup, runtime=name, channels_last=layouts.get(name, False))) for name in RUNTIMES]
+    def applied(name: Runtime) -> Setup:
+        channels_last = setup.channels_last and name in PYTORCH_RUNTIMES
+        return replace(
+            setup, runtime=name, channels_last=channels_last, cuda_graphs=setup.cuda_graphs and name in RECORDED
+        )
+
+    return [(name, network, applied(name)) for name in RUNTIMES]
 
 
 def _precision_variants(network: NamedNetwork, setup: Setup) -> _Variants:

@@ -11,20 +11,23 @@ measurement records how long each rate was tried; a percentile of a few hundred 
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.bench.batch_timing import pinned_noise
 from opal_deploy.bench.machine import provenance
 from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.memory import peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import LoadedTarget
-from opal_deploy.bench.timing import TimingOptions, gc_disabled, random_batches, time_repeats
+from opal_deploy.bench.timing import TimingOptions, gc_disabled, time_repeats
 from opal_deploy.statistics.intervals import percentile
 
 RunBatch = Callable[[int], object]
@@ -102,9 +105,11 @@ def measure_server(loaded: LoadedTarget, options: ServerOptions) -> Measurement:
         StoppedEarly: memory is full, or the device was lost.
     """
     timing, limit = options.timing, options.limit_ms / 1e3
-    run_batch = _rotate_partial_batches(loaded, options)
     reset_peak_memory()
-    with monitor_devices(loaded.target.device) as monitor:
+    with (
+        _rotate_partial_batches(loaded, options) as run_batch,
+        monitor_devices(loaded.target.device) as monitor,
+    ):
         single_ms, capacity, settings = _measure_capacity(run_batch, options)
 
         def try_rate(rate: float, seed: int = timing.seed) -> Trial:
@@ -252,18 +257,13 @@ def confirm_rate(
     return 0.0, [], failed
 
 
-def _rotate_partial_batches(loaded: LoadedTarget, options: ServerOptions) -> RunBatch:
-    """Return a call that runs the session on the first so many images of the next batch of noise."""
+@contextmanager
+def _rotate_partial_batches(loaded: LoadedTarget, options: ServerOptions) -> Iterator[RunBatch]:
+    """Make a call that runs the session on the first so many images of the next batch of noise."""
     timing = options.timing
-    buffers = random_batches(timing.buffers, options.max_batch, loaded.metadata.input_size, seed=timing.seed)
-    calls = 0
-
-    def run_batch(count: int) -> object:
-        nonlocal calls
-        calls += 1
-        return loaded.session.run(buffers[calls % len(buffers)][:count])
-
-    return run_batch
+    with pinned_noise(loaded, timing.buffers, options.max_batch, timing.seed) as buffers:
+        numbers = itertools.cycle(range(len(buffers)))
+        yield lambda count: loaded.session.run(buffers[next(numbers)][:count])
 
 
 def _measure_capacity(run_batch: RunBatch, options: ServerOptions) -> tuple[float, float, dict[str, object]]:

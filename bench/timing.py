@@ -21,9 +21,11 @@ from opal_deploy.statistics.intervals import spread
 Call = Callable[[int], object]
 Clock = Callable[[], int]
 
+# the first calls compile, choose kernels and record CUDA graphs (sessions with three sets of buffers once for each):
+# their time is no warm-up
+_FIRST_CALLS = 3
 # the warm-up ends when the last few calls differ by no more than this
 _STABLE_CALLS, _STABLE_SPREAD = 5, 0.10
-_MIN_CALLS = 3
 # a machine that never becomes stable gets the least warm-up this many times over
 _MAX_WARM_UP_FACTOR = 5
 
@@ -111,23 +113,25 @@ def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf
 
 
 def warm_up(call: Call, seconds: float, *, clock: Clock = time.perf_counter_ns) -> WarmUp:
-    """Call for at least `seconds` and three times, then until five calls in a row took equally long (within 10 %).
+    """Call three times, then for at least `seconds` and until five calls in a row took equally long (within 10 %).
 
-    The warm-up ends after five times `seconds` even if the calls never become stable.
+    It ends five times `seconds` after the third call even if the calls never become stable.
     """
     latencies: list[float] = []
-    start = clock()
+    start = counted_from = clock()
     with gc_disabled():
         while True:
             before = clock()
             call(len(latencies))
             now = clock()
             latencies.append((now - before) / 1e9)
-            total = (now - start) / 1e9
+            if len(latencies) <= _FIRST_CALLS:
+                counted_from = now
+                continue
+            counted = (now - counted_from) / 1e9
             stable = len(latencies) >= _STABLE_CALLS and spread(latencies[-_STABLE_CALLS:]) <= _STABLE_SPREAD
-            enough = total >= seconds and len(latencies) >= _MIN_CALLS
-            if enough and (stable or total >= _MAX_WARM_UP_FACTOR * seconds):
-                return WarmUp(len(latencies), total, stable)
+            if counted >= seconds and (stable or counted >= _MAX_WARM_UP_FACTOR * seconds):
+                return WarmUp(len(latencies), (now - start) / 1e9, stable)
 
 
 def time_calls(call: Call, count: int, *, clock: Clock = time.perf_counter_ns) -> float:

@@ -29,12 +29,14 @@ class Pass:
         seconds: from the first file to the last record.
         cpu_seconds: CPU time of the whole process meanwhile, the runtime's own threads included.
         times: time by stage; empty for the bare session.
+        gpu_use: median of the samples of a GPU's utilisation, in percent; None where none was sampled.
     """
 
     images: int
     seconds: float
     cpu_seconds: float
     times: StageTimes = field(default_factory=StageTimes)
+    gpu_use: float | None = None
 
     @property
     def rate(self) -> float:

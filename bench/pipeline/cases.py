@@ -1,6 +1,6 @@
 """The cases of `bench pipeline`: batch size, workers and image size, each varied on its own around a base case.
 
-Also the images of a case: decoded batches for the bare session, and resized copies of the files.
+Also the images of a case: decoded ones for the bare session, and resized copies of the files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ T = TypeVar("T")
 ImageSize = tuple[int, int]
 
 COPY_QUALITY = 90
+# more than a processor's caches hold, and little of its memory
+_DECODED_IMAGES = 1024
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _SIZE = re.compile(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})")
 # JPEG's limit, in pixels
@@ -116,21 +118,18 @@ def parse_sizes(option: str, text: str | None) -> list[ImageSize]:
     return sizes
 
 
-def decode_batches(items: list[Item], input_size: tuple[int, int], batch: int) -> list[ImageBatch]:
-    """Decode the usable images to the session's input, uint8 [N, H0, W0, 3] each; the last batch may be smaller.
+def decode_images(items: list[Item], input_size: tuple[int, int], batch: int) -> ImageBatch:
+    """Decode usable images to the session's input, uint8 [N, H0, W0, 3]: whole batches, about a thousand at most.
 
     Raises:
         UsageError: fewer usable images than a batch.
     """
     prepared = (prepare(request, input_size, InferenceOptions()) for request in build_requests(items))
-    pixels = [entry.pixels for entry in prepared if entry.pixels is not None]
+    usable = (entry.pixels for entry in prepared if entry.pixels is not None)
+    pixels = list(itertools.islice(usable, max(_DECODED_IMAGES // batch, 1) * batch))
     if len(pixels) < batch:
         raise UsageError(f"{len(pixels)} usable images, and a batch takes {batch}; give more, or a smaller --batch")
-    source = iter(pixels)
-    batches = []
-    while group := list(itertools.islice(source, batch)):
-        batches.append(np.stack(group))
-    return batches
+    return np.stack(pixels[: len(pixels) // batch * batch])
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from opal_deploy.inference.timing import STAGES, Stage, StageTime
 
 GROWING = "growing memory"
 TIMED = (
-    "bare: one call of the session after the other on decoded batches; infer and infer_explain: from the first file to "
-    "the last record on disk, with the start of decode processes where there are any; files in the system's cache, "
-    "model loaded and warm; plain: a loop of Pillow, torchvision's transforms and PyTorch eager in one process"
+    "bare: the session alone on decoded batches, in page-locked memory and several in flight on a GPU; infer and "
+    "infer_explain: from the first file to the last record on disk, with the start of decode processes where there are "
+    "any; files in the system's cache, model loaded and warm; plain: a loop of Pillow, torchvision's transforms and "
+    "PyTorch eager in one process"
 )
 _TITLES = {INFER: "infer", EXPLAIN: "infer --explain"}
 _RATES = ("bare", INFER, EXPLAIN, "plain")
@@ -69,6 +70,8 @@ def format_result(result: CaseResult) -> Iterator[str]:
         compared = f": {share.value:.1%} of the session alone" if share else ""
         if over := figures.get(f"{variant.name}_over_plain"):
             compared += f", {over.value:.2f} x plain PyTorch and Pillow"
+        if use := figures.get(f"{variant.name}.gpu_use"):
+            compared += f", GPU {use.value:.0f} % busy"
         yield f"  {_format_rate(_TITLES[variant.name], figures[variant.name])}{compared}"
         yield f"    {variant.bottleneck.describe()}"
         yield f"    {variant.memory.describe()}"
@@ -105,6 +108,11 @@ def _figures(result: CaseResult) -> dict[str, Figure]:
         for variant in result.variants:
             ratios = (one.rate / plain.rate for one, plain in zip(variant.passes, result.baseline, strict=True))
             figures[f"{variant.name}_over_plain"] = Figure.of_repeats(ratios, "ratio", "higher")
+    for variant in result.variants:
+        use = [one.gpu_use for one in variant.passes if one.gpu_use is not None]
+        if use:
+            figures[f"{variant.name}.gpu_use"] = Figure.of_repeats(use, "%", "higher")
+    figures |= result.stages
     figures["peak_memory"] = Figure(result.peak_megabytes, "MB", "lower")
     if result.bare:
         figures["bare.cpu"] = _figure(result.bare, _cpu_ms, "ms/image", "lower")

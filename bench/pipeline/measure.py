@@ -1,32 +1,41 @@
 """Time the bare session, `infer` and `infer --explain` on the same images.
 
-The bare session runs on the same images, already decoded, in the same batches. Repeats are interleaved, so that a
-machine that slows down slows all three alike.
+The bare session runs on the same images, already decoded, in batches of the same size, and as `infer` runs it: with as
+many batches in flight as it takes, from page-locked memory on a GPU. Copies to and from a GPU are timed apart, because
+a session whose copies are waited for is slower. Repeats are interleaved, so that a machine that slows down slows all
+three alike.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.bench.batch_timing import time_stages_of
+from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.memory import MemoryCurve, MemorySampler, peak_memory_mb, reset_peak_memory
+from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
-from opal_deploy.bench.pipeline.cases import Case, decode_batches
+from opal_deploy.bench.pipeline.cases import Case, decode_images
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import ThreadRole
 from opal_deploy.inference.types import InferenceOptions, build_requests
 from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.runtime.session import ImageBatch, Session, check_batch
+from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, check_batch, pinned
 
 if TYPE_CHECKING:
     from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
@@ -44,13 +53,17 @@ class PipelineOptions:
         repeats: of everything, at least one.
         network: False: outputs computed beforehand are replayed, so that only the pipeline costs time; the bare session
             is not measured then.
+        explain: measure `infer --explain` too.
         baseline: the same model as a research script runs it; None: not measured.
+        device: of the session; the use of a GPU is sampled while `infer` runs.
         interval: seconds between samples of the memory.
     """
 
     repeats: int = 5
     network: bool = True
+    explain: bool = True
     baseline: EagerBaseline | None = None
+    device: str = "cpu"
     interval: float = 0.1
 
 
@@ -84,6 +97,7 @@ class CaseResult:
         variants: `infer`, and `infer --explain` where the model has evidence.
         peak_megabytes: peak resident memory of the process, decoded batches included.
         baseline: passes of the same model as a research script runs it; empty if not requested.
+        stages: milliseconds of a batch's copies to and from a GPU and of its computing; empty on the CPU.
     """
 
     case: Case
@@ -94,6 +108,7 @@ class CaseResult:
     variants: tuple[Variant, ...]
     peak_megabytes: float
     baseline: tuple[Pass, ...] = ()
+    stages: dict[str, Figure] = field(default_factory=dict)
 
 
 def measure_case(
@@ -113,31 +128,34 @@ def measure_case(
         StoppedEarly: the device was lost, or the disk is full.
     """
     reset_peak_memory()
-    batches = decode_batches(items, session.metadata.input_size, case.batch)
-    images = sum(len(batch) for batch in batches)
+    decoded = decode_images(items, session.metadata.input_size, case.batch)
+    batches = np.split(decoded, len(decoded) // case.batch)
     if not options.network:
         session, batches = ReplaySession.record(session, batches), []
-    names = (INFER,) if session.metadata.evidence == "none" else (INFER, EXPLAIN)
+    names = (INFER, EXPLAIN) if options.explain and session.metadata.evidence != "none" else (INFER,)
     bare: list[Pass] = []
     baseline: list[Pass] = []
     passes: dict[str, list[Pass]] = {name: [] for name in names}
     curves: dict[str, MemoryCurve] = {}
     first = items[: case.batch]
-    with tempfile.TemporaryDirectory(prefix="opal-bench-") as scratch:
-        pipeline = _Pipeline(session, case, options, images, Path(scratch))
+    images = 0
+    with tempfile.TemporaryDirectory(prefix="opal-bench-") as scratch, pinned(session, decoded):
+        pipeline = _Pipeline(session, case, options, Path(scratch))
         # modules, fonts and the runtime's memory are loaded by the first images
         for name in names:
             pipeline.run(first, name)
-        for batch in (*batches[:1], *batches[-1:]):
-            session.run(batch)
+        _run_bare(session, batches[:1], _depth(session))
+        on_gpu = bool(batches) and options.device != "cpu"
+        stages = time_stages_of(session, batches) if on_gpu else {}
         if options.baseline is not None:
             options.baseline.measure(first, case.batch)
         for repeat in range(options.repeats):
-            if batches:
-                bare.append(_run_bare(session, batches, images))
             for name in names:
                 one, curves[name] = pipeline.run(items, name)
                 passes[name].append(one)
+            images = passes[INFER][-1].images
+            if batches:
+                bare.append(_run_bare(session, batches, images // case.batch))
             if options.baseline is not None:
                 baseline.append(options.baseline.measure(items, case.batch))
             titled = {"session alone": bare, **passes, "plain PyTorch and Pillow": baseline}
@@ -156,6 +174,7 @@ def measure_case(
         ),
         peak_memory_mb(),
         tuple(baseline),
+        stages,
     )
 
 
@@ -166,7 +185,6 @@ class _Pipeline:
     session: Session
     case: Case
     options: PipelineOptions
-    images: int
     scratch: Path
 
     def run(self, items: list[Item], name: str) -> tuple[Pass, MemoryCurve]:
@@ -175,16 +193,18 @@ class _Pipeline:
         out.mkdir()
         case = self.case
         inference = InferenceOptions(
-            batch=case.batch, fixed_batch=True, workers=case.workers, time_transfers=True,
-            decode=case.decode, isolate=case.isolate,
+            batch=case.batch, fixed_batch=True, workers=case.workers, decode=case.decode, isolate=case.isolate
         )  # fmt: skip
-        with MemorySampler(self.options.interval) as memory:
+        device = self.options.device
+        with MemorySampler(self.options.interval) as memory, monitor_devices(device) as monitor:
             cpu = _process_cpu_seconds()
             options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
             summary = run(build_requests(items), [self.session], options)
             cpu = _process_cpu_seconds() - cpu
         shutil.rmtree(out)
-        return Pass(self.images, summary.seconds, cpu, summary.times), memory.curve
+        images = summary.total - summary.statuses["error"]
+        use = monitor.conditions.get(device.partition(" ")[0], {}).get("utilisation_percent", {}).get("median")
+        return Pass(images, summary.seconds, cpu, summary.times, use), memory.curve
 
 
 def _process_cpu_seconds() -> float:
@@ -193,10 +213,25 @@ def _process_cpu_seconds() -> float:
     return time.process_time() + times.children_user + times.children_system
 
 
-def _run_bare(session: Session, batches: list[ImageBatch], images: int) -> Pass:
+def _depth(session: Session) -> int:
+    return session.depth if isinstance(session, PipelinedSession) else 1
+
+
+def _run_bare(session: Session, batches: list[ImageBatch], count: int) -> Pass:
+    """Run so many batches, the given ones in turn, with as many in flight as the session takes."""
     cpu, started = time.process_time(), time.perf_counter()
-    for batch in batches:
-        session.run(batch)
+    images = 0
+    in_flight: deque[object] = deque()
+    for batch in itertools.islice(itertools.cycle(batches), count):
+        images += len(batch)
+        if not isinstance(session, PipelinedSession):
+            session.run(batch)
+            continue
+        if len(in_flight) == session.depth:
+            session.collect(in_flight.popleft())
+        in_flight.append(session.submit(batch))
+    while in_flight and isinstance(session, PipelinedSession):
+        session.collect(in_flight.popleft())
     return Pass(images, time.perf_counter() - started, time.process_time() - cpu)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Runtime = Literal["eager", "compile", "onnxruntime", "tensorrt"]
 RUNTIMES: tuple[Runtime, ...] = get_args(Runtime)
 PYTORCH_RUNTIMES = ("eager", "compile")
+# those that --cuda-graphs is for
+RECORDED = ("compile", "tensorrt")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Setup:
         precision: of a checkpoint or a network, None for fp32; ONNX files and engines have their own.
         channels_last: lay PyTorch's convolutions out as NHWC.
         cuda_options: of ONNX Runtime on a GPU.
-        cuda_graphs: let an engine's kernels be recorded as CUDA graphs.
+        cuda_graphs: let the kernels of an engine or of torch.compile be recorded as CUDA graphs.
     """
 
     runtime: Runtime = "onnxruntime"
@@ -45,12 +47,14 @@ class Setup:
     cuda_options: CudaOptions = field(default_factory=CudaOptions)
     cuda_graphs: bool = False
 
-    def check_fits(self, *, onnxruntime: bool = False, engine: bool = False) -> None:
+    def check_fits(self, *, onnxruntime: bool = False, cuda_graphs: bool = False) -> None:
         """Raise UsageError where an option is another runtime's."""
         if str(self.cuda_options) and not onnxruntime:
             raise UsageError("--ort-option is of ONNX Runtime's CUDA provider, and this does not run there")
-        if self.cuda_graphs and not engine:
-            raise UsageError("--cuda-graphs is of engines; for ONNX Runtime: --ort-option enable_cuda_graph=1")
+        if self.cuda_graphs and not cuda_graphs:
+            raise UsageError(
+                "--cuda-graphs is of engines and of compile on a GPU; ONNX Runtime has --ort-option enable_cuda_graph=1"
+            )
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,10 @@ class LoadedTarget:
     def timed(self) -> str:
         """Description of the timed region, for `Measurement.timed`."""
         where = "on the device" if self.target.device != "cpu" else "in the graph"
+        memory = "host memory" if self.target.device == "cpu" else "page-locked host memory"
         normalised = f"normalised {where}" if self.metadata.input_kind == "uint8" else "normalised by numpy on the host"
         return (
-            "one call of the session: from a uint8 batch [N, H0, W0, 3] in host memory, "
+            f"one call of the session: from a uint8 batch [N, H0, W0, 3] in {memory}, "
             f"{normalised}, to {', '.join(self.metadata.outputs)} in host memory; no decoding, resizing or drawing"
         )
 
@@ -185,8 +190,6 @@ def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTa
 
     from opal_deploy.bench.targets.torch_graph import TorchGraphSession
 
-    setup.check_fits()
-
     session = TorchGraphSession(
         network.checkpoint,
         device=setup.device,
@@ -194,7 +197,9 @@ def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTa
         precision=precision,
         channels_last=setup.channels_last,
         compiled=setup.runtime == "compile",
+        cuda_graphs=setup.cuda_graphs,
     )
+    setup.check_fits(cuda_graphs=session.cuda_graphs)
     target = _describe(
         session.metadata,
         name=network.name,
@@ -203,6 +208,7 @@ def _load_torch(network: NamedNetwork, setup: Setup, precision: str) -> LoadedTa
         device=_with_gpu_name(session.device),
         precision=precision,
         layout=_layout(session.metadata, "NHWC" if setup.channels_last else "NCHW"),
+        options=session.compile_options,
         sha256=network.sha256,
     )
     return LoadedTarget(session, target, session.threads)
@@ -230,7 +236,7 @@ def _load_onnx(path: Path, setup: Setup, network: NamedNetwork | None = None) ->
 def _load_engine(path: Path, setup: Setup, network: NamedNetwork | None = None) -> LoadedTarget:
     from opal_deploy.runtime.tensorrt.session import EngineSession
 
-    setup.check_fits(engine=True)
+    setup.check_fits(cuda_graphs=True)
     session = EngineSession(path, device=setup.device, cuda_graphs=setup.cuda_graphs)
     target = _describe(
         session.metadata,

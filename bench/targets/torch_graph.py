@@ -10,7 +10,7 @@ import copy
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class TorchGraphSession:
         metadata: the checkpoint's metadata.
         description: library, device, threads and precision.
         device: `cpu` or `cuda:N`.
+        cuda_graphs: whether kernels are recorded as CUDA graphs.
+        compile_options: of torch.compile, in words; empty where it is not used.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TorchGraphSession:
         precision: str = "fp32",
         channels_last: bool = False,
         compiled: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         """Put a copy of a network on a device.
 
@@ -57,7 +60,8 @@ class TorchGraphSession:
             threads: of PyTorch in this process; None leaves their number.
             precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
             channels_last: lay convolutions out as NHWC.
-            compiled: run torch.compile, anew for each batch size.
+            compiled: run torch.compile with frozen weights, anew for each batch size.
+            cuda_graphs: let torch.compile record its kernels as CUDA graphs; only on a GPU.
 
         Raises:
             UsageError: no such device or precision, or torch.compile cannot work here.
@@ -75,9 +79,16 @@ class TorchGraphSession:
         self._tf32 = precision == "tf32"
         graph = _build_graph(checkpoint, self.metadata, precision, channels_last=channels_last).to(self._device)
         self._names = graph.graph.output_names
-        self._run: Any = torch.compile(graph, dynamic=False) if compiled else graph
+        self.cuda_graphs = cuda_graphs and compiled and self._device.type == "cuda"
+        self.compile_options = f"freezing{', CUDA graphs' * self.cuda_graphs}" * compiled
+        self._run: Any = graph
         self._compiled = compiled
+        # page-locked arrays that outputs are copied to, by name and shape
+        self._host: dict[tuple[str, torch.Size], Tensor] = {}
         if compiled:
+            # frozen weights are constants, so that batch norms are folded into convolutions and layouts chosen once
+            options: dict[str, Any] = {"freezing": True, "triton.cudagraphs": self.cuda_graphs}
+            self._run = torch.compile(graph, dynamic=False, options=options)
             torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
             torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
         how = "compiled" if compiled else "eager"
@@ -94,7 +105,7 @@ class TorchGraphSession:
         """
         check_batch(images, self.metadata)
         with torch.inference_mode(), self._global_settings(len(images)):
-            return self._to_host(self._run(torch.from_numpy(images).to(self._device)))
+            return self._to_host(self._run(self._to_device(images)))
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
         """Run a batch and time its stages, as `StagedSession.run_staged` does; on a GPU by CUDA events."""
@@ -110,7 +121,7 @@ class TorchGraphSession:
         with torch.cuda.device(self._device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             events[0].record()
-            feed = torch.from_numpy(images).to(self._device)
+            feed = self._to_device(images)
             events[1].record()
             tensors = self._run(feed)
             events[2].record()
@@ -121,9 +132,48 @@ class TorchGraphSession:
         copied, computed, returned = (a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
         return outputs, BatchTimes(copied, computed, returned)
 
+    def register_buffer(self, address: int, size: int) -> bool:
+        """Page-lock memory, as `PinningSession.register_buffer` does; False on the CPU."""
+        if self._device.type == "cpu":
+            return False
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            registered = int(runtime.cudaHostRegister(address, size, 0)) == 0
+            if not registered:
+                # CUDA keeps a failure for whoever asks next, and this one is handled here
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
+            return registered
+
+    def unregister_buffer(self, address: int) -> None:
+        """Unlock memory, as `PinningSession.unregister_buffer` does."""
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def _to_device(self, images: ImageBatch) -> Tensor:
+        if self.cuda_graphs:
+            # the outputs of the last batch were copied and may be overwritten
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        # from page-locked memory the copy is queued; from other memory it has been read when the call returns
+        return torch.from_numpy(images).to(self._device, non_blocking=True)
+
     def _to_host(self, tensors: tuple[Tensor, ...]) -> Outputs:
-        arrays = {name: tensor.cpu().numpy() for name, tensor in zip(self._names, tensors, strict=True)}
+        named = dict(zip(self._names, tensors, strict=True))
+        if self._device.type == "cpu":
+            arrays = {name: tensor.numpy() for name, tensor in named.items()}
+        else:
+            copies = {name: self._pinned_copy(name, tensor) for name, tensor in named.items()}
+            torch.cuda.current_stream(self._device).synchronize()
+            # copies, since the page-locked arrays are used again
+            arrays = {name: tensor.numpy().copy() for name, tensor in copies.items()}
         return Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
+
+    def _pinned_copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Queue the copy of an output into page-locked memory."""
+        key = name, tensor.shape
+        if key not in self._host:
+            self._host[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return self._host[key].copy_(tensor, non_blocking=True)
 
     @contextmanager
     def _global_settings(self, batch: int) -> Iterator[None]:

@@ -22,8 +22,8 @@ from opal_deploy.inference.decoding.pool import DecoderPool, group_size
 from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, ThreadRole
-from opal_deploy.inference.types import InferenceOptions, Pixels, Request, Result
-from opal_deploy.runtime.session import PinningSession, Session
+from opal_deploy.inference.types import InferenceOptions, Request, Result
+from opal_deploy.runtime.session import Session, pinned
 
 T = TypeVar("T")
 
@@ -79,8 +79,7 @@ def predict_batches(
             raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
         stack.enter_context(decoders)
         for session in sessions:
-            if isinstance(session, PinningSession):
-                stack.enter_context(_pinned(session, decoders.pixels))
+            stack.enter_context(pinned(session, decoders.pixels))
         runners = [stack.enter_context(_SessionRunner(predictor, timer)) for predictor in predictors]
         prepared = prefetch(
             (decoders.submit(batch) for batch in _batches(_until_error(requests, errors), options.batch)),
@@ -98,18 +97,6 @@ def predict_batches(
             yield results
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _pinned(session: PinningSession, pixels: Pixels) -> Iterator[None]:
-    """Let a session's device copy from the slots directly, until the block is left."""
-    address = pixels.ctypes.data
-    registered = session.register_buffer(address, pixels.nbytes)
-    try:
-        yield
-    finally:
-        if registered:
-            session.unregister_buffer(address)
 
 
 _Predicted = tuple[PreparedBatch, BatchPredictor, Outputs | None]

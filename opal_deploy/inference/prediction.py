@@ -22,7 +22,7 @@ from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Digests, ImageInfo, Record, build_records, error_record
-from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession
+from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
 from opal_deploy.visualization.slot_names import SlotNames
 
 
@@ -48,12 +48,11 @@ class BatchPredictor:
         Args:
             session: the model.
             options: the options of batches and records.
-            timer: gets the times of the stages `transfer`, `compute` and `evidence`.
+            timer: gets the times of the stages `compute` and `evidence`.
             print_message: is called when memory was short and batches are smaller from then on.
         """
         self._session, self._options, self._timer, self._print_message = session, options, timer, print_message
-        # a session that is timed stage by stage is waited for
-        self._pipelined = session if isinstance(session, PipelinedSession) and not options.time_transfers else None
+        self._pipelined = session if isinstance(session, PipelinedSession) else None
         self.depth = 1 if self._pipelined is None else self._pipelined.depth
         self._max_batch = options.batch
         self._slot_names = options.slot_names or SlotNames()
@@ -90,7 +89,7 @@ class BatchPredictor:
             batch = self._take_rows(pixels, done, min(len(images) - done, self._max_batch))
             try:
                 with self._timer.stage("compute"), self._lock:
-                    outputs = self._run(batch)
+                    outputs = self._session.run(batch)
             except (OutOfMemory, MemoryError) as error:
                 self._halve_batch(len(batch), error)
                 continue
@@ -158,16 +157,6 @@ class BatchPredictor:
         if count < len(rows):
             rows[count:] = 0
         return rows
-
-    def _run(self, images: ImageBatch) -> Outputs:
-        session = self._session
-        if not (self._options.time_transfers and isinstance(session, StagedSession)):
-            return session.run(images)
-        outputs, stages = session.run_staged(images)
-        copies = [seconds for seconds in (stages.host_to_device, stages.device_to_host) if seconds is not None]
-        if copies:
-            self._timer.attribute("transfer", sum(copies))
-        return outputs
 
     def _announce_batch_size(self) -> None:
         # a batch that is filled up here already needs no filling up by its session

@@ -14,7 +14,7 @@ from time import perf_counter as _wall_seconds
 from time import thread_time as _cpu_seconds
 from typing import Any, Literal, get_args
 
-Stage = Literal["read", "decode", "resize", "transfer", "compute", "evidence", "draw", "write"]
+Stage = Literal["read", "decode", "resize", "compute", "evidence", "draw", "write"]
 ThreadRole = Literal["decoders", "session", "drawers", "loop"]
 WaitReason = Literal["pictures", "session", "drawing", "disk"]
 
@@ -31,7 +31,7 @@ class StageTime:
         role: of the threads: those that decode, those that hold a session, those that draw, and the one that runs the
             loop.
         stage: `read` opens and reads files; `draw` makes overlays, sheets, their files and the report's thumbnails;
-            `compute` is all of `Session.run` where `transfer` is not measured apart.
+            `compute` is a session's work, or the wait for it where batches are in flight.
         wall: seconds, summed over threads.
         cpu: seconds of processor time of these threads; without those of a runtime's own threads.
         calls: number of times that the stage was entered.
@@ -101,15 +101,6 @@ class StageTimer:
         thread = self._thread()
         return _Timer(thread, name)
 
-    def attribute(self, name: Stage, seconds: float) -> None:
-        """Count `seconds` of the stage that is being timed under another: the time that a device reports itself."""
-        thread = self._thread()
-        row = thread.sums(name)
-        row.wall += seconds
-        row.calls += 1
-        if thread.running is not None:
-            thread.running.inner_wall += seconds
-
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
         """Count the time that another process took for a stage while the calling thread waited for it."""
         row = self._thread().sums(name)
@@ -161,9 +152,6 @@ class NoOpTimer(StageTimer):
     def stage(self, name: Stage) -> AbstractContextManager[None]:
         """Do nothing."""
         return _NOTHING
-
-    def attribute(self, name: Stage, seconds: float) -> None:
-        """Do nothing."""
 
     def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
         """Do nothing."""

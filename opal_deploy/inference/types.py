@@ -41,9 +41,6 @@ class InferenceOptions:
         fixed_batch: fill every forward pass up to `batch` with blank images. Runtimes choose their kernels by the
             batch's size, and those may differ in the last bit: with one size a record depends on its image alone, not
             on how many others there are, or where a run was resumed.
-        time_transfers: measure a session's copies to and from the device, where it can report them; it then waits for
-            each copy.
-
         workers: images that are decoded at a time, in threads or processes.
         max_pixels: width times height above which an image is refused.
         decode: the decode path.
@@ -63,7 +60,6 @@ class InferenceOptions:
 
     batch: int = 16
     fixed_batch: bool = False
-    time_transfers: bool = False
 
     workers: int = 2
     max_pixels: int = MAX_PIXELS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -130,6 +132,18 @@ class AttentionSession(Session, Protocol):
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Return the same for float32 [N, 3, H0, W0], already normalised."""
         ...
+
+
+@contextmanager
+def pinned(session: Session, images: ImageBatch) -> Iterator[None]:
+    """Let a session's device copy from this memory directly until the block is left; for other sessions, do nothing."""
+    address = images.ctypes.data
+    registered = isinstance(session, PinningSession) and session.register_buffer(address, images.nbytes)
+    try:
+        yield
+    finally:
+        if registered and isinstance(session, PinningSession):
+            session.unregister_buffer(address)
 
 
 def check_batch(images: ImageBatch, metadata: Metadata) -> None:

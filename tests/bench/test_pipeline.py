@@ -20,7 +20,7 @@ from opal_deploy.bench.measurement import Measurement, read_measurements
 from opal_deploy.bench.pipeline.cases import (
     Case,
     build_cases,
-    decode_batches,
+    decode_images,
     parse_counts,
     parse_sizes,
     resized_copies,
@@ -30,7 +30,7 @@ from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, Repl
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.session import ImageBatch
+from opal_deploy.runtime.session import BatchTimes, ImageBatch
 
 
 class SleepingSession:
@@ -100,11 +100,12 @@ def test_copies_have_their_size_and_are_removed_afterwards(items: list[Item]) ->
         assert same == items
 
 
-def test_batches_hold_every_usable_image(items: list[Item]) -> None:
+def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items: list[Item]) -> None:
     items[1].path.write_bytes(b"no image")
-    assert [batch.shape for batch in decode_batches(items, (32, 48), 6)] == [(6, 32, 48, 3), (5, 32, 48, 3)]
+    assert decode_images(items, (32, 48), 5).shape == (10, 32, 48, 3)
+    assert decode_images(items * 100, (8, 8), 500).shape == (1000, 8, 8, 3)
     with pytest.raises(UsageError, match=r"11 usable images, and a batch takes 12; give more, or a smaller --batch"):
-        decode_batches(items, (32, 32), 12)
+        decode_images(items, (32, 32), 12)
 
 
 def measure(session: Any, items: list[Item], report: Any = lambda _: None, **options: Any) -> CaseResult:
@@ -118,7 +119,59 @@ def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[I
     assert (len(result.bare), [len(variant.passes) for variant in result.variants]) == (3, [3, 3])
     assert [line.split(":")[0] for line in lines] == ["repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
     assert (result.images, result.given) == (11, 12)
-    assert {one.images for one in (*result.bare, *result.variants[0].passes)} == {11}
+    assert {one.images for one in result.variants[0].passes} == {11}
+    # whole batches only
+    assert {one.images for one in result.bare} == {10}
+
+
+class PipelinedSleeper(SleepingSession):
+    """Takes three batches at a time, and page-locked memory."""
+
+    depth = 3
+    description = "sleeping on a GPU"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight: list[ImageBatch] = []
+        self.most = self.from_locked = self.alone = 0
+        self.locked: dict[int, int] = {}
+
+    def submit(self, images: ImageBatch) -> object:
+        self.in_flight.append(images)
+        self.most = max(self.most, len(self.in_flight))
+        address = images.ctypes.data
+        self.from_locked += any(start <= address < start + size for start, size in self.locked.items())
+        return images
+
+    def collect(self, handle: object) -> Outputs:
+        assert self.in_flight.pop(0) is handle
+        return super().run(handle)  # type: ignore[arg-type]
+
+    def run(self, images: ImageBatch) -> Outputs:
+        self.alone += 1
+        return super().run(images)
+
+    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
+        return super().run(images), BatchTimes(0.002, 0.003, 0.001)
+
+    def register_buffer(self, address: int, size: int) -> bool:
+        self.locked[address] = size
+        return True
+
+    def unregister_buffer(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(items: list[Item]) -> None:
+    session = PipelinedSleeper()
+    result = measure(session, items, device="cuda:0 a GPU", explain=False)
+    assert [variant.name for variant in result.variants] == ["infer"]
+    # the bare session and `infer` alike
+    assert (session.most, session.alone, session.locked, session.in_flight) == (3, 0, {}, [])
+    # one batch and three of warm-up, six of the bare session, and those of `infer`
+    assert session.from_locked == 1 + 3 + 6 + 6
+    figures = {name: figure.value for name, figure in result.stages.items()}
+    assert figures == {"host_to_device_ms": 2, "compute_ms": 3, "device_to_host_ms": 1}
 
 
 @pytest.mark.parametrize(

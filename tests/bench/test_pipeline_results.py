@@ -54,7 +54,6 @@ def test_a_session_that_never_waits_is_the_bottleneck() -> None:
         ({("decoders", "read"): (3, 1), ("decoders", "decode"): (15, 9)}, {"pictures": 9.9}, "decoders", "decode"),
         ({("decoders", "read"): (15, 1), ("decoders", "decode"): (3, 3)}, {"pictures": 9.9}, "decoders", "read"),
         ({("drawers", "draw"): (18, 9), ("session", "compute"): (5, 1)}, {"pictures": 9.9}, "drawers", "draw"),
-        ({("session", "transfer"): (6, 0), ("session", "compute"): (3, 0)}, {"pictures": 9.9}, "session", "transfer"),
         # a loop that waits for nobody
         ({("session", "compute"): (2, 0), ("loop", "write"): (8, 1)}, {"session": 0.5, "disk": 8}, "loop", "write"),
         ({("session", "compute"): (2, 0), ("loop", "write"): (1, 1)}, {"session": 0.5, "disk": 1}, "loop",

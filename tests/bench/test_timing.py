@@ -44,12 +44,12 @@ def test_a_repeat_has_its_iterations_and_seconds(fake_clock: Callable[..., Any])
 
 def test_the_warm_up_is_discarded_and_counted(fake_clock: Callable[..., Any]) -> None:
     clock = fake_clock()
-    lengths = iter([9.0, 5.0, 3.0, *[1.0] * 1000])
-    timing = time_repeats(lambda _: clock.spend(next(lengths)), TimingOptions(1, 10, 1, 10), clock=clock)
-    # 17 seconds had passed after three calls, but only after eight the last five took equally long
-    assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (8, 22, True)
+    lengths = iter([90.0, 50.0, 30.0, 2.0, *[1.0] * 1000])
+    timing = time_repeats(lambda _: clock.spend(next(lengths)), TimingOptions(1, 10, 1, 3), clock=clock)
+    # three calls that compile are no warm-up; three seconds later the last five calls did not take equally long yet
+    assert (timing.warm_up.calls, timing.warm_up.seconds, timing.warm_up.stable) == (9, 177, True)
     assert timing.latencies.tolist() == [1.0] * 10
-    assert timing.settings()["warm_up_iterations"] == 8
+    assert timing.settings()["warm_up_iterations"] == 9
 
 
 def test_the_warm_up_of_an_unstable_machine_ends(fake_clock: Callable[..., Any]) -> None:

@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.inference import timing
-from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.run.summary import Summary
-from opal_deploy.inference.timing import NO_OP_TIMER, Stage, StageTimer, StageTimes
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, StageTimes
 from opal_deploy.inference.types import InferenceOptions, Request
-from opal_deploy.runtime.session import BatchTimes, ImageBatch
 from tests.inference.bright import BrightSession
 
 
@@ -50,15 +47,13 @@ def test_a_stage_has_its_own_calls_seconds_and_processor_time(spend: Callable[[f
                 spend(10, 5)
     with timer.stage("compute"):
         spend(8, 4)
-        # what a device says of itself is taken from the stage around it
-        timer.attribute("transfer", 3)
     with timer.waiting("disk"), timer.stage("write"):
         spend(4, 0)
     with timer.waiting("pictures"):
         spend(1, 0)
     times = timer.read()
     assert rows(times) == {
-        "read": (20, 10, 2), "decode": (2, 1, 1), "transfer": (3, 0, 1), "compute": (5, 4, 1), "write": (4, 0, 1),
+        "read": (20, 10, 2), "decode": (2, 1, 1), "compute": (8, 4, 1), "write": (4, 0, 1),
     }  # fmt: skip
     assert times.waits == (("pictures", 1), ("disk", 4))
 
@@ -101,7 +96,7 @@ def test_threads_add_up_under_their_role() -> None:
 def test_the_no_op_timer_measures_nothing() -> None:
     NO_OP_TIMER.register_thread("decoders")
     with NO_OP_TIMER.stage("decode"), NO_OP_TIMER.waiting("disk"):
-        NO_OP_TIMER.attribute("transfer", 1.0)
+        pass
     assert NO_OP_TIMER.read() == StageTimes()
 
 
@@ -145,25 +140,3 @@ def test_no_role_is_busier_than_its_threads(tmp_path: Path, workers: int, sessio
         spent = sum(row.wall for row in summary.times.stages if row.role == role)
         assert 0 < spent <= summary.seconds * count
     assert sum(seconds for _, seconds in summary.times.waits) <= summary.seconds
-
-
-def test_transfers_come_from_a_session_that_reports_them_and_only_by_option() -> None:
-    def staged(images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        time.sleep(0.03)
-        return session.run(images), BatchTimes(0.01, 0.015, 0.005)
-
-    def timed(stage: Stage, *, time_transfers: bool = True) -> float | None:
-        timer = StageTimer()
-        requests = (Request(str(n), Image.new("RGB", (40, 40))) for n in range(8))
-        list(predict_stream(requests, [session], InferenceOptions(batch=4, time_transfers=time_transfers), timer))
-        row = timer.read().sum_stage(stage)
-        return None if row is None else row.wall
-
-    session = BrightSession()
-    assert timed("transfer") is None
-    session.run_staged = staged  # type: ignore[attr-defined]
-    assert timed("transfer", time_transfers=False) is None
-    assert timed("transfer") == pytest.approx(0.03)
-    assert (timed("compute") or 0) >= 0.03
-    session.run_staged = lambda images: (session.run(images), BatchTimes(None, 0.01, None))  # type: ignore[attr-defined]
-    assert timed("transfer") is None

@@ -37,6 +37,7 @@ def compare(
     runtime: Annotated[options.RuntimeName, typer.Option(help="For checkpoints and --backbone.")] = "onnxruntime",
     precision: Annotated[options.PrecisionName | None, typer.Option(help="For checkpoints and --backbone.")] = None,
     channels_last: options.ChannelsLast = False,
+    cuda_graphs: options.CudaGraphs = False,
     device: options.DeviceName = "auto",
     threads: options.Threads = None,
     batch: options.Batches = None,
@@ -55,7 +56,7 @@ def compare(
     from opal_deploy.bench.compare import ComparisonOptions, build_comparisons, measure_comparison
     from opal_deploy.bench.targets.loading import Setup
 
-    setup = Setup(runtime, device, threads, precision, channels_last)
+    setup = Setup(runtime, device, threads, precision, channels_last, cuda_graphs=cuda_graphs)
     batches = options.parse_batches(batch, (1,))
     if question is None:
         if model or backbone:

@@ -106,7 +106,9 @@ OrtOptions = Annotated[
 CudaGraphs = Annotated[
     bool,
     typer.Option(
-        "--cuda-graphs", help="Engines: replay a batch's kernels as a CUDA graph.", rich_help_panel=_TIMING_PANEL
+        "--cuda-graphs",
+        help="Engines, and compile on a GPU: replay a batch's kernels as a CUDA graph.",
+        rich_help_panel=_TIMING_PANEL,
     ),
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N.", rich_help_panel=_TIMING_PANEL)]
@@ -188,7 +190,7 @@ def build_setups(
     Raises:
         UsageError: no such runtime, precision or option.
     """
-    from opal_deploy.bench.targets.loading import PYTORCH_RUNTIMES, Setup
+    from opal_deploy.bench.targets.loading import PYTORCH_RUNTIMES, RECORDED, Setup
     from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 
     names = [_check_choice("--runtime", text, get_args(RuntimeName)) for text in runtimes or ("onnxruntime",)]
@@ -207,7 +209,7 @@ def build_setups(
             precision,
             channels_last and applies(runtime, *PYTORCH_RUNTIMES),
             cuda_options if applies(runtime, "onnxruntime") else CudaOptions(),
-            cuda_graphs and applies(runtime, "tensorrt"),
+            cuda_graphs and applies(runtime, *RECORDED),
         )
         for runtime in names
         for precision in precisions or (None,)

@@ -35,6 +35,9 @@ def pipeline(
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Run the network, or only replay its answers.")
     ] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain/--no-explain", help="Time overlays too, which take far longer than the rest.")
+    ] = True,
     decode: Annotated[str, typer.Option(help="As in infer: default, exact, fast.")] = "default",
     isolate: Annotated[
         bool, typer.Option("--isolate/--no-isolate", help="Decode in processes, as infer does, or in threads.")
@@ -72,7 +75,6 @@ def pipeline(
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
     baseline = None if plain is None else _load_baseline(plain, device, threads)
-    options = PipelineOptions(repeats, network, baseline)
     results = []
     for case in build_cases(default, batches=batches, workers=counts, sizes=sizes):
         # a new session each time, since one keeps the memory of its largest batch
@@ -80,6 +82,7 @@ def pipeline(
         if baseline is not None:
             baseline.check_source(loaded.metadata)
         with resized_copies(items, case.image_size) as copies, monitor_devices(loaded.target.device) as monitor:
+            options = PipelineOptions(repeats, network, explain, baseline, loaded.target.device)
             result = measure_case(loaded.session, copies, case, options, print_message)
         measurement = build_measurement(result, loaded, monitor, options)
         for line in (*format_result(result), *(f"  marked {mark}" for mark in measurement.marks)):
