@@ -23,6 +23,7 @@ from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TENSORRT_RTX
 from opal_deploy.runtime.tensorrt.compatibility import (
     AHEAD_OF_TIME,
     DEFAULT_TARGET,
+    UNLISTED,
     example_gpus,
     parse_target,
     sm_name,
@@ -244,6 +245,13 @@ def _ahead_of_time(sm: str, gpu: Gpu | None, here: str | None) -> EngineTarget:
             "ONNX file there with ONNX Runtime (pip install 'opal-deploy[gpu]')"
         )
     if sm == here and gpu is not None:
-        return EngineTarget(TENSORRT_RTX, sm, gpu, f"ahead of time, for the GPU that is here ({gpu.name})")
+        reason = f"ahead of time, for the GPU that is here ({gpu.name})"
+        if sm == UNLISTED:
+            reason += (
+                f"; NVIDIA does not list {sm} for {TITLES[TENSORRT_RTX]}: where ONNX Runtime can use the GPU, infer "
+                "prefers the ONNX file; install TensorRT for an engine that is sure to run (pip install "
+                "'opal-deploy[trt]')"
+            )
+        return EngineTarget(TENSORRT_RTX, sm, gpu, reason)
     why = "no GPU here" if gpu is None else f"not the GPU that is here, {here}"
     return EngineTarget(TENSORRT_RTX, sm, None, f"ahead of time: {why}")

@@ -143,7 +143,7 @@ def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
     if "CUDAExecutionProvider" not in report["providers"]:
         return "has no CUDA provider", "pip install --force-reinstall 'opal-deploy[gpu]'"
     digits = report["cuda"].partition(".")[0]
-    problem = _diagnose_gpu(driver, int(digits) if digits.isdigit() else 13)
+    problem = _diagnose_gpu(driver, (int(digits) if digits.isdigit() else 13, 0))
     if problem[0]:
         return problem
     if "libcuda.so" in report["problem"]:
@@ -154,21 +154,22 @@ def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
     return "", ""
 
 
-def _diagnose_gpu(driver: Driver, major: int) -> tuple[str, str]:
-    """Return why no GPU here runs programs of a CUDA major version and what to do; two empty strings where one does."""
+def _diagnose_gpu(driver: Driver, cuda: tuple[int, int]) -> tuple[str, str]:
+    """Return why no GPU here runs programs of a CUDA version and what to do; two empty strings where one does."""
     if not driver.gpus:
         return driver.problem, "install the NVIDIA driver (in a container: docker run --gpus all)"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-    if driver.cuda and driver.cuda[0] < major:
+    if driver.cuda and driver.cuda < cuda:
         newest = ".".join(map(str, driver.cuda))
-        return f"driver {driver.version} runs CUDA {newest} at most, and this needs {major}", "update the NVIDIA driver"
-    oldest = OLDEST_GPU.get(major, (0, 0))
+        least = ".".join(map(str, cuda))
+        return f"driver {driver.version} runs CUDA {newest} at most, and this needs {least}", "update the NVIDIA driver"
+    oldest = OLDEST_GPU.get(cuda[0], (0, 0))
     if all(gpu.compute_capability < oldest for gpu in driver.gpus):
         names = ", ".join(gpu.name for gpu in driver.gpus)
         needed = ".".join(map(str, oldest))
-        return f"CUDA {major} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
+        return f"CUDA {cuda[0]} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
     return "", ""
 
 
@@ -217,6 +218,15 @@ def tensorrt_cuda_major(name: str) -> int:
     return 13
 
 
+def needed_cuda(name: str, major: int) -> tuple[int, int]:
+    """Return the CUDA version that the driver must run for `tensorrt` or `tensorrt-rtx` made for a major version.
+
+    A driver runs programs of every minor version of its major one, except where kernels are compiled on the machine:
+    TensorRT for RTX asks for 12.9 or later (its prerequisites).
+    """
+    return (12, 9) if name == "tensorrt-rtx" and major == 12 else (major, 0)
+
+
 def _tensorrt_distributions(name: str) -> tuple[str, ...]:
     return (f"{name}-cu13", name, f"{name}-cu12")
 
@@ -234,7 +244,7 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     if report.get("problem"):
         return RuntimeStatus(name, version, problem=report["problem"], advice=f"reinstall it: {install}")
     without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
-    problem, advice = _diagnose_gpu(driver, tensorrt_cuda_major(name))
+    problem, advice = _diagnose_gpu(driver, needed_cuda(name, tensorrt_cuda_major(name)))
     if problem:
         return RuntimeStatus(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
     if not is_importable("cuda.bindings"):

@@ -13,6 +13,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.tensorrt.compatibility import find_doubt
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Se
 def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str]) -> ModelChoice:
     """Choose the best of a folder's exported models that this machine can run, if all stem from one checkpoint.
 
-    An engine that runs here comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest.
+    An engine that runs here comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest;
+    there an engine of TensorRT for RTX for a GPU that NVIDIA does not list comes last.
 
     Args:
         folder: searched without its subfolders.
@@ -97,7 +99,7 @@ def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str
         raise UsageError(f"none of the models here can run on this machine: {reasons}")
     best, *rest = usable
     where = "a GPU is usable" if gpu or best.engine else "no usable GPU"
-    rejected = [f"not {model.path.name} ({model.metadata.precision})" for model in rest]
+    rejected = [f"not {model.path.name} ({model.doubt or model.metadata.precision})" for model in rest]
     rejected += [f"not {model.path.name} ({model.incompatibility})" for model in models if model.incompatibility]
     what = f"{best.metadata.precision} engine" if best.engine else best.metadata.precision
     return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
@@ -105,17 +107,19 @@ def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str
 
 @dataclass(frozen=True)
 class _Model:
-    """One model of a folder; `incompatibility` is why it cannot run here, empty if it can."""
+    """One model of a folder; `incompatibility` is why it cannot run here, `doubt` why it perhaps cannot, else empty."""
 
     path: Path
     metadata: Metadata
     engine: bool = False
     incompatibility: str = ""
+    doubt: str = ""
 
-    def rank(self, *, gpu: bool) -> tuple[bool, int, str]:
+    def rank(self, *, gpu: bool) -> tuple[int, int, str]:
         """Return the sort key that puts the best model first, of equals the first by name."""
         order = ("fp16", "fp32", "bf16", "int8") if gpu or self.engine else ("fp32", "fp16", "int8", "bf16")
-        return not self.engine, order.index(self.metadata.precision), self.path.name
+        kind = 1 if not self.engine else 2 if self.doubt and gpu else 0
+        return kind, order.index(self.metadata.precision), self.path.name
 
 
 def _list_models(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[list[_Model], list[str]]:
@@ -139,7 +143,15 @@ def _list_models(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[
         except ArtifactError:
             others.append(f"{path.name} has no sidecar of ours, or a damaged one")
             continue
-        models.append(_Model(path, sidecar.metadata, engine=True, incompatibility=check_engine(sidecar)))
+        models.append(
+            _Model(
+                path,
+                sidecar.metadata,
+                engine=True,
+                incompatibility=check_engine(sidecar),
+                doubt=find_doubt(sidecar),
+            )
+        )
     return models, others
 
 

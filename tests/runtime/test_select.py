@@ -1,13 +1,14 @@
 """The model that `infer` chooses when none is named, and the refusal where it cannot choose."""
 
 import shutil
+from dataclasses import replace
 
 import onnx
 import pytest
 from onnx import TensorProto, helper
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import write_sidecar
+from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.select import find_model, open_sessions
 from tests.builders import build_sidecar
@@ -73,6 +74,18 @@ class TestEngines:
         assert choice.path.name == "ckpt.fp16.sm89.trt.engine"
         assert choice.reason.startswith("fp16 engine, a GPU is usable; not ckpt.fp32.sm89.trt.engine (fp32); ")
         assert choice.reason.endswith("not ckpt.fp16.sm80.rtx.engine (it was built for sm80)")
+
+    def test_one_for_a_gpu_that_nvidia_does_not_list_comes_after_onnx_runtime_there(self, with_engines):
+        name = "ckpt.fp16.sm80.rtx.engine"
+        sidecar = read_sidecar(with_engines / name)
+        builder = {**sidecar.builder, "name": "tensorrt-rtx"}
+        write_sidecar(with_engines / name, replace(sidecar, builder=builder))
+        choice = find(with_engines, True, lambda s: "" if s.target["sm"] == "sm80" else "it was built for sm89")
+        assert choice.path.name == "ckpt.fp16.onnx"
+        assert f"not {name} (NVIDIA does not list sm80 for TensorRT for RTX)" in choice.reason
+        # without ONNX Runtime on the GPU it is the best there is
+        choice = find(with_engines, False, lambda s: "" if s.target["sm"] == "sm80" else "it was built for sm89")
+        assert choice.path.name == name
 
     def test_where_none_fits_an_onnx_file_is_taken_or_the_reason_given(self, with_engines):
         choice = find(with_engines, misfit=lambda _: "no GPU")

@@ -11,8 +11,9 @@ import re
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.cuda import visible_driver
+from opal_deploy.runtime.diagnostics import needed_cuda
 from opal_deploy.runtime.nvml import Driver, Gpu
-from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TITLES, installed_version
+from opal_deploy.runtime.tensorrt.bindings import EXTRAS, TENSORRT, TENSORRT_RTX, TITLES, installed_version
 
 # the values of `--hardware-compatible`; see TensorRT's HardwareCompatibilityLevel
 AMPERE_PLUS, SAME_CAPABILITY = "ampere+", "same"
@@ -32,8 +33,9 @@ _GPUS = {
 }  # fmt: skip
 _BY_NAME = {name: sm for sm, names in _GPUS.items() for name in names}
 
-# what TensorRT for RTX builds without a GPU
+# what TensorRT for RTX builds without a GPU, and the GPU among them that NVIDIA's support matrix does not list
 AHEAD_OF_TIME = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+UNLISTED = "sm80"
 DEFAULT_TARGET = "sm80"
 
 
@@ -65,10 +67,17 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
     mismatch = _capability_mismatch(sidecar, gpu)
     if mismatch:
         return mismatch
-    cuda = int(sidecar.builder.get("cuda", 0))
-    if driver.cuda is not None and driver.cuda[0] < cuda:
-        newest = ".".join(map(str, driver.cuda))
-        return f"it needs CUDA {cuda}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
+    cuda = needed_cuda(name, int(sidecar.builder.get("cuda", 0)))
+    if driver.cuda is not None and driver.cuda < cuda:
+        oldest, newest = (".".join(map(str, version)) for version in (cuda, driver.cuda))
+        return f"it needs CUDA {oldest}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
+    return ""
+
+
+def find_doubt(sidecar: Sidecar) -> str:
+    """Return why it is not sure that an engine runs on the GPU that it was built for; empty where nothing is known."""
+    if sidecar.builder["name"] == TENSORRT_RTX and sidecar.target["sm"] == UNLISTED:
+        return f"NVIDIA does not list {UNLISTED} for {TITLES[TENSORRT_RTX]}"
     return ""
 
 

@@ -24,8 +24,9 @@ from opal_deploy.runtime.nvml import read_driver
 from opal_deploy.runtime.pipeline import DEPTH, PendingBatch, Pipeline, TensorSpec, tensor_specs
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 from opal_deploy.runtime.tensorrt import bindings
-from opal_deploy.runtime.tensorrt.bindings import first_error, make_logger
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, first_error, make_logger
 from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
+from opal_deploy.runtime.tensorrt.kernel_cache import KernelCache
 from opal_deploy.runtime.tensorrt.kernels import EngineKernels
 from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -54,6 +55,8 @@ class EngineSession:
             VerificationError: the test vectors are not reproduced.
         """
         self._pipeline: Pipeline | None = None
+        self._kernel_cache: KernelCache | None = None
+        self._kernels_saved = False
         self.sidecar: Sidecar
         self.sidecar, plan = load_engine(path)
         self.metadata: Metadata = self.sidecar.metadata
@@ -81,6 +84,8 @@ class EngineSession:
         kernels, records_itself = self._create_pipeline(cuda_graphs)
         self.description = f"{self._library.title} on {self._cuda.gpu.name}"
         checked = self._verify_once()
+        # the test vectors were one batch size, the first real batch may be another
+        self._kernels_saved = False
         # only now, so that no graph of the test vectors' batch is recorded
         kernels.record_graphs = cuda_graphs and not records_itself
         self.description += f", {self.metadata.precision}, {checked}"
@@ -104,7 +109,9 @@ class EngineSession:
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         check_batch(images, self.metadata)
-        return self._loaded.run(images)
+        outputs = self._loaded.run(images)
+        self._save_kernels()
+        return outputs
 
     @property
     def depth(self) -> int:
@@ -118,7 +125,9 @@ class EngineSession:
 
     def collect(self, handle: object) -> Outputs:
         """See `PipelinedSession.collect`."""
-        return self._loaded.collect(handle)
+        outputs = self._loaded.collect(handle)
+        self._save_kernels()
+        return outputs
 
     def register_buffer(self, address: int, size: int) -> bool:
         """See `PinningSession.register_buffer`."""
@@ -145,7 +154,10 @@ class EngineSession:
     def close(self) -> None:
         """Free device and pinned memory."""
         if self._pipeline is not None:
+            if self._kernel_cache is not None:
+                self._kernel_cache.save()
             self._pipeline.close()
+        self._kernel_cache = None
         self._pipeline = self._engine = self._runtime = None
 
     def _parse_device(self, device: str) -> int:
@@ -185,12 +197,9 @@ class EngineSession:
 
     def _create_pipeline(self, cuda_graphs: bool) -> tuple[EngineKernels, bool]:
         """Create context and buffers; return the kernels, and whether the library records CUDA graphs by itself."""
-        strategies = getattr(self._library.module, "CudaGraphStrategy", None)
-        records_itself = cuda_graphs and strategies is not None  # TensorRT for RTX does
-        if strategies is not None and cuda_graphs:
-            configuration = self._engine.create_runtime_config()
-            configuration.cuda_graph_strategy = strategies.WHOLE_GRAPH_CAPTURE
-            context = self._engine.create_execution_context(configuration)
+        records_itself = self._library.name == TENSORRT_RTX
+        if records_itself:
+            context = self._engine.create_execution_context(self._configure_rtx(cuda_graphs))
         else:
             context = self._engine.create_execution_context()
         if context is None:
@@ -205,6 +214,26 @@ class EngineSession:
         except OutOfMemory as error:
             raise self._too_large(str(error)) from None
         return kernels, records_itself
+
+    def _configure_rtx(self, cuda_graphs: bool) -> Any:
+        """Return the configuration with which TensorRT for RTX compiles the engine's kernels."""
+        module, configuration = self._library.module, self._engine.create_runtime_config()
+        # compiled before the first batch of a size and not behind its back, so that all batches have the same last bits
+        strategies = module.DynamicShapesKernelSpecializationStrategy
+        configuration.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER
+        if cuda_graphs:
+            configuration.cuda_graph_strategy = module.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        native = configuration.create_runtime_cache()
+        if native is not None:
+            self._kernel_cache = KernelCache(self._path, str(self.sidecar.engine["sha256"]), native)
+            configuration.set_runtime_cache(native)
+        return configuration
+
+    def _save_kernels(self) -> None:
+        """Keep compiled kernels after the first batch, whose size the next ones have."""
+        if self._kernel_cache is not None and not self._kernels_saved:
+            self._kernels_saved = True
+            self._kernel_cache.save()
 
     def _too_large(self, reason: str) -> UsageError:
         memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"

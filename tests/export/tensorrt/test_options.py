@@ -20,6 +20,7 @@ from opal_deploy.runtime.tensorrt.compatibility import parse_target
 NO_GPU = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
 L4 = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA L4", 24 << 30, (8, 9)),))
 H200 = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 141 << 30, (9, 0)),))
+A100 = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA A100", 80 << 30, (8, 0)),))
 BOTH = {"tensorrt": "11.4", "tensorrt-rtx": "1.7"}
 RTX = {"tensorrt-rtx": "1.7"}
 PROPER = {"tensorrt": "11.4"}
@@ -63,6 +64,15 @@ UNBUILDABLE = {
 def test_the_rule(case):
     installed, driver, builder, names, engines = THE_RULE[case]
     assert choose(installed, driver, builder, *names) == engines
+
+
+def test_on_an_a100_without_tensorrt_the_doubt_is_told_before_building():
+    (target,) = choose_engine_targets(None, [], A100, RTX.get)
+    assert (target.builder, target.sm) == ("tensorrt-rtx", "sm80")
+    for part in ("does not list sm80", "infer prefers the ONNX file", "pip install 'opal-deploy[trt]'"):
+        assert part in target.reason
+    (target,) = choose_engine_targets(None, [], L4, RTX.get)
+    assert "does not list" not in target.reason
 
 
 @pytest.mark.parametrize("case", UNBUILDABLE)

@@ -128,11 +128,11 @@ class FakeCuda:
 
 
 class FakeTensorRT:
-    """Runtime, refitter, engine and context in one object; TensorRT for RTX has CudaGraphStrategy on top."""
+    """Runtime, refitter, engine and context in one object, with what TensorRT for RTX has on top."""
 
     ILogger = type("ILogger", (), {"__init__": lambda self: None})
 
-    def __init__(self, cuda, *, rtx=False):
+    def __init__(self, cuda):
         self.cuda = cuda
         self.refuse = ""  # the library's reason for refusing a plan
         self.memory_is_full = False
@@ -141,8 +141,9 @@ class FakeTensorRT:
         self.executed = []
         self.refitted = []
         self.strategies = []
-        if rtx:
-            self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
+        self.cache_reads = []
+        self.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")
+        self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
 
     nptype = staticmethod(_DTYPES.__getitem__)
 
@@ -189,15 +190,35 @@ class FakeEngine:
         return tuple(-1 if isinstance(size, str) else size for size in self.tensors[name].shape)
 
     def create_runtime_config(self):
-        return SimpleNamespace(cuda_graph_strategy=None)
+        return FakeRuntimeConfig(self.trt)
 
     def create_execution_context(self, configuration=None):
         if self.trt.memory_is_full:
             self.trt.log_error("Requested amount of GPU memory could not be allocated")
             return None
         if configuration is not None:
-            self.trt.strategies.append(configuration.cuda_graph_strategy)
+            strategy = configuration.dynamic_shapes_kernel_specialization_strategy
+            self.trt.strategies.append((configuration.cuda_graph_strategy, strategy))
+            assert configuration.cache is not None, "kernels are compiled at every start"
         return FakeContext(self)
+
+
+class FakeRuntimeConfig:
+    """IRuntimeConfig and its IRuntimeCache, which holds the batch sizes that were executed."""
+
+    cuda_graph_strategy = dynamic_shapes_kernel_specialization_strategy = cache = None
+
+    def __init__(self, trt):
+        self.trt = trt
+
+    def create_runtime_cache(self):
+        return SimpleNamespace(
+            serialize=lambda: bytes(sorted(set(self.trt.executed))),
+            deserialize=lambda blob: self.trt.cache_reads.append(blob) is None,
+        )
+
+    def set_runtime_cache(self, cache):
+        self.cache = cache
 
 
 class FakeContext:

@@ -13,8 +13,9 @@ from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
+from opal_deploy.runtime.tensorrt.kernel_cache import KernelCache
 from opal_deploy.synthetic import example_images
-from tests.runtime.tensorrt.fakes import FakeContext, FakeCuda, FakeEngine
+from tests.runtime.tensorrt.fakes import FakeContext, FakeCuda, FakeEngine, FakeRuntimeConfig
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +114,11 @@ class TestBuffers:
         assert_same(session.run(images[:8]), expected(0, 8))
         assert stand.cuda.launched == 6
 
-    def test_tensorrt_for_rtx_records_by_itself(self, make_stand, images):
+    def test_tensorrt_for_rtx_compiles_before_the_first_batch_and_records_by_itself(self, make_stand, images):
         stand = make_stand(rtx=True)
-        stand.open(cuda_graphs=True).run(images[:8])
-        assert (stand.trt.strategies, stand.cuda.launched) == (["whole"], 0)
+        for graphs in (True, False):
+            stand.open(cuda_graphs=graphs).run(images[:8])
+        assert (stand.trt.strategies, stand.cuda.launched) == ([("whole", "eager"), (None, "eager")], 0)
 
     def test_closing_gives_all_memory_back(self, stand, images):
         session = stand.open()
@@ -125,6 +127,43 @@ class TestBuffers:
         assert stand.cuda.memory
         session.close()
         assert (stand.cuda.memory, stand.cuda.streams, stand.cuda.live_events) == ({}, {}, 0)
+
+
+class TestKernelCache:
+    """Kernels that TensorRT for RTX compiled are kept for the next start; nothing about them is ever fatal."""
+
+    @pytest.fixture
+    def rtx(self, make_stand, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+        return make_stand(rtx=True)
+
+    def test_the_next_start_reads_what_the_first_batch_compiled(self, rtx, images):
+        rtx.open().run(images[:3])
+        kept = rtx.path.with_name(rtx.path.name + ".kernels")
+        assert kept.is_file()
+        assert rtx.trt.cache_reads == []
+        rtx.open()
+        # the test vectors were batches of 4
+        assert rtx.trt.cache_reads == [bytes([3, 4])]
+        # neither another engine's nor a damaged one reaches native code
+        KernelCache(rtx.path, "0" * 64, FakeRuntimeConfig(rtx.trt).create_runtime_cache())
+        content = kept.read_bytes()
+        for other in (content[:-1], b"", content[:5] + b"?" + content[6:]):
+            kept.write_bytes(other)
+            rtx.open()
+        assert rtx.trt.cache_reads == [bytes([3, 4])]
+
+    def test_beside_a_read_only_engine_the_users_cache_folder_keeps_them_and_nowhere_is_no_error(
+        self, rtx, images, monkeypatch, tmp_path
+    ):
+        rtx.path.with_name(rtx.path.name + ".kernels").mkdir()
+        (tmp_path / "home").write_text("no folder")
+        rtx.open().run(images[:3])
+        (tmp_path / "home").unlink()
+        rtx.open().run(images[:3])
+        assert len(list((tmp_path / "home" / "opal-deploy").iterdir())) == 1
+        rtx.open()
+        assert len(rtx.trt.cache_reads) == 1
 
 
 class TestFailures:
@@ -200,8 +239,14 @@ class TestFakes:
             real.Runtime: ["deserialize_cuda_engine", "engine_host_code_allowed"],
             real.Refitter: ["refit_cuda_engine"],
             real.OnnxParserRefitter: ["refit_from_file"],
-            real.IRuntimeConfig: ["cuda_graph_strategy"],
+            real.IRuntimeConfig: [
+                "cuda_graph_strategy",
+                "dynamic_shapes_kernel_specialization_strategy",
+                *(name for name in vars(FakeRuntimeConfig) if name.endswith("_runtime_cache")),
+            ],
+            real.IRuntimeCache: ["serialize", "deserialize"],
             real.CudaGraphStrategy: ["WHOLE_GRAPH_CAPTURE"],
+            real.DynamicShapesKernelSpecializationStrategy: ["EAGER"],
             real.ICudaEngine: [*(name for name in vars(FakeEngine) if name[0] != "_"), "num_io_tensors"],
             real.IExecutionContext: [name for name in vars(FakeContext) if name[0] != "_"],
         }
