@@ -20,6 +20,7 @@ from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions, ExportTargets, Report, no_report
 from opal_deploy.export.tensorrt.engine import ExportedEngine, stage_engines
+from opal_deploy.export.top_classes import drop_other_outputs, with_top_classes
 from opal_deploy.export.verification import verification_error, verify_candidate
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import Comparison, verify_test_vectors
@@ -81,6 +82,8 @@ def export(
             candidate = source.build_candidate(targets.onnx.keys(), options, report)
             for precision, path in targets.onnx.items():
                 converted = convert_precision(candidate, precision, report)
+                if options.top_k is not None:
+                    converted = with_top_classes(converted, options.top_k)
                 staged.append(stack.enter_context(stage_onnx(converted, path, options, report)))
             built_from, name = staged[-1].temporary, staged[-1].exported.path.name
         elif isinstance(source, OnnxSource):
@@ -123,7 +126,11 @@ def stage_onnx(
                 raise verification_error(described, verification, path.name)
             doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
             metadata = replace(metadata, verification={**verification.document, **doubt})
-        onnx_file.write_model(candidate.model, metadata, temporary)
+        described = replace(candidate, metadata=metadata)
+        if metadata.top_k is not None:
+            described = drop_other_outputs(described)
+        metadata = described.metadata
+        onnx_file.write_model(described.model, metadata, temporary)
         digest = onnx_file.embed_digest(temporary)
         if options.verify and metadata.precision != "bf16":
             # the very bytes that are about to get the name: digest, metadata and test vectors

@@ -14,7 +14,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from opal_deploy.artifact import onnx_file, test_vectors
-from opal_deploy.artifact.metadata import Metadata, Precision
+from opal_deploy.artifact.metadata import Metadata, Precision, check_all_outputs
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
@@ -63,6 +63,8 @@ class OnnxSource:
         if self.onnx_precision != "fp32":
             raise UsageError(f"{self.path}: it is {self.onnx_precision} already; give the fp32 file or the checkpoint")
         self._check_interface(options)
+        # the reference is all of the file's outputs
+        check_all_outputs(self.metadata, str(self.path), "another precision of it")
         session = self._verify_vectors(options, report)
         images, calibration = choose_images(self.metadata, options, calibrate="int8" in precisions)
         model = onnx.load(self.path)
@@ -89,6 +91,11 @@ class OnnxSource:
         """
         onnx_file.check_digest(self.path, self.metadata)
         self._check_interface(options)
+        if options.top_k not in (None, self.metadata.top_k):
+            raise UsageError(
+                f"{self.path}: it is {self.onnx_precision} already and built as it is; for --outputs topk give the "
+                "fp32 file or the checkpoint"
+            )
         if options.images is not None or options.calibrate is not None:
             raise UsageError(
                 f"{self.path}: it is {self.onnx_precision} already and built as it is: nothing to verify or calibrate "

@@ -32,6 +32,7 @@ class ExportOptions:
     Attributes:
         input_kind: input of the graph; see `Metadata.input_kind`.
         attention: output the attention maps [N, K, H, W] too.
+        top_k: output the k best classes with their evidence instead of all classes and channels; None: output all.
         images: folder of photographs to verify on; None: those of `calibrate` that int8 is not calibrated with, else
             generated creatures.
         calibrate: folder of photographs that int8's ranges are measured on.
@@ -41,6 +42,7 @@ class ExportOptions:
 
     input_kind: InputKind = "uint8"
     attention: bool = False
+    top_k: int | None = None
     images: Path | None = None
     calibrate: Path | None = None
     threads: int | None = None

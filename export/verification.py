@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.artifact.metadata import Metadata, Precision
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, Precision
+from opal_deploy.artifact.outputs import Outputs, select_top
 from opal_deploy.errors import VerificationError
 from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, with_outputs
@@ -38,6 +38,7 @@ _ADVICE: dict[Precision, str] = {
 _LAYERS = ("Conv", "MatMul", "Gemm", "LayerNormalization", "Add")
 # least scale of a layer's values: a relative error of values that are all nearly zero says nothing
 _MIN_SCALE = 1e-6
+_NORM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def verify_candidate(
             rounding = candidate.measure_rounding()
             gate = gate.widened_by(rounding)
             comparison = compare_outputs(reference, outputs, metadata, gate)
+        if comparison and metadata.top_k is not None:
+            comparison = replace(comparison, failures=find_selection_errors(outputs, metadata))
         if comparison and simulated:
             verify_test_vectors(session, "the graph with emulated rounding")
     how = " emulated: rounded after every operation" if simulated else ""
@@ -113,6 +116,20 @@ def verify_candidate(
         "worst_picture": candidate.images.names[comparison.worst],
     }
     return VerificationReport(comparison, document)
+
+
+def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ...]:
+    """Return one sentence for each output of the best classes that all other outputs of the same pass contradict."""
+    if outputs.top is None:
+        return ("the graph does not list its best classes",)
+    expected = select_top(outputs, metadata.prototypes_per_class, metadata.max_top)
+    # the norm alone is computed, by sums in another order; all others are copies
+    tolerance = {"score_norm": _NORM_TOLERANCE}
+    return tuple(
+        f"{name} is not what logits, scores and argmax of the same pass say"
+        for name, before, after in zip(TOP_OUTPUTS, expected, outputs.top, strict=True)
+        if not np.allclose(after, before, rtol=tolerance.get(name, 0.0), atol=0.0)
+    )
 
 
 def verification_error(candidate: ExportCandidate, report: VerificationReport, name: str) -> VerificationError:

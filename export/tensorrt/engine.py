@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def _read_input(path: Path, name: str) -> _OnnxInput:
 
 def _compute_key(onnx_input: _OnnxInput, library: Bindings, target: EngineTarget, request: EngineRequest) -> str:
     """Return a digest of everything that an engine and its sidecar depend on."""
-    metadata = asdict(replace(onnx_input.metadata, verification={}, exporter={}, file_sha256=BLANK_DIGEST))
+    metadata = replace(onnx_input.metadata, verification={}, exporter={}, file_sha256=BLANK_DIGEST).to_dict()
     # recorded later, and unknown to earlier versions, whose engines stay reusable
     del metadata["evaluation"]
     gpu = None if target.gpu is None else [target.gpu.name, request.driver.version]

@@ -97,7 +97,7 @@ class Sidecar:
 
     def to_json(self) -> str:
         """Return the sidecar as indented JSON with a digest of its own."""
-        document = asdict(self)
+        document = {**asdict(self), "metadata": self.metadata.to_dict()}
         return json.dumps({**document, "digest": _compute_digest(document)}, indent=1, ensure_ascii=True) + "\n"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from opal_deploy.artifact.evaluation import REQUIRED
 from opal_deploy.artifact.receptive_field import EffectiveField, ReceptiveField
-from opal_deploy.errors import ArtifactError
+from opal_deploy.errors import ArtifactError, UsageError
 
 SCHEMA = 1
 METADATA_KEY = "opal"
@@ -23,6 +23,9 @@ BLANK_DIGEST = "0" * 64
 Evidence = Literal["exact", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 InputKind = Literal["uint8", "float32"]
+
+# the outputs of a graph that lists its best classes alone; see `artifact.outputs.TopOutputs`
+TOP_OUTPUTS = ("top_classes", "top_logits", "top_scores", "top_cells", "score_norm")
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -66,6 +69,7 @@ class Metadata:
         receptive_field: what a cell sees of the input (`artifact.receptive_field`); empty in files of earlier versions.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
+        top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
         file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
     """
 
@@ -92,6 +96,7 @@ class Metadata:
     test_vectors: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("logits", "argmax", "scores")
     keep_layers: bool = False
+    top_k: int | None = None
     file_sha256: str = BLANK_DIGEST
     schema: int = SCHEMA
 
@@ -104,6 +109,11 @@ class Metadata:
     def num_prototypes(self) -> int:
         """The number of prototypes, K = C * m."""
         return self.num_classes * self.prototypes_per_class
+
+    @property
+    def max_top(self) -> int:
+        """The largest number of classes that a record can list: C, or fewer where the graph lists the best alone."""
+        return self.num_classes if self.top_k is None else self.top_k
 
     @property
     def stride(self) -> int:
@@ -131,9 +141,16 @@ class Metadata:
         """The reason why the file was not compared with its reference; empty if it was."""
         return str(self.verification.get("skipped", ""))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document; without `top_k` it is the one that it was before there was such an option."""
+        document = asdict(self)
+        if self.top_k is None:
+            del document["top_k"]
+        return document
+
     def to_json(self) -> str:
         """Return the document as one line of ASCII JSON, which `from_json` reads back."""
-        return json.dumps(asdict(self), ensure_ascii=True)
+        return json.dumps(self.to_dict(), ensure_ascii=True)
 
     @staticmethod
     def from_json(text: str, origin: str = "model metadata") -> Metadata:
@@ -193,6 +210,11 @@ class Metadata:
             raise error(f"keep_layers {self.keep_layers!r} is not true or false")
         if type(self.prototypes_per_class) is not int or self.prototypes_per_class < 1:
             raise error(f"prototypes_per_class {self.prototypes_per_class!r} is not a positive integer")
+        listed = [name for name in TOP_OUTPUTS if name in self.outputs]
+        if len(listed) != (0 if self.top_k is None else len(TOP_OUTPUTS)) or not (listed or "logits" in self.outputs):
+            raise error(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")
+        if self.top_k is not None and (type(self.top_k) is not int or not 1 <= self.top_k <= self.num_classes):
+            raise error(f"top_k {self.top_k!r} is not a number of its {self.num_classes} classes")
         for name in (
             "head", "source", "training", "exporter", "verification", "risk", "evaluation", "receptive_field",
             "test_vectors",
@@ -215,3 +237,23 @@ class Metadata:
 
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
+
+
+def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
+    """Check that a model outputs all classes and channels, not the best classes alone.
+
+    Args:
+        metadata: the model's.
+        model: how messages call the model.
+        use: what needs them, such as a command.
+
+    Raises:
+        UsageError: it was exported with `--outputs topk`.
+    """
+    if metadata.top_k is not None:
+        source = metadata.source.get("file") or "ckpt.pt"
+        precision = "" if metadata.precision == "fp32" else f" --precision {metadata.precision}"
+        raise UsageError(
+            f"{model}: it outputs the best {metadata.top_k} classes alone, and {use} needs all; give a file with all "
+            f"outputs: opal-deploy export {source}{precision}"
+        )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from opal_deploy.artifact.metadata import TOP_OUTPUTS
 
 FloatArray = NDArray[np.float32]
 DoubleArray = NDArray[np.float64]
@@ -17,52 +20,133 @@ KL_EPSILON = 1e-8
 _NORM_ROWS = 8
 
 
+# above so many classes sorting all logits is faster than finding one maximum after another
+_MAX_SCANS = 32
+
+
+class TopOutputs(NamedTuple):
+    """The k best classes of N images and the evidence of each: TOP_OUTPUTS of a graph of `export --outputs topk`.
+
+    Attributes:
+        classes: int32 [N, k], the best first; of equal logits the lowest class.
+        logits: float32 [N, k], of these classes.
+        scores: float32 [N, k, m], of the slots of these classes.
+        cells: int32 [N, k, m], flat row-major cell of each of these slots' maxima.
+        norm: float32 [N], |s| over all K channels.
+    """
+
+    classes: IntArray
+    logits: FloatArray
+    scores: FloatArray
+    cells: IntArray
+    norm: FloatArray
+
+
 @dataclass(frozen=True)
 class Outputs:
     """The outputs of one batch of N images.
 
     Attributes:
-        logits: float32 [N, C], minus the distance to each class's anchor (paper, Eq. 4).
-        argmax: int32 [N, K], flat row-major cell of each channel's maximum; None for `evidence: none`.
-        scores: float32 [N, K], each channel's pooled attention (paper, Eq. 3); None for `evidence: none`.
+        logits: float32 [N, C], minus the distance to each class's anchor (paper, Eq. 4); [N, 0] where the graph has
+            `top` instead.
+        argmax: int32 [N, K], flat row-major cell of each channel's maximum; None for `evidence: none` and with `top`.
+        scores: float32 [N, K], each channel's pooled attention (paper, Eq. 3); None like `argmax`.
         attention: float32 [N, K, H, W], only where the graph was exported with it.
+        top: the best classes, where the graph selects them itself.
     """
 
     logits: FloatArray
     argmax: IntArray | None = None
     scores: FloatArray | None = None
     attention: FloatArray | None = None
+    top: TopOutputs | None = None
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Outputs:
+        """Return the outputs of a graph from its arrays by name (docs/contract.md)."""
+        top = TopOutputs(*(arrays[name] for name in TOP_OUTPUTS)) if TOP_OUTPUTS[0] in arrays else None
+        logits = arrays["logits"] if top is None or "logits" in arrays else np.empty((len(top.logits), 0), np.float32)
+        return Outputs(logits, arrays.get("argmax"), arrays.get("scores"), arrays.get("attention"), top)
 
     def __len__(self) -> int:
         return len(self.logits)
 
     def rows(self, start: int, stop: int) -> Outputs:
         """Return the outputs of images start ... stop-1, as views."""
-
-        def cut(array: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
-            return None if array is None else array[start:stop]
-
-        return Outputs(cut(self.logits), cut(self.argmax), cut(self.scores), cut(self.attention))  # type: ignore[arg-type]
+        return self._map(lambda array: array[start:stop])
 
     def take(self, rows: Sequence[int]) -> Outputs:
         """Return the outputs of some images, in that order; views where these are the first ones."""
         if list(rows) == list(range(len(rows))):
             return self.rows(0, len(rows))
+        picked = list(rows)
+        return self._map(lambda array: array[picked])
 
-        def pick(array: NDArray[np.generic] | None) -> NDArray[np.generic] | None:
-            return None if array is None else array[list(rows)]
-
-        return Outputs(pick(self.logits), pick(self.argmax), pick(self.scores), pick(self.attention))  # type: ignore[arg-type]
+    def is_finite(self) -> NDArray[np.bool_]:
+        """Return bool [N]: whether all logits of an image are finite, or all that the graph lists and the norm."""
+        if self.top is None:
+            finite: NDArray[np.bool_] = np.isfinite(self.logits).min(axis=1)
+            return finite
+        listed: NDArray[np.bool_] = np.isfinite(self.top.logits).min(axis=1) & np.isfinite(self.top.norm)
+        return listed
 
     @staticmethod
     def concatenate(parts: Sequence[Outputs]) -> Outputs:
         """Return the outputs of consecutive batches of one model as one."""
 
-        def join(name: str) -> NDArray[np.generic] | None:
+        def join(name: str) -> Any:
             arrays = [getattr(part, name) for part in parts]
             return None if arrays[0] is None else np.concatenate(arrays)
 
-        return Outputs(*(join(name) for name in ("logits", "argmax", "scores", "attention")))  # type: ignore[arg-type]
+        tops = [part.top for part in parts if part.top is not None]
+        top = TopOutputs(*(np.concatenate(arrays) for arrays in zip(*tops, strict=True))) if tops else None
+        return Outputs(join("logits"), join("argmax"), join("scores"), join("attention"), top)
+
+    def _map(self, function: Callable[[NDArray[Any]], NDArray[Any]]) -> Outputs:
+        def apply(array: NDArray[Any] | None) -> Any:
+            return None if array is None else function(array)
+
+        top = None if self.top is None else TopOutputs(*(function(array) for array in self.top))
+        return Outputs(function(self.logits), apply(self.argmax), apply(self.scores), apply(self.attention), top)
+
+
+def select_top(outputs: Outputs, prototypes_per_class: int, k: int) -> TopOutputs:
+    """Return what a graph of `export --outputs topk` selects from all channels: the `k` best classes, C at most.
+
+    Raises:
+        ValueError: the outputs have no scores and cells of all channels.
+    """
+    if outputs.scores is None or outputs.argmax is None:
+        raise ValueError("no scores and cells to select from")
+    classes = find_largest(outputs.logits, k)
+    return TopOutputs(
+        classes.astype(np.int32),
+        np.take_along_axis(outputs.logits, classes, axis=1),
+        take_blocks(outputs.scores, classes, prototypes_per_class),
+        take_blocks(outputs.argmax, classes, prototypes_per_class),
+        embedding_norms(outputs.scores, 0.0).astype(np.float32),
+    )
+
+
+def find_largest(values: FloatArray, k: int) -> NDArray[np.int64]:
+    """Return int64 [N, k], the positions of the `k` largest of each row [C], of equal ones the first; C at most."""
+    k = min(k, values.shape[1])
+    if k > _MAX_SCANS:
+        return np.argsort(-values, axis=1, kind="stable")[:, :k]
+    remaining = values.copy()
+    positions = np.empty((len(values), k), np.int64)
+    for place in range(k):
+        best = remaining.argmax(axis=1)
+        positions[:, place] = best
+        np.put_along_axis(remaining, best[:, None], -np.inf, axis=1)
+    return positions
+
+
+def take_blocks(values: NDArray[Any], classes: NDArray[np.integer[Any]], prototypes_per_class: int) -> NDArray[Any]:
+    """Return the values of some classes' slots: [N, K] and int [N, k] to [N, k, m]."""
+    blocks = values.reshape(len(values), -1, prototypes_per_class)
+    taken: NDArray[Any] = blocks[np.arange(len(values))[:, None], classes]
+    return taken
 
 
 def embedding(scores: FloatArray, epsilon: float) -> DoubleArray:

@@ -161,10 +161,8 @@ def verify_records(
     """
     report = RecordsReport()
     tolerance = Tolerance.for_model(session.metadata)
-    # every class is listed, so that any that a record names can be compared
-    options = replace(
-        check.inference, top=session.metadata.num_classes, model_sha256=check.model_sha256, keep_pixels=True
-    )
+    # as many classes as the model lists, so that any that a record names can be compared
+    options = replace(check.inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
     pending: list[tuple[int, Record]] = []
 
     def requests() -> Iterator[Request]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from opal_deploy.runtime.verification import Comparison
 
 _ENGINES = "Engines (--trt)"
+# as many classes as a record lists by default
+_TOP_K = 5
 _AUTHORS = "The authors' checkpoints, which do not record it"
 
 
@@ -48,7 +50,14 @@ def export(
         typer.Option("--input", help="uint8 NHWC with normalisation inside, or float32 NCHW already normalised."),
     ] = "uint8",
     outputs: Annotated[
-        Literal["attention"] | None, typer.Option(help="Output the attention maps [N, K, H, W] too.")
+        Literal["attention", "topk"] | None,
+        typer.Option(
+            help="attention: the attention maps [N, K, H, W] too; topk: the best classes with their evidence instead "
+            "of all classes and channels."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=2, max=32, help="Classes that --outputs topk lists; default: 5.")
     ] = None,
     classes: Annotated[Path | None, typer.Option(help="Class names, one a line; default: those in the source.")] = None,
     builder: Annotated[
@@ -161,6 +170,8 @@ def export(
             "--version-compatible": version_compatible, "--hardware-compatible": hardware_compatible,
             "--strip-weights": strip_weights, "--verbose": verbose,
         })  # fmt: skip
+    if top_k is not None and outputs != "topk":
+        raise UsageError("--top-k: of the best classes that --outputs topk lists; add that")
     if precision != "int8" and calibrate is not None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
     checkpoint = None
@@ -189,7 +200,8 @@ def export(
         export_source = CheckpointSource(checkpoint, source)
     options = ExportOptions(
         input_kind=input_kind,
-        attention=outputs is not None,
+        attention=outputs == "attention",
+        top_k=(top_k or _TOP_K) if outputs == "topk" else None,
         images=pictures,
         calibrate=calibrate,
         threads=threads,

@@ -101,7 +101,7 @@ def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
-    return {**asdict(metadata), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
+    return {**metadata.to_dict(), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
 
 
 def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
@@ -127,7 +127,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         ("classes", _list_names(list(metadata.class_names))),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
         ("normalised", _format_normalisation(asdict(metadata))),
-        ("outputs", ", ".join(metadata.outputs)),
+        ("outputs", ", ".join(metadata.outputs) + (f" of the best {metadata.top_k} classes" if metadata.top_k else "")),
         ("precision", metadata.precision),
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),

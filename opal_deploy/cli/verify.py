@@ -264,7 +264,7 @@ def _check_options(
     top = run_options.get("top")
     return CheckOptions(
         model_sha256,
-        top=min(top, metadata.num_classes) if isinstance(top, int) else None,
+        top=min(top, metadata.max_top) if isinstance(top, int) else None,
         root=options.root,
         sources=sources,
         boxes=read_boxes(options.boxes) if options.boxes else None,

@@ -81,7 +81,7 @@ class Model:
                 [N, H, W, 3] is a sequence of N.
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one an image, None for no
                 crop.
-            top: classes listed in the record's `top`.
+            top: classes listed in the record's `top`; all that the model lists if there are fewer.
             min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
             batch: images a forward pass.
             max_pixels: width times height above which an image gets an error record.
@@ -133,7 +133,7 @@ class Model:
             max_wait_ms: milliseconds that an image waits at most until its batch is full.
             capacity: images that may be in work; `submit` waits or raises beyond that.
             workers: images that are decoded at a time, in threads or processes.
-            top: classes listed in a record's `top`.
+            top: classes listed in a record's `top`; all that the model lists if there are fewer.
             min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
             max_pixels: width times height above which an image gets an error record.
             decode: the decode path.

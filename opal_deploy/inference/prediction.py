@@ -206,7 +206,7 @@ class BatchPredictor:
         if outputs is None:
             return [prepared.error for prepared in part]
         # half precision overflows for some images, and JSON has no NaN
-        finite = np.isfinite(outputs.logits[: len(part)]).min(axis=1).tolist()
+        finite = outputs.rows(0, len(part)).is_finite().tolist()
         return [
             ImageError("not_finite", "the model's logits for it are NaN or infinite")
             if prepared.error is None and not is_finite

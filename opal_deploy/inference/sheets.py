@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from PIL import Image
 
@@ -87,7 +87,7 @@ class SheetBuilder:
             raise ValueError("a sheet needs an answered image whose outputs were kept")
         image = get_image(prepared)
         if not options.heatmap:
-            outputs = Outputs(outputs.logits, outputs.argmax, outputs.scores)
+            outputs = replace(outputs, attention=None)
         content = build_sheet_content(
             prepared.request.name,
             prepared.geometry,

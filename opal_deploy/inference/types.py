@@ -48,7 +48,7 @@ class InferenceOptions:
         decode_timeout: seconds that one image may take to be read, decoded and resized; None: no limit. Only with
             `isolate`: a thread cannot be stopped.
 
-        top: classes listed in a record.
+        top: classes listed in a record; all that the model lists if there are fewer.
         min_margin: predictions with a smaller margin have the status `abstained`; None: none has.
         model_sha256: digest of the model's file, for the records.
         slot_names: names of slots, for the records.

@@ -14,11 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import KL_EPSILON, DoubleArray, FloatArray, Outputs, embedding_norms
+from opal_deploy.artifact.outputs import (
+    KL_EPSILON,
+    DoubleArray,
+    Outputs,
+    embedding_norms,
+    find_largest,
+    take_blocks,
+)
 from opal_deploy.preprocess.geometry import Geometry, cell_boxes
-
-# above so many classes sorting all logits is faster than finding one maximum after another
-_MAX_SCANS = 32
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,20 @@ class SlotEvidence:
 
 
 def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses:
-    """Return the `k` best classes of each image by logit, or all classes if there are fewer."""
-    class_ids = _find_largest(outputs.logits, min(k, outputs.logits.shape[1]))
-    logits = np.take_along_axis(outputs.logits, class_ids, axis=1).astype(np.float64)
-    if outputs.scores is None:
-        return TopClasses(class_ids, logits)
-    norms = embedding_norms(outputs.scores, metadata.epsilon)
-    blocks = _take_blocks(outputs.scores, class_ids, metadata) / norms[:, None, None]
-    return TopClasses(class_ids, logits, blocks.sum(axis=2) / np.sqrt(metadata.prototypes_per_class), norms)
+    """Return the `k` best classes of each image by logit, or all that the model lists if there are fewer."""
+    if outputs.top is not None:
+        class_ids = outputs.top.classes[:, :k].astype(np.int64)
+        logits, scores = outputs.top.logits[:, :k], outputs.top.scores[:, :k]
+    else:
+        class_ids = find_largest(outputs.logits, k)
+        logits = np.take_along_axis(outputs.logits, class_ids, axis=1)
+        if outputs.scores is None:
+            return TopClasses(class_ids, logits.astype(np.float64))
+        scores = take_blocks(outputs.scores, class_ids, metadata.prototypes_per_class)
+    norms = _compute_norms(outputs, metadata)
+    blocks = scores.astype(np.float64) / norms[:, None, None]
+    cosines: DoubleArray = blocks.sum(axis=2) / np.sqrt(metadata.prototypes_per_class)
+    return TopClasses(class_ids, logits.astype(np.float64), cosines, norms)
 
 
 def find_evidence(
@@ -79,27 +89,25 @@ def find_evidence(
 
     Args:
         outputs: of N images.
-        class_ids: int64 [N].
+        class_ids: int64 [N]; of the classes that are listed where the graph lists the best alone.
         geometries: N, of the images.
         metadata: of the model.
         norms: float64 [N], of the scores, where `TopClasses` holds them already.
 
     Raises:
-        ValueError: the model's evidence is not `exact`.
+        ValueError: the model's evidence is not `exact`, or it lists the best classes alone and not this one.
     """
-    if metadata.evidence != "exact" or outputs.scores is None or outputs.argmax is None:
+    if metadata.evidence != "exact":
         raise ValueError(f"evidence {metadata.evidence!r}: no single cell decided")
     if norms is None:
-        norms = embedding_norms(outputs.scores, metadata.epsilon)
-    m = metadata.prototypes_per_class
-    blocks = _take_blocks(outputs.scores, class_ids[:, None], metadata)[:, 0]
-    channels = class_ids[:, None] * m + np.arange(m)  # [N, m]
-    rows, cols = np.divmod(np.take_along_axis(outputs.argmax, channels, axis=1).astype(np.int64), metadata.grid[1])
+        norms = _compute_norms(outputs, metadata)
+    scores, argmax = _take_slots(outputs, class_ids, metadata.prototypes_per_class)
+    rows, cols = np.divmod(argmax, metadata.grid[1])
     return SlotEvidence(
         class_ids,
         np.stack([rows, cols], axis=2),
-        blocks,
-        contributions(blocks / norms[:, None], metadata.distance),
+        scores,
+        contributions(scores / norms[:, None], metadata.distance),
         cell_boxes([geometry.crop for geometry in geometries], rows, cols, metadata.grid),
     )
 
@@ -129,20 +137,30 @@ def contributions(blocks: DoubleArray, distance: str) -> DoubleArray | None:
     return values
 
 
-def _find_largest(values: FloatArray, k: int) -> NDArray[np.int64]:
-    """Return int64 [N, k], the positions of the k largest of each row; of equal ones the first comes first."""
-    if k > _MAX_SCANS:
-        return np.argsort(-values, axis=1, kind="stable")[:, :k]
-    remaining = values.copy()
-    positions = np.empty((len(values), k), np.int64)
-    for place in range(k):
-        best = remaining.argmax(axis=1)
-        positions[:, place] = best
-        np.put_along_axis(remaining, best[:, None], -np.inf, axis=1)
-    return positions
+def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:
+    """Return |s| + epsilon, float64 [N]."""
+    if outputs.top is not None:
+        norms: DoubleArray = outputs.top.norm.astype(np.float64) + metadata.epsilon
+        return norms
+    if outputs.scores is None:
+        raise ValueError("the outputs have no scores")
+    return embedding_norms(outputs.scores, metadata.epsilon)
 
 
-def _take_blocks(scores: FloatArray, class_ids: NDArray[np.int64], metadata: Metadata) -> DoubleArray:
-    """Return the scores of some classes' slots: [N, K] and int64 [N, k] to float64 [N, k, m]."""
-    blocks = scores.reshape(len(scores), -1, metadata.prototypes_per_class)
-    return blocks[np.arange(len(scores))[:, None], class_ids].astype(np.float64)
+def _take_slots(
+    outputs: Outputs, class_ids: NDArray[np.int64], prototypes_per_class: int
+) -> tuple[DoubleArray, NDArray[np.int64]]:
+    """Return the scores, float64 [N, m], and flat cells, int64 [N, m], of the slots of one class of each image."""
+    if outputs.top is not None:
+        listed = outputs.top.classes == class_ids[:, None]
+        if not listed.any(axis=1).all():
+            raise ValueError("the model lists the best classes alone, and this class is not among them")
+        place = np.arange(len(class_ids)), listed.argmax(axis=1)
+        return outputs.top.scores[place].astype(np.float64), outputs.top.cells[place].astype(np.int64)
+    if outputs.scores is None or outputs.argmax is None:
+        raise ValueError("the outputs have no scores and cells")
+    blocks = (
+        take_blocks(values, class_ids[:, None], prototypes_per_class) for values in (outputs.scores, outputs.argmax)
+    )
+    scores, cells = (block[:, 0] for block in blocks)
+    return scores.astype(np.float64), cells.astype(np.int64)

@@ -143,14 +143,14 @@ def build_records(
         images: N, in the order of the outputs.
         outputs: of the N images; every logit is finite.
         metadata: the model's metadata.
-        top: number of classes to list.
+        top: number of classes to list; all that the model lists if there are fewer.
         min_margin: margin below which the status is `abstained`; None: never.
         slot_name: names the slots of the evidence; None: they have no names.
     """
     best = find_top_classes(outputs, metadata, max(top, 2))
     all_answers = _build_answers(best, metadata)
     all_slots: Iterable[list[Slot] | None] = itertools.repeat(None)
-    if metadata.evidence == "exact" and outputs.scores is not None and outputs.argmax is not None:
+    if metadata.evidence == "exact":
         geometries = [image.geometry for image in images]
         all_slots = _build_slots(find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms))
     records = []

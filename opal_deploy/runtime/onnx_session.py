@@ -159,8 +159,7 @@ class OnnxSession:
             return self._outputs(self._run_cpu(feed, self.metadata.outputs))
 
     def _outputs(self, values: list[Any]) -> Outputs:
-        outputs = dict(zip(self.metadata.outputs, values, strict=True))
-        return Outputs(outputs["logits"], outputs.get("argmax"), outputs.get("scores"), outputs.get("attention"))
+        return Outputs.from_arrays(dict(zip(self.metadata.outputs, values, strict=True)))
 
     def prepare_input(self, images: ImageBatch) -> np.ndarray[Any, Any]:
         """Return the graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""

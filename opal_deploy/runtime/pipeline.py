@@ -35,17 +35,23 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
     """Return the shape of one image's part, and the dtype, of every input and output that the metadata promises."""
     height, width = metadata.input_size
     channels = metadata.num_prototypes
-    shapes = {
+    k, m = metadata.max_top, metadata.prototypes_per_class
+    shapes: dict[str, tuple[int, ...]] = {
         "logits": (metadata.num_classes,),
         "argmax": (channels,),
         "scores": (channels,),
         "attention": (channels, *metadata.grid),
+        "top_classes": (k,),
+        "top_logits": (k,),
+        "top_scores": (k, m),
+        "top_cells": (k, m),
+        "score_norm": (),
     }
     specs: dict[str, TensorSpec] = {INPUT: ((height, width, 3), np.dtype(np.uint8))}
     if metadata.input_kind == "float32":
         specs[INPUT] = (3, height, width), np.dtype(np.float32)
     for name in metadata.outputs:
-        specs[name] = shapes[name], np.dtype(np.int32 if name == "argmax" else np.float32)
+        specs[name] = shapes[name], np.dtype(np.int32 if name in ("argmax", "top_classes", "top_cells") else np.float32)
     return specs
 
 
@@ -391,4 +397,4 @@ class Pipeline:
         buffers.source = None
         # copies, since the buffers are used again
         outputs = {name: buffers.host[name][: buffers.images].copy() for name in self._metadata.outputs}
-        return Outputs(outputs["logits"], outputs.get("argmax"), outputs.get("scores"), outputs.get("attention"))
+        return Outputs.from_arrays(outputs)

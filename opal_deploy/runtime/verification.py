@@ -8,6 +8,9 @@ Some networks do not even agree with themselves to 1e-6: PyTorch's own outputs m
 another order. For those, and only those, the exporter measures that movement (`Rounding`) and widens the gate to four
 times its size, within `WIDEST`: one other order shows a part of what another runtime's kernels may do. The gate that
 was used is written into the artifact. `verify_test_vectors` checks an artifact against the vectors that it carries.
+
+Of a graph that lists its best classes alone, these are compared with the reference's values of the same classes; and no
+class may be missing from the list that is better than a listed one by more than twice the gate.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from typing import Any, cast
 import numpy as np
 
 from opal_deploy.artifact import test_vectors
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
+from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs, TopOutputs, cosines, select_top
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
 from opal_deploy.runtime.session import Session
@@ -157,9 +160,11 @@ class Comparison:
 def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
     """Compare a candidate's outputs with the reference, on the reference's images."""
     expected = reference.outputs
-    failures = _shape_failures(expected, candidate)
+    failures = _shape_failures(expected, candidate, metadata)
     if failures:
         return Comparison(len(expected), float("nan"), failures=failures)
+    if candidate.top is not None and candidate.scores is None:
+        return _compare_top(reference, candidate.top, metadata, gate)
     logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
     other_class = expected.logits.argmax(1) != candidate.logits.argmax(1)
     if expected.scores is None or candidate.scores is None:
@@ -170,12 +175,77 @@ def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata
             len(expected), logit, classes_different=int(flipped.sum()), worst=_worst(flipped, distance),
             failures=tuple(f for f in messages if f),
         )  # fmt: skip
-    score = float(np.abs(expected.scores - candidate.scores).max())
-    before, after = _cosines(expected, metadata), _cosines(candidate, metadata)
+    return _compare_evidence(
+        reference, candidate, _cosines(candidate, metadata), candidate.logits.argmax(1), metadata, gate
+    )
+
+
+def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate: Gate) -> Comparison:
+    """Compare the listed classes; all others count as equal, and none of their cells as compared."""
+    expected, m = reference.outputs, metadata.prototypes_per_class
+    place = np.arange(len(expected))[:, None], top.classes
+    logits, after = expected.logits.copy(), _cosines(expected, metadata)
+    scores, argmax = cast(FloatArray, expected.scores).copy(), cast(IntArray, expected.argmax).copy()
+    listed = np.zeros(scores.shape, np.bool_)
+    logits[place] = top.logits
+    scores.reshape(len(scores), -1, m)[place] = top.scores
+    argmax.reshape(len(scores), -1, m)[place] = top.cells
+    listed.reshape(len(scores), -1, m)[place] = True
+    norms = top.norm.astype(np.float64) + metadata.epsilon
+    after[place] = top.scores.astype(np.float64).sum(axis=2) / (norms[:, None] * np.sqrt(m))
+    comparison = _compare_evidence(
+        reference, Outputs(logits, argmax, scores), after, top.classes[:, 0], metadata, gate, listed
+    )
+    selection = _selection_failures(expected.logits, top, gate)
+    return replace(comparison, failures=comparison.failures + selection)
+
+
+def _selection_failures(logits: FloatArray, top: TopOutputs, gate: Gate) -> tuple[str, ...]:
+    """Return what is wrong with the list of the best classes, given the reference's logits [N, C]."""
+    failures = []
+    before, after = top.logits[:, :-1], top.logits[:, 1:]
+    ordered = (before > after) | ((before == after) & (top.classes[:, :-1] < top.classes[:, 1:]))
+    if not ordered.all():
+        failures.append(f"the best classes of {int((~ordered.all(axis=1)).sum())} images are not in their order")
+    worst_listed = np.take_along_axis(logits, top.classes, axis=1).min(axis=1)
+    others = logits.copy()
+    np.put_along_axis(others, top.classes, -np.inf, axis=1)
+    excess = (others.max(axis=1) - worst_listed) / np.maximum(1.0, np.abs(worst_listed))
+    if excess.max() > 2 * gate.logit:
+        failures.append(
+            f"a class that is not listed is better by {excess.max():.3g} than one that is, more than {2 * gate.logit:g}"
+        )
+    return tuple(failures)
+
+
+def _compare_evidence(
+    reference: Reference,
+    candidate: Outputs,
+    after: Any,
+    predicted: Any,
+    metadata: Metadata,
+    gate: Gate,
+    listed: Any = True,
+) -> Comparison:
+    """Compare outputs with scores.
+
+    Args:
+        reference: the reference.
+        candidate: outputs of all classes.
+        after: float64 [N, C], the candidate's cosines.
+        predicted: int [N], the candidate's classes.
+        metadata: of the model.
+        gate: the largest differences.
+        listed: bool [N, K], the channels whose cells are compared; True: all.
+    """
+    expected = reference.outputs
+    logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
+    score = float(np.abs(cast(FloatArray, expected.scores) - cast(FloatArray, candidate.scores)).max())
+    before = _cosines(expected, metadata)
     distance = np.abs(before - after).max(axis=1)
     cosine = float(distance.max())
-    cells, moved = _cells(reference, candidate, metadata, gate)
-    flipped = other_class & _decided(before, cosine)
+    cells, moved = _cells(reference, candidate, metadata, gate, listed)
+    flipped = (expected.logits.argmax(1) != predicted) & _decided(before, cosine)
     messages = [
         logit_failure,
         "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
@@ -199,10 +269,13 @@ def _cosines(outputs: Outputs, metadata: Metadata) -> Any:
     return cosines(cast(FloatArray, outputs.scores), metadata.prototypes_per_class, metadata.epsilon)
 
 
-def _shape_failures(expected: Outputs, candidate: Outputs) -> tuple[str, ...]:
+def _shape_failures(expected: Outputs, candidate: Outputs, metadata: Metadata) -> tuple[str, ...]:
     failures = []
-    for name in ("logits", "argmax", "scores"):
-        before, after = getattr(expected, name), getattr(candidate, name)
+    pairs = {name: (getattr(expected, name), getattr(candidate, name)) for name in ("logits", "argmax", "scores")}
+    if candidate.top is not None and candidate.scores is None and expected.scores is not None:
+        selected = select_top(expected, metadata.prototypes_per_class, metadata.max_top)
+        pairs = dict(zip(TOP_OUTPUTS, zip(selected, candidate.top, strict=True), strict=True))
+    for name, (before, after) in pairs.items():
         if before is None:
             continue
         if after is None or before.shape != after.shape or before.dtype != after.dtype:
@@ -212,7 +285,14 @@ def _shape_failures(expected: Outputs, candidate: Outputs) -> tuple[str, ...]:
             failures.append(f"{name}: {int((~np.isfinite(after)).sum())} values are NaN or infinite")
         elif not np.isfinite(before).all():
             failures.append(f"{name}: {int((~np.isfinite(before)).sum())} values of the reference are NaN or infinite")
+        elif name == "top_classes" and _invalid_classes(after, metadata.num_classes):
+            failures.append("top_classes: a class is listed twice, or there is no such class")
     return tuple(failures)
+
+
+def _invalid_classes(classes: IntArray, num_classes: int) -> bool:
+    ordered = np.sort(classes, axis=1)
+    return bool((ordered < 0).any() or (ordered >= num_classes).any() or (np.diff(ordered, axis=1) == 0).any())
 
 
 def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate) -> tuple[float, str]:
@@ -231,19 +311,21 @@ def _decided(values: FloatArray, difference: float) -> Any:
     return best[:, -1] - best[:, -2] > 2 * max(difference, _RESOLUTION)
 
 
-def _cells(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> tuple[dict[str, int], Any]:
+def _cells(
+    reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate, listed: Any
+) -> tuple[dict[str, int], Any]:
     """Return the counts for the report, and how many of the cells that the gate counts differ in each image [N]."""
     expected, margin = reference.outputs, reference.top2_margin
     if expected.argmax is None or candidate.argmax is None or margin is None:
         return {}, np.zeros(len(expected))
-    untied = margin >= gate.tie
+    untied = (margin >= gate.tie) & listed
     differs = (expected.argmax != candidate.argmax) & untied
     m = metadata.prototypes_per_class
     predicted = expected.logits.argmax(axis=1)
     in_block = np.arange(expected.argmax.shape[1])[None] // m == predicted[:, None]
     counts = {
         "cells": int(untied.sum()),
-        "cells_tied": int((~untied).sum()),
+        "cells_tied": int(((margin < gate.tie) & listed).sum()),
         "cells_different": int(differs.sum()),
         "block_cells": int((untied & in_block).sum()),
         "block_cells_different": int((differs & in_block).sum()),

@@ -1,11 +1,11 @@
 """The metadata document: it is read back equal, and what is no such document is refused in one line."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
-from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.errors import ArtifactError
 
 METADATA = Metadata(
@@ -30,8 +30,11 @@ def test_it_is_one_line_of_ascii_that_is_read_back_equal():
     text = METADATA.to_json()
     assert text.isascii()
     assert "\n" not in text
-    assert set(json.loads(text)) == set(asdict(METADATA))
+    # a file of all outputs is the file that it was before there was a choice
+    assert set(json.loads(text)) == set(asdict(METADATA)) - {"top_k"}
     assert Metadata.from_json(text) == METADATA
+    best = replace(METADATA, outputs=TOP_OUTPUTS, top_k=3)
+    assert Metadata.from_json(best.to_json()) == best
     # a key of a newer writer is passed over
     assert Metadata.from_json(json.dumps(_document(invented_later=[1]))) == METADATA
     assert (METADATA.num_classes, METADATA.num_prototypes) == (4, 20)
@@ -73,6 +76,8 @@ def test_what_is_no_json_object_is_refused(text):
         {"head": {"distance": "l2"}}, {"head": {"epsilon": 1e-8}}, {"test_vectors": []}, {"risk": []},
         {"risk": {"aurc": 0.1}}, {"source": "x"}, {"verification": None}, {"file_sha256": 3},
         {"keep_layers": 1},
+        {"outputs": ["scores"]}, {"outputs": TOP_OUTPUTS}, {"outputs": TOP_OUTPUTS[:3], "top_k": 2}, {"top_k": 2},
+        {"outputs": TOP_OUTPUTS, "top_k": 5}, {"outputs": TOP_OUTPUTS, "top_k": "2"},
     ],
     ids=str,
 )  # fmt: skip

@@ -159,6 +159,8 @@ from opal_deploy.cli import main; main()
         (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
         (["--trt", "--timing-cache", "."], "--timing-cache"),
         (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
+        (["--precision", "fp16", "--top-k", "3"], "--top-k: of the best classes that --outputs topk lists; add that"),
+        (["--trt", "--precision", "fp32", "--outputs", "topk"], "fp32 already and built as it is; for --outputs topk"),
         (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.outputs import Outputs, cosines, select_top
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import ImageInfo, build_records
+from opal_deploy.records.record import ImageInfo, Record, Slot, build_records, class_evidence
 
 C, M, N = 60, 3, 11
 METADATA = Metadata(
@@ -41,3 +44,52 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top: int) -> None:
             assert found["score"] == float(scores[i, channel])
             assert found["contribution"] == pytest.approx(z[channel] / np.sqrt(M), abs=1e-12)
             assert tuple(found["box"]) == image.geometry.cell_box(*cell, METADATA.grid)
+
+
+@pytest.mark.parametrize("distance", ["l2", "kl", "linf"])
+def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance: str) -> None:
+    rng = np.random.default_rng(1)
+    scores = rng.random((N, C * M)).astype(np.float32)
+    argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
+    everything = Outputs(rng.integers(-9, 0, (N, C)).astype(np.float32), argmax, scores)
+    best = Outputs(np.empty((N, 0), np.float32), top=select_top(everything, M, 5))
+    metadata = replace(METADATA, head={**METADATA.head, "distance": distance})
+    images = [ImageInfo(None, Geometry(500, 333, (i, 3, 411 + i, 330))) for i in range(N)]
+    rows = [7, 0, 3]
+
+    def build(outputs: Outputs) -> list[Record]:
+        records = build_records(images[:4], outputs.rows(2, 6), metadata)
+        records += build_records(images[:3], outputs.take(rows), metadata, top=2, min_margin=0.01)
+        return records + build_records(images, Outputs.concatenate([outputs.rows(0, 4), outputs.rows(4, N)]), metadata)
+
+    assert build(best) == approx_records(build(everything))
+    # the runner-up's evidence too, for evidence sheets, and nothing beyond the list
+    listed = select_top(everything, M, 6).classes[0].tolist()
+    geometry = images[0].geometry
+    slots = [class_evidence(listed[1], geometry, outputs, 0, metadata) for outputs in (best, everything)]
+    assert slots[0] == approx_slots(slots[1])
+    with pytest.raises(ValueError, match="not among them"):
+        class_evidence(listed[5], geometry, best, 0, metadata)
+    assert [len(record["top"]) for record in build_records(images, best, metadata, top=9)] == [5] * N
+
+
+def approx_records(records: list[Record]) -> list[dict[str, Any]]:
+    """Allow what depends on the norm, which a graph computes in float32, 1e-6; all else must be equal."""
+    return [
+        {
+            **record,
+            "prediction": approx(record["prediction"], "cosine"),
+            "top": [approx(answer, "cosine") for answer in record["top"]],
+            "margin": pytest.approx(record["margin"], abs=1e-6),
+            "evidence": approx_slots(record["evidence"]),
+        }
+        for record in records
+    ]
+
+
+def approx_slots(slots: list[Slot]) -> list[dict[str, Any]]:
+    return [approx(slot, "contribution") for slot in slots]
+
+
+def approx(document: Any, key: str) -> dict[str, Any]:
+    return {**document, key: pytest.approx(document[key], abs=1e-6)}

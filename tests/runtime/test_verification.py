@@ -1,13 +1,14 @@
 """The gates on outputs made by hand: what passes, what fails, and what is left out as undecidable."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.outputs import Outputs, cosines, select_top
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.runtime.verification import GATES, NEAR_TIE, WIDEST, Gate, Rounding, compare_outputs
 
@@ -225,3 +226,49 @@ class TestWidenedByRounding:
         assert rounding.relative_score == pytest.approx(1e-3, rel=1e-2)
         assert 0 < rounding.cosine < 1e-3
         assert Rounding.between(BARE, BARE, METADATA) == Rounding(0.0, 0.0, 0.0)
+
+
+TOP = select_top(OUTPUTS, M, 2)
+
+
+def swap(array):
+    return array[:, ::-1].copy()
+
+
+class TestBestClassesAlone:
+    def compare(self, gate=FP32, **changes):
+        metadata = replace(METADATA, top_k=2)
+        outputs = Outputs(np.empty((10, 0), np.float32), top=TOP._replace(**changes))
+        return compare_outputs(REFERENCE, outputs, metadata, gate)
+
+    @pytest.mark.parametrize("gate", [FP32, FP16], ids=["fp32", "fp16"])
+    def test_equal_ones_pass_and_only_their_cells_are_counted(self, gate):
+        report = self.compare(gate)
+        assert report
+        assert report.max_cosine < 1e-7
+        assert (report.max_logit, report.max_score) == (0.0, 0.0)
+        assert (report.cells, report.cells_tied, report.block_cells) == (10 * 2 * M, 0, 10 * M)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"classes": (TOP.classes + 1) % CLASSES}, "a class that is not listed is better by"),
+            ({"classes": swap(TOP.classes)}, "100 of 100 cells differ"),
+            (
+                {name: swap(getattr(TOP, name)) for name in ("classes", "logits", "scores", "cells")},
+                "not in their order",
+            ),
+            ({"classes": TOP.classes * 0}, "listed twice"),
+            ({"classes": TOP.classes + CLASSES}, "there is no such class"),
+            ({"logits": TOP.logits + np.float32(1e-3)}, "a logit differs"),
+            ({"logits": TOP.logits * np.float32(np.nan)}, "top_logits: 20 values are NaN"),
+            ({"scores": TOP.scores * np.float32(1.01)}, "a score differs"),
+            ({"cells": TOP.cells + 1}, "100 of 100 cells differ"),
+            ({"norm": TOP.norm * np.float32(1.0001)}, "a cosine differs"),
+            ({"norm": TOP.norm[:, None]}, r"score_norm: float32 \[10, 1\], expected float32 \[10\]"),
+        ],
+    )
+    def test_what_differs_fails(self, changes, message):
+        report = self.compare(**changes)
+        assert not report
+        assert re.search(message, "; ".join(report.failures))

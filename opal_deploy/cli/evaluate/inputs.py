@@ -84,13 +84,15 @@ def parse_baselines(names: Sequence[str] | None) -> tuple[Baseline, ...]:
 
 
 def check_evidence(path: Path, metadata: Metadata, options: EvaluateOptions) -> None:
-    """Check that a model has the evidence that the options measure.
+    """Check that a model has the outputs and the evidence that the options measure.
 
     Raises:
         UsageError: it has not.
     """
+    from opal_deploy.artifact.metadata import check_all_outputs
     from opal_deploy.evaluation.faithfulness import measure
 
+    check_all_outputs(metadata, str(path), "`evaluate`")
     if options.faithfulness:
         measure.check_evidence(metadata, str(path))
     if options.target_error is not None and metadata.evidence == "none":

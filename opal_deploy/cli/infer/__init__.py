@@ -168,7 +168,12 @@ def infer(
         )
         metadata = loaded.metadata
         setup.check_model(
-            loaded.path, metadata, explain=explain, margin=min_margin is not None, boxed=inputs.boxes is not None
+            loaded.path,
+            metadata,
+            explain=explain,
+            margin=min_margin is not None,
+            boxed=inputs.boxes is not None,
+            top=top,
         )
         margin = None if min_margin is None else setup.parse_min_margin(min_margin, loaded.path, metadata)
         drawing = setup.prepare_sheets(

@@ -160,7 +160,7 @@ def find_default_model(device: str) -> Path:
     return choice.path
 
 
-def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool) -> None:
+def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool, top: int) -> None:
     """Check that the model has what the call needs, and print what a person should know of it beforehand.
 
     Args:
@@ -169,10 +169,17 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, 
         explain: overlays are drawn.
         margin: predictions are marked by their margin.
         boxed: images are cropped to boxes.
+        top: classes to list in each record.
 
     Raises:
-        UsageError: the model has no evidence, or no margins.
+        UsageError: the model has no evidence, no margins, or lists fewer classes than it has and than are to be listed.
     """
+    if metadata.max_top < min(top, metadata.num_classes):
+        source = metadata.source.get("file") or "ckpt.pt"
+        raise UsageError(
+            f"{path}: it lists {metadata.max_top} of {metadata.num_classes} classes; give --top {metadata.max_top}, or "
+            f"a file that lists more: opal-deploy export {source} --outputs topk --top-k {top}"
+        )
     if metadata.evidence == "none" and explain:
         raise UsageError(
             f"{path}: it has no anchors, so a dense layer mixes all channels and no evidence can be shown; "

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, cosines
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Slot, build_record, class_evidence
@@ -194,11 +194,8 @@ def build_sheet_content(
         ValueError: the model's evidence is not `exact`.
     """
     record = build_record(image, geometry, outputs, row, metadata, top=2, min_margin=min_margin)
-    ids = [prediction["class_id"] for prediction in record["top"]]
-    evidence = [class_evidence(class_id, geometry, outputs, row, metadata) for class_id in ids]
-    if outputs.scores is None:  # class_evidence raised for that already
-        raise ValueError("no scores")
-    cosine = cosines(outputs.scores[row : row + 1], metadata.prototypes_per_class, metadata.epsilon)[0]
+    answers = record["top"]
+    evidence = [class_evidence(answer["class_id"], geometry, outputs, row, metadata) for answer in answers]
     meaning: Meaning = "cosine" if metadata.distance == "l2" else "score"
     if metadata.distance in _PART_DISTANCES:
         meaning = "distance"
@@ -209,15 +206,18 @@ def build_sheet_content(
     names = names or SlotNames()
     views = [
         ClassView(
-            class_id,
-            metadata.class_names[class_id],
-            float(outputs.logits[row, class_id]),
-            float(cosine[class_id]),
-            _build_slots(class_id, slots, ends[rank * m :][:m], meaning, outputs, row, names, metadata.effective_field),
+            answer["class_id"],
+            answer["label"],
+            answer["logit"],
+            # evidence comes from anchors, which give every class a cosine
+            cast(float, answer["cosine"]),
+            _build_slots(
+                answer["class_id"], slots, ends[rank * m :][:m], meaning, outputs, row, names, metadata.effective_field
+            ),
             None if meaning == "score" else math.fsum(_value(slot, meaning) for slot in slots),
             len({tuple(slot["cell"]) for slot in slots}),
         )
-        for rank, (class_id, slots) in enumerate(zip(ids, evidence, strict=True))
+        for rank, (answer, slots) in enumerate(zip(answers, evidence, strict=True))
     ]
     runner_up = views[1] if len(views) > 1 else None
     return SheetContent(

@@ -66,6 +66,14 @@ class TestOutputs:
         session = open_engine_for(float_input, (1, 2, 4))
         assert_same(session.run(images[:7]), OnnxSession(float_input, device="cpu", threads=1).run(images[:7]))
 
+    def test_the_best_classes_alone(self, open_engine_for, tiny, tmp_path, images):
+        out = tmp_path / "c.onnx"
+        export(CheckpointSource(tiny.checkpoint, out), ExportTargets({"fp32": out}), ExportOptions(top_k=2, threads=2))
+        expected = OnnxSession(out, device="cpu", threads=1).run(images[:7]).top
+        for before, after in zip(expected, open_engine_for(out, (1, 2, 4)).run(images[:7]).top, strict=True):
+            assert after.dtype == before.dtype
+            np.testing.assert_allclose(after, before, atol=2e-3)
+
     def test_outputs_stay_when_the_next_are_computed_by_another_thread(
         self, open_engine_for, tiny_fp16, images, expected
     ):

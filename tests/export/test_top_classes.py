@@ -1,0 +1,129 @@
+"""`export --outputs topk`: the best classes that a graph lists, against a list made with plain Python."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+from opal_deploy.artifact.engine_file import BatchRange
+from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.artifact.outputs import TopOutputs, select_top
+from opal_deploy.artifact.test_vectors import pack
+from opal_deploy.errors import UsageError
+from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.onnx_source import OnnxSource
+from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.tensorrt.builder import Network
+from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
+from opal_deploy.export.top_classes import add_top_outputs, with_top_classes
+from opal_deploy.export.verification import verify_candidate
+from opal_deploy.model.config import LINEAR_BASELINE
+from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
+from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.synthetic import example_images
+from tests.builders import build_checkpoint
+
+N, C = 50, 10
+
+
+@pytest.mark.parametrize(("k", "m"), [(1, 5), (5, 1), (10, 3)])
+def test_of_equal_logits_the_lowest_class_is_listed_first_and_nan_stays_nan(k, m):
+    rng = np.random.default_rng(0)
+    arrays = {
+        # of few different values: most images have ties, also where the list ends
+        "logits": rng.integers(-3, 0, (N, C)).astype(np.float32),
+        "scores": rng.random((N, C * m)).astype(np.float32),
+        "argmax": rng.integers(0, 49, (N, C * m)).astype(np.int32),
+    }
+    arrays["logits"][4] = np.nan
+
+    def describe(prefix):
+        return [
+            helper.make_tensor_value_info(prefix + name, helper.np_dtype_to_tensor_dtype(a.dtype), ["N", a.shape[1]])
+            for name, a in arrays.items()
+        ]
+
+    nodes = [helper.make_node("Identity", [f"in_{name}"], [name]) for name in arrays]
+    graph = helper.make_graph(nodes, "head", describe("in_"), describe(""))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    content = add_top_outputs(model, C, m, k).SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+    def run(rows):
+        feed = {f"in_{name}": array[rows] for name, array in arrays.items()}
+        return TopOutputs(*session.run(list(TOP_OUTPUTS), feed))
+
+    top = run(slice(None))
+    # a record depends on its image alone, to the last bit
+    for row in range(5):
+        assert all(np.array_equal(a[row : row + 1], b, equal_nan=True) for a, b in zip(top, run([row]), strict=True))
+
+    assert [array.dtype for array in top] == [np.int32, np.float32, np.float32, np.int32, np.float32]
+    assert np.isnan(top.logits[4]).all()
+    for row in set(range(N)) - {4}:
+        classes = sorted(range(C), key=lambda c, row=row: (-arrays["logits"][row, c], c))[:k]
+        assert top.classes[row].tolist() == classes
+        assert top.logits[row].tolist() == arrays["logits"][row, classes].tolist()
+        assert top.scores[row].tolist() == arrays["scores"][row].reshape(C, m)[classes].tolist()
+        assert top.cells[row].tolist() == arrays["argmax"][row].reshape(C, m)[classes].tolist()
+    np.testing.assert_allclose(top.norm, np.linalg.norm(arrays["scores"].astype(np.float64), axis=1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write_onnx, tmp_path, precision):
+    source = build_checkpoint(seed=8) if precision == "fp32" else fp32
+    best = write_onnx(source, tmp_path / "best.onnx", precision, top_k=3)
+    assert (best.metadata.outputs, best.metadata.top_k) == (TOP_OUTPUTS, 3)
+    # the gate saw every channel, not those of the listed classes alone
+    report = best.metadata.verification
+    assert report["cells"] + report["cells_tied"] == 64 * 4 * 5
+    if precision != "bf16":
+        images = example_images(9, 64, 96)
+        everything = fp32 if precision == "fp32" else write_onnx(fp32, tmp_path / "all.onnx", precision).path
+        expected = select_top(OnnxSession(everything, device="cpu", threads=1).run(images), 5, 3)
+        session = OnnxSession(best.path, device="cpu", threads=1)
+        outputs = session.run(images)
+        assert (len(outputs), outputs.scores, outputs.argmax) == (9, None, None)
+        for name, before, after in zip(TOP_OUTPUTS, expected, outputs.top, strict=True):
+            np.testing.assert_allclose(after, before, rtol=1e-6 if name == "score_norm" else 0, err_msg=name)
+        comparison = verify_test_vectors(session, "best.onnx")
+        assert comparison.cells + comparison.cells_tied == 4 * 3 * 5
+    if installed_version(TENSORRT_RTX) is not None:
+        network = Network(load(TENSORRT_RTX, "a test"), best.path.read_bytes(), "best.onnx")
+        shapes = [(-1, 3), (-1, 3), (-1, 3, 5), (-1, 3, 5), (-1,)]
+        assert {output.name: output.shape for output in network.outputs} == dict(zip(TOP_OUTPUTS, shapes, strict=True))
+        target = EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
+        assert network.build(target, BuildOptions(batch=BatchRange(1, 2, 4))).content
+
+
+def test_a_graph_that_lists_wrongly_is_refused_although_its_other_outputs_are_right(tmp_path):
+    source = CheckpointSource(build_checkpoint(), Path("c.pt"))
+    candidate = with_top_classes(source.build_candidate(["fp32"], ExportOptions(threads=2)), 2)
+    candidate = replace(candidate, metadata=replace(candidate.metadata, test_vectors=pack(candidate.test_vectors)))
+    assert verify_candidate(candidate, tmp_path).comparison
+    (slots,) = (tensor for tensor in candidate.model.graph.initializer if tensor.name == "select_slots")
+    slots.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(slots)[..., ::-1].copy(), slots.name))
+    comparison = verify_candidate(candidate, tmp_path).comparison
+    assert comparison.failures == tuple(
+        f"{name} is not what logits, scores and argmax of the same pass say" for name in ("top_scores", "top_cells")
+    )
+
+
+def test_a_file_of_all_outputs_becomes_one_of_the_best_in_another_precision_and_not_back(fp32, write_onnx, tmp_path):
+    best = write_onnx(fp32, tmp_path / "best.onnx", "fp16", top_k=32)
+    assert best.metadata.top_k == 4
+    OnnxSource(best.path).verify(ExportOptions(threads=2))
+    with pytest.raises(UsageError, match="it is fp16 already and built as it is; for --outputs topk give the fp32"):
+        OnnxSource(best.path).verify(ExportOptions(top_k=2, threads=2))
+    best = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", top_k=2, verify=False)
+    with pytest.raises(UsageError, match="it outputs the best 2 classes alone, and another precision of it needs all"):
+        write_onnx(best.path, tmp_path / "x.onnx", "fp16")
+
+
+def test_a_model_without_evidence_has_none_to_list(write_onnx, tmp_path):
+    with pytest.raises(UsageError, match="no evidence to select"):
+        write_onnx(build_checkpoint(head=LINEAR_BASELINE), tmp_path / "c.onnx", top_k=2)
