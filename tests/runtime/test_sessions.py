@@ -20,6 +20,7 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
+from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
@@ -214,12 +215,27 @@ class TestCuda:
             np.testing.assert_allclose(gpu_session.run(IMAGES[start:stop]).logits, whole.logits[start:stop], atol=1e-5)
 
     def test_inputs_and_outputs_are_bound(self, gpu_session, monkeypatch):
-        monkeypatch.setattr(gpu_session, "_run_cpu", lambda *_: pytest.fail("copied twice: the unbound path was taken"))
+        monkeypatch.setattr(gpu_session, "_run_cpu", lambda *_: pytest.fail("the unbound path was taken"))
         outputs = gpu_session.run(IMAGES)
         assert (outputs.logits.shape, outputs.argmax.dtype) == ((5, 4), np.int32)
 
     def test_tf32_is_off(self, gpu_session):
-        assert gpu_session._session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
+        (loaded,) = gpu_session._kernels._unused
+        assert loaded.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
+
+    @pytest.mark.parametrize("options", [[], ["prefer_nhwc=1"], ["fuse_conv_bias=1"], ["enable_cuda_graph=1"]], ids=str)
+    def test_batches_in_flight_from_page_locked_memory_have_the_same_outputs(self, tiny, options):
+        session = OnnxSession(tiny.path, device="cuda:0", cuda_options=parse_cuda_options(options))
+        images = IMAGES.copy()
+        assert session.register_buffer(images.ctypes.data, images.nbytes)
+        expected = OnnxSession(tiny.path, device="cpu", threads=1).run(IMAGES)
+        for _ in range(4):
+            handles = [session.submit(images[start : start + 2]) for start in (0, 1, 3)]
+            for start, handle in zip((0, 1, 3), handles, strict=True):
+                np.testing.assert_allclose(
+                    session.collect(handle).logits, expected.logits[start : start + 2], atol=1e-4
+                )
+        session.close()
 
     def test_auto_takes_the_gpu_and_a_missing_one_is_refused(self, tiny):
         assert "CUDA device 0" in OnnxSession(tiny.path, device="auto").description
