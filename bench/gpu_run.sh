@@ -1,122 +1,279 @@
 #!/usr/bin/env bash
-# One run on a machine with an NVIDIA GPU, in order of importance; stops itself after 9 minutes.
+# Everything that is measured on a machine with one NVIDIA GPU, in order of importance; ends after nine minutes whatever happens.
 #
-#   bench/gpu_run.sh WHEELS OUT
+#   bench/gpu_run.sh WHEELS OUT                  # all steps
+#   STEPS="nine rest" bench/gpu_run.sh - OUT     # these groups alone, in this order: a run for each nine minutes lent
+#   DRY=1 LIMIT=1200 bench/gpu_run.sh - OUT      # the same commands on the CPU, tiny, in 20 minutes: finds typing errors
 #
-# WHEELS: a folder with the wheels that this machine's Python lacks: onnxruntime-gpu; tensorrt_rtx_cu13 with its bindings and libs,
-#         cuda_bindings and cuda_pathfinder; ml_dtypes; pytest and pytest_timeout; safetensors, tomli_w, scikit_learn
-#         (joblib, threadpoolctl), scipy; matplotlib of the trainer (contourpy, cycler, fonttools, kiwisolver, pyparsing,
-#         python_dateutil, six); psutil, nvidia_ml_py, ptflops; simplejpeg, cykooz_resizer; pyarrow, hypothesis
-#         (sortedcontainers); orjson. Each whole, or as `split` parts
-#         *.whl.part-aa, -ab, ...; "-" if nothing has to be installed.
-# OUT:    a folder for small result files: log, junit.xml, *.json, *.jsonl (benchmarks; see bench/results/README.md).
+# WHEELS: a folder with the wheels that this machine's Python lacks, each whole, or as `split` parts *.whl.part-aa, -ab, ...;
+#         "-" if nothing has to be installed. The step `requirements` lists in OUT/log what pyproject.toml asks for and is
+#         not there. Beside PyTorch, torchvision, onnx, onnxscript, SciPy, scikit-learn, matplotlib, pyarrow, psutil,
+#         nvidia-ml-py, cuda-bindings, cuda-pathfinder, pytest, pytest-timeout and hypothesis these are: orjson, simplejpeg,
+#         cykooz_resizer, tomli_w, ptflops; onnxruntime-gpu (without it all steps in ONNX Runtime fail, each in seconds); and
+#         for engines tensorrt_cu13 or tensorrt_rtx_cu13, each with its bindings and libs (the latter not for an H100).
+# OUT:    a folder for seven small files: log (every step with its time and output), junit.xml, bench.jsonl (measurements, see
+#         bench/results/README.md), gpu.csv (the GPU's use five times a second; its times are those of the log), doctor.json,
+#         demo.json, reproduce.json.
+# STEPS:  tests pipeline settings head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird classes)
+#         and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
-# BENCH=only leaves the demo out and goes to the benchmarks after the tests; BENCH=skip leaves the benchmarks out.
-#
-# CUB100 and RESNET50, where they are set to the folder of the hundred bird classes and a file of ResNet-50's ImageNet
-# weights: the paper's protocol on them, OPAL against the linear head, three seeds, in the time that is left.
+# Never run on hardware as it is: seconds of every cap, the compile times among them, are estimates for an H100 with 16
+# cores; on a CPU every step ran with DRY=1, except those of engines, of CUDA graphs and of ONNX Runtime's options on CUDA,
+# and the trace of nvidia-smi.
 #
 # Everything runs from the repository's root without installing the project.
 set -u -o pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 wheels=${1:?a folder of wheels, or -}
 out=${2:?a folder for results}
 mkdir -p "$out"
-deadline=$((SECONDS + 540))
+out=$(cd "$out" && pwd)
+deadline=$((SECONDS + ${LIMIT:-530}))
 site=$(mktemp -d)
+work=$(mktemp -d)
 export PYTHONPATH="$PWD:$site" PYTHONUNBUFFERED=1
 opal=(python3 -c 'from opal_deploy.cli import main; main()')
+log=$out/log results=$out/bench.jsonl
+
+# 20,480 images: 320 batches of 64, so that the start of the decode processes is small beside them
+device=cuda batch=64 distinct=1024 copies=20 repeats=2 precision=fp16 runtime=compile slower=1
+two=(resnet50 convnext_tiny)
+nine=(resnet50 resnet101 resnet152 efficientnet_v2_s efficientnet_v2_m efficientnet_v2_l convnext_tiny convnext_small convnext_base)
+quick=(--seconds 0.5 --repeats 3 --warmup 0.3)
+pairs=(--pairs 20 --seconds 0.2 --warmup 0.3)
+graphs=(--cuda-graphs)
+if [ -n "${DRY:-}" ]; then
+  device=cpu batch=4 distinct=8 copies=3 repeats=1 precision=fp32 runtime=eager slower=4
+  two=(shufflenet_v2_x0_5) nine=(shufflenet_v2_x0_5)
+  quick=(--seconds 0 --iterations 1 --repeats 1 --warmup 0)
+  pairs=(--pairs 2 --seconds 0 --warmup 0)
+  graphs=()
+fi
 
 left() { echo $((deadline - SECONDS)); }
-step() { # name, least seconds worth starting with, command...
-  local name=$1 least=$2
+step() { # name, most seconds, command...: a step that is not worth starting any more is skipped
+  local name=$1 seconds=$(($2 * slower)) code
   shift 2
-  if [ "$(left)" -lt "$least" ]; then
-    echo "SKIPPED $name: $(left) s left" | tee -a "$out/log"
-    return 0
+  if [ "$(left)" -lt $((seconds / 3 + 3)) ]; then
+    echo "$(date +%T) SKIPPED $name: $(left) s left" | tee -a "$log"
+    return 1
   fi
-  echo "== $name" | tee -a "$out/log"
-  timeout "$(left)" "$@" >"$out/$name.out" 2>&1
-  echo "   exit $?, $(left) s left" | tee -a "$out/log"
+  [ "$seconds" -le "$(left)" ] || seconds=$(left)
+  echo "$(date +%T) == $name, at most $seconds s" | tee -a "$log"
+  timeout -k 5 "$seconds" "$@" >"$work/output" 2>&1
+  code=$?
+  tail -c 20000 "$work/output" >>"$log"
+  echo "$(date +%T)    exit $code, $(left) s left" | tee -a "$log"
+  return "$code"
 }
 
 if [ "$wheels" != - ]; then
   for first in "$wheels"/*.part-aa; do
     [ -e "$first" ] && cat "${first%-aa}"-* >"$site/$(basename "${first%.part-aa}")"
   done
-  step install 10 python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" \
-    $(ls "$wheels"/*.whl "$site"/*.whl 2>/dev/null)
+  shopt -s nullglob
+  step install 60 python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl "$site"/*.whl
+  shopt -u nullglob
 fi
+if command -v nvidia-smi >/dev/null; then
+  nvidia-smi --query-gpu=timestamp,utilization.gpu,utilization.memory,memory.used,clocks.sm,power.draw \
+    --format=csv,nounits -lms 200 >"$out/gpu.csv" 2>>"$log" &
+  sampler=$!
+fi
+trap '[ -z "${sampler:-}" ] || kill "$sampler"; rm -rf "$work" "$site"' EXIT
 
-step doctor 5 "${opal[@]}" doctor --json
-step gpu_tests 60 python3 -m pytest -m gpu -p no:cacheprovider --junitxml "$out/junit.xml" tests
+step requirements 10 python3 - <<'PY'
+import re, tomllib
+from importlib.metadata import PackageNotFoundError, version
 
-work=$(mktemp -d)
-bench_all() {
-  local results=$out/bench.jsonl ceiling=$out/ceiling.jsonl three="--backbone resnet50 --backbone efficientnet_v2_s --backbone convnext_tiny"
-  local nine="$three --backbone resnet101 --backbone resnet152 --backbone efficientnet_v2_m --backbone efficientnet_v2_l"
-  nine="$nine --backbone convnext_small --backbone convnext_base"
-  local short="--seconds 1 --repeats 3 --warmup 0.5 --device cuda"
-  step ceiling 20 "${opal[@]}" bench roofline --measure-ceiling --device cuda --backbone resnet50 --out "$ceiling"
-  # the paper's claim first, then the throughput that a server is sized by
-  step head 60 "${opal[@]}" bench compare --question head $three --device cuda --batch 64 --runtime compile \
-    --channels-last --precision fp16 --out "$results"
-  step runtimes 60 "${opal[@]}" bench compare --question runtime --backbone resnet50 --backbone convnext_tiny --device cuda \
-    --batch 64 --precision fp16 --channels-last --out "$results"
-  step throughput_fp16 90 "${opal[@]}" bench throughput $nine --runtime eager --runtime compile --runtime onnxruntime --precision fp16 \
-    --channels-last --batch 64,256 $short --ceiling "$ceiling" --out "$results"
-  step latency 30 "${opal[@]}" bench latency $three --runtime eager --runtime compile --runtime onnxruntime --precision fp16 --batch 1 $short \
-    --out "$results"
-  step throughput_bf16 60 "${opal[@]}" bench throughput $nine --runtime eager --runtime compile --precision bf16 --channels-last \
-    --batch 64,256 $short --ceiling "$ceiling" --out "$results"
-  step server 30 "${opal[@]}" bench latency --scenario server --limit-ms 15 --backbone resnet50 --runtime onnxruntime \
-    --precision fp16 --device cuda --out "$results"
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = project["dependencies"] + extras["gpu"] + extras["train"] + extras["export"] + extras["bench"] + extras["tables"]
+for requirement in [*wanted, "pytest", "pytest-timeout", "hypothesis"]:
+    name = re.match(r"[\w-]+", requirement).group()
+    try:
+        version(name)
+    except PackageNotFoundError:
+        print("missing:", requirement)
+PY
+step doctor 20 "${opal[@]}" doctor --json && cp "$work/output" "$out/doctor.json"
+
+tests() {
+  mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include='*.py')
+  local selected=gpu
+  # the modules alone, without their GPU tests
+  [ -z "${DRY:-}" ] || selected="gpu and not gpu"
+  step gpu_tests 110 python3 -m pytest -q -m "$selected" -p no:cacheprovider --continue-on-collection-errors \
+    --junitxml "$out/junit.xml" "${files[@]%conftest.py}"
 }
-[ "${BENCH:-}" = only ] && bench_all
 
-# the demo generates its images and its model on this machine
-[ "${BENCH:-}" = only ] || step demo 200 "${opal[@]}" demo --out "$work/demo"
-model=$work/demo/run/best.onnx
-if [ -f "$model" ]; then
-  cp "$work/demo/demo.json" "$out/demo.json"
-  step export_fp16 30 "${opal[@]}" export "$model" --precision fp16 --json
-  step verify_cuda 20 "${opal[@]}" verify "$model" --device cuda --json
-  step verify_cuda_fp16 20 "${opal[@]}" verify "${model%.onnx}.fp16.onnx" --device cuda --json
-  # TensorRT where it is, else TensorRT for RTX asked for whatever GPU this is: on an sm90 that is an experiment
-  step export_engine 40 "${opal[@]}" export "$model" --trt --target current --json
-  for engine in "$work"/demo/run/*.engine; do
-    [ -f "$engine" ] || continue
-    step verify_engine 20 "${opal[@]}" verify "$engine" --json
-    step inspect_engine 5 "${opal[@]}" inspect "$engine" --json
-    step pipeline_engine 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$engine" --batch 64 --limit 900 --json
-    cp "$engine".checks.json "$out/" 2>/dev/null
-  done
-  step pipeline_cuda 60 "${opal[@]}" bench pipeline "$work/demo/data/train" --model "$model" --device cuda \
-    --batch 64 --limit 900 --json
-  # generated images at the size of photographs, as JPEG, in the whole pipeline
-  step jpegs 15 python3 -c "
-import pathlib, sys
-from PIL import Image
+# files with random weights, whose speed is that of trained ones, and images of photographs' size
+make_models() {
+  [ ! -f "$work/${two[0]}.onnx" ] || return
+  step models 75 python3 - "$work" "$precision" "${two[@]}" <<'PY'
+import sys
+from pathlib import Path
+
+from opal_deploy.bench.targets.networks import build_random_network, update_batch_norms, write_engine, write_onnx
+from opal_deploy.errors import OpalError
+from opal_deploy.model.checkpoint import save
 from opal_deploy.synthetic import example_images
-folder = pathlib.Path(sys.argv[1])
-folder.mkdir()
-for number, pixels in enumerate(example_images(256, 375, 500)):
-    Image.fromarray(pixels).save(folder / f'{number:04}.jpg', quality=90)
-" "$work/jpegs"
-  step pipeline_jpegs 40 "${opal[@]}" bench pipeline "$work/jpegs" --model "${model%.onnx}.fp16.onnx" --device cuda \
-    --batch 64 --repeats 3 --json
-fi
 
-if [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ]; then
-  # seed by seed: what is finished when the time is over is a table already
-  step reproduce 60 "${opal[@]}" reproduce methods --data "cub100=$CUB100" --backbone resnet50 --weights "$RESNET50" \
-    --workers 8 --out "$work/reproduce"
-  step reproduce_table 10 "${opal[@]}" reproduce methods --data "cub100=$CUB100" --backbone resnet50 \
-    --weights "$RESNET50" --out "$work/reproduce" --show --format json
-  cp "$out/reproduce_table.out" "$out/reproduce.json" 2>/dev/null
-  for metrics in "$work"/reproduce/cub100/*/metrics.csv; do
-    [ -f "$metrics" ] && cp "$metrics" "$out/$(basename "$(dirname "$metrics")").csv"
+folder, precision, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+for name in names:
+    network = build_random_network(name)
+    # with random weights alone all cells tie, and half precision overflows in deep networks
+    update_batch_norms(network.checkpoint.network, example_images(16, 224, 224))
+    save(folder / f"{name}.pt", network.checkpoint)
+    write_onnx(network, precision, folder / f"{name}.onnx")
+    (folder / name).mkdir()
+    try:
+        print(write_engine(network.checkpoint, precision, folder / name, random=False))
+    except OpalError as error:
+        print(f"{name}: no engine: {error}")
+PY
+}
+
+make_images() {
+  [ ! -f "$work/jpegs.txt" ] || return
+  step jpegs 40 python3 - "$work/jpegs" "$distinct" "$copies" <<'PY'
+import os, sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from opal_deploy.synthetic import example_images
+
+folder, distinct, copies = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+creatures = example_images(min(distinct, 64), 375, 500)
+
+
+def write(number: int) -> str:
+    # the noise of a camera, without which a JPEG is quicker to decode than a photograph
+    noise = np.random.default_rng(number).normal(0, 14, creatures[0].shape)
+    pixels = np.clip(creatures[number % len(creatures)] + noise, 0, 255).astype(np.uint8)
+    path = folder / f"{number:05}.jpg"
+    Image.fromarray(pixels).save(path, quality=90)
+    return str(path)
+
+
+folder.mkdir()
+with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    paths = list(pool.map(write, range(distinct), chunksize=8))
+folder.with_suffix(".txt").write_text("\n".join(paths * copies) + "\n")
+print(sum(os.path.getsize(path) for path in paths) / len(paths) / 1e3, "kB an image")
+PY
+}
+
+# JPEG to record, beside the bare session: ONNX Runtime, then an engine where one could be built
+pipeline() {
+  make_models
+  make_images
+  local name path
+  for name in "${two[@]}"; do
+    measure_infer "onnxruntime_$name" "$work/$name.onnx" $((distinct * copies))
   done
-fi
-[ "${BENCH:-}" = only ] || [ "${BENCH:-}" = skip ] || bench_all
-echo "done, $(left) s left" | tee -a "$out/log"
+  for name in "${two[@]}"; do
+    for path in "$work/$name"/*.engine; do
+      [ ! -f "$path" ] || measure_infer "engine_$name" "$path" $((distinct * copies))
+    done
+  done
+}
+
+measure_infer() { # name, model, images
+  step "infer_$1" 50 "${opal[@]}" bench pipeline "@$work/jpegs.txt" --model "$2" --device "$device" --batch "$batch" --limit "$3" \
+    --repeats "$repeats" --no-explain --out "$results"
+}
+
+settings() {
+  make_models
+  local name option
+  for name in "${two[@]}"; do
+    for option in "" prefer_nhwc=1 fuse_conv_bias=1 cudnn_conv_algo_search=HEURISTIC enable_cuda_graph=1; do
+      # a CPU refuses the options
+      [ -z "$option" ] || [ "$device" != cpu ] || continue
+      step "settings_${name}_${option:-defaults}" 20 "${opal[@]}" bench throughput --model "$work/$name.onnx" --device "$device" \
+        --batch "$batch" "${quick[@]}" ${option:+--ort-option "$option"} --out "$results"
+    done
+  done
+}
+
+head_ratio() {
+  local name
+  # ONNX Runtime compiles nothing: the answer comes early
+  for name in "${two[@]}"; do
+    step "head_onnxruntime_$name" 55 "${opal[@]}" bench compare --question head --backbone "$name" --device "$device" --batch "$batch" \
+      --runtime onnxruntime --precision "$precision" "${pairs[@]}" --out "$results"
+  done
+  for name in "${two[@]}"; do
+    step "head_${runtime}_$name" 75 "${opal[@]}" bench compare --question head --backbone "$name" --device "$device" --batch "$batch" \
+      --runtime "$runtime" --channels-last --precision "$precision" "${graphs[@]}" "${pairs[@]}" --out "$results"
+  done
+}
+
+nine_backbones() {
+  local name kind seconds
+  # PyTorch needs no export, which takes longest: all nine first, then in ONNX Runtime as far as the time goes
+  for kind in eager onnxruntime; do
+    [ "$kind" = eager ] && seconds=25 || seconds=45
+    for name in "${nine[@]}"; do
+      local layout=()
+      [ "$kind" != eager ] || layout=(--channels-last)
+      step "nine_${kind}_$name" "$seconds" "${opal[@]}" bench throughput --backbone "$name" --runtime "$kind" --precision "$precision" \
+        "${layout[@]}" --device "$device" --batch "$batch" "${quick[@]}" --out "$results"
+    done
+  done
+}
+
+rest() {
+  local name
+  step ceiling 20 "${opal[@]}" bench roofline --measure-ceiling --device "$device" --backbone "${two[0]}" --out "$results"
+  for name in "${two[@]}"; do
+    step "latency_$name" 40 "${opal[@]}" bench latency --backbone "$name" --runtime onnxruntime --runtime eager \
+      --channels-last --precision "$precision" --device "$device" --batch 1 "${quick[@]}" --out "$results"
+    step "compile_$name" 75 "${opal[@]}" bench latency --backbone "$name" --runtime "$runtime" --channels-last \
+      --precision "$precision" --device "$device" "${graphs[@]}" --batch "1,$batch" "${quick[@]}" --out "$results"
+  done
+  make_models
+  make_images
+  # the checkpoint in PyTorch: float32, so fewer images
+  for name in "${two[@]}"; do
+    measure_infer "checkpoint_$name" "$work/$name.pt" $((distinct * copies / 4))
+  done
+  step server 40 "${opal[@]}" bench latency --scenario server --limit-ms 15 --backbone "${two[0]}" --runtime onnxruntime \
+    --precision "$precision" --device "$device" "${quick[@]}" --out "$results"
+}
+
+demo() {
+  step demo 240 "${opal[@]}" demo --out "$work/demo" || return
+  cp "$work/demo/demo.json" "$out/demo.json"
+  local model=$work/demo/run/best.onnx
+  step verify_gpu 20 "${opal[@]}" verify "$model" --device "$device" --json
+  step export_fp16 40 "${opal[@]}" export "$model" --precision fp16 --json
+  step verify_gpu_fp16 20 "${opal[@]}" verify "${model%.onnx}.fp16.onnx" --device "$device" --json
+  # TensorRT where it is, else TensorRT for RTX
+  step export_engine 60 "${opal[@]}" export "$model" --trt --target current --json
+  for engine in "$work"/demo/run/*.engine; do
+    [ -f "$engine" ] && step verify_engine 20 "${opal[@]}" verify "$engine" --json
+  done
+}
+
+reproduce() {
+  [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ] || return
+  local run=("${opal[@]}" reproduce methods --data "cub100=$CUB100" --backbone resnet50 --weights "$RESNET50" --out "$work/reproduce")
+  # seed by seed: what is finished when the time is over is a table already
+  step reproduce "$(($(left) - 15))" "${run[@]}" --workers 8
+  step reproduce_table 10 "${run[@]}" --show --format json && cp "$work/output" "$out/reproduce.json"
+}
+
+for group in ${STEPS:-tests pipeline settings head nine rest demo reproduce}; do
+  case $group in
+    head) head_ratio ;;
+    nine) nine_backbones ;;
+    tests | pipeline | settings | rest | demo | reproduce) "$group" ;;
+    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, nine, rest, demo, reproduce" | tee -a "$log" ;;
+  esac
+done
+echo "$(date +%T) done, $(left) s left" | tee -a "$log"

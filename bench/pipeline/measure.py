@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 
 INFER, EXPLAIN = "infer", "infer_explain"
+# NVML's reading, as the monitor names it
+_USE = "utilisation_percent"
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ class _Pipeline:
             cpu = _process_cpu_seconds() - cpu
         shutil.rmtree(out)
         images = summary.total - summary.statuses["error"]
-        use = monitor.conditions.get(device.partition(" ")[0], {}).get("utilisation_percent", {}).get("median")
-        return Pass(images, summary.seconds, cpu, summary.times, use), memory.curve
+        uses = [each[_USE]["median"] for each in monitor.conditions.values() if _USE in each]
+        return Pass(images, summary.seconds, cpu, summary.times, next(iter(uses), None)), memory.curve
 
 
 def _process_cpu_seconds() -> float:

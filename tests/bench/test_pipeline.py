@@ -17,6 +17,7 @@ import opal_deploy
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Measurement, read_measurements
+from opal_deploy.bench.monitor import Monitor
 from opal_deploy.bench.pipeline.cases import (
     Case,
     build_cases,
@@ -162,7 +163,19 @@ class PipelinedSleeper(SleepingSession):
         del self.locked[address]
 
 
-def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(items: list[Item]) -> None:
+def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(
+    items: list[Item], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gpu:
+        name = "cuda:0"
+
+        def sample(self) -> dict[str, float]:
+            return {"utilisation_percent": 91.0}
+
+        def finish(self) -> tuple[dict[str, Any], tuple[str, ...]]:
+            return {}, ()
+
+    monkeypatch.setattr("opal_deploy.bench.pipeline.measure.monitor_devices", lambda _: Monitor([Gpu()]))
     session = PipelinedSleeper()
     result = measure(session, items, device="cuda:0 a GPU", explain=False)
     assert [variant.name for variant in result.variants] == ["infer"]
@@ -170,6 +183,7 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
     assert (session.most, session.alone, session.locked, session.in_flight) == (3, 0, {}, [])
     # one batch and three of warm-up, six of the bare session, and those of `infer`
     assert session.from_locked == 1 + 3 + 6 + 6
+    assert [one.gpu_use for one in result.variants[0].passes] == [91]
     figures = {name: figure.value for name, figure in result.stages.items()}
     assert figures == {"host_to_device_ms": 2, "compute_ms": 3, "device_to_host_ms": 1}
 

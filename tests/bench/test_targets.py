@@ -25,7 +25,7 @@ from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConf
 from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.session import StagedSession
+from opal_deploy.runtime.session import StagedSession, pinned
 from opal_deploy.synthetic import example_images
 
 CPU = Setup(device="cpu", threads=1)
@@ -94,6 +94,8 @@ def test_a_target_is_described(eager: LoadedTarget, exact_model: Path) -> None:
     file = load_file(exact_model, CPU)
     assert (file.target.sha256, file.target.runtime) == (compute_sha256(exact_model), "onnxruntime")
     assert file.threads == 1
+    compiled = load_network(load_checkpoint_network(exact_model.with_suffix(".pt")), replace(CPU, runtime="compile"))
+    assert (compiled.target.runtime, compiled.target.options) == ("torch compile", "freezing")
     assert "to logits, argmax, scores in host memory" in file.timed
 
 
@@ -131,7 +133,8 @@ def test_the_stages_of_a_batch_are_timed(
     setup = Setup(runtime, device, threads=1 if device == "cpu" else None)
     loaded = load_network(network, setup) if runtime == "eager" else load_file(exact_model, setup)
     assert isinstance(loaded.session, StagedSession)
-    outputs, stages = loaded.session.run_staged(images)
+    with pinned(loaded.session, images):
+        outputs, stages = loaded.session.run_staged(images)
     expected = loaded.session.run(images).logits
     np.testing.assert_allclose(outputs.logits, expected, atol=0 if device == "cpu" else 1e-4)
     assert (stages.compute or 0) > 0
@@ -152,6 +155,7 @@ def test_the_stages_of_a_batch_are_timed(
         (Setup("onnxruntime", "cpu", channels_last=True), "--channels-last is PyTorch's"),
         (Setup("onnxruntime", "cpu", cuda_options=CudaOptions(prefer_nhwc=True)), "--ort-option is of ONNX Runtime's"),
         (Setup("eager", "cpu", cuda_graphs=True), "--cuda-graphs is of engines"),
+        (Setup("compile", "cpu", cuda_graphs=True), "--cuda-graphs is of engines and of compile on a GPU"),
         (Setup("eager", "tpu"), "expected auto, cpu, cuda"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
