@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import sys
 import tempfile
 
 from opal_deploy.errors import StoppedEarly
@@ -17,20 +19,36 @@ def create_shared_memory(size: int) -> int:
     Raises:
         StoppedEarly: the system refuses it, as under a limit on the size of files (ulimit -f).
     """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("opal-deploy")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
     try:
-        os.ftruncate(descriptor, size)
+        descriptor = _create_unnamed_file()
+        try:
+            os.ftruncate(descriptor, size)
+            _fix_size(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
     except OSError as error:
-        os.close(descriptor)
         raise StoppedEarly(
-            f"{size >> 20} MiB of memory to share with worker processes cannot be had ({error.strerror}); "
-            "see ulimit -f, use a smaller --batch, or --no-isolate"
+            f"{-(-size >> 20)} MiB of memory to share with worker processes cannot be had ({error.strerror or error}); "
+            "see ulimit -f and ulimit -n, use a smaller --batch, or --no-isolate"
         ) from None
     return descriptor
+
+
+def _create_unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("opal-deploy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _fix_size(descriptor: int) -> None:
+    """Let no process cut the memory, where the system can do that: all others would end with SIGBUS as they read it."""
+    if sys.platform == "linux":
+        import fcntl
+
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def map_shared_memory(descriptor: int, size: int) -> mmap.mmap:
@@ -42,4 +60,4 @@ def map_shared_memory(descriptor: int, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, size)
     except OSError as error:
-        raise MemoryError(f"{size >> 20} MiB cannot be mapped ({error.strerror})") from None
+        raise MemoryError(f"{-(-size >> 20)} MiB cannot be mapped ({error.strerror})") from None

@@ -27,8 +27,8 @@ from opal_deploy.preprocess.decode import no_claim
 T = TypeVar("T")
 # makes the result of a request, given by its position, of its part of the header and of bytes read from the process
 Reader: TypeAlias = Callable[[WorkerProcess, dict[str, Any], int], T]
-# between two checks of the processes' time limits
-_WATCH_SECONDS = 0.1
+# between two checks of the processes' time limits; a check that is late by more was stopped with the whole process
+_WATCH_SECONDS, _STOPPED_SECONDS = 0.1, 1.0
 # a system short of memory kills processes that did nothing wrong: the second crash is the request's fault, and the run
 # ends only where one process after the other does not start
 _MAX_ATTEMPTS, _MAX_STARTS = 2, 3
@@ -88,8 +88,8 @@ class ProcessPool:
         Args:
             requests: are pickled for the task.
             read: makes a request's result of its part of the header and of the bytes that it reads from the process; it
-                is also given the request's position. A KeyError, TypeError or ValueError of its means that the response
-                makes no sense.
+                is also given the request's position. An ArithmeticError, LookupError, TypeError or ValueError of its
+                means that the response makes no sense.
             claim: waits until so many pixels may be decoded; called where the task claims them.
 
         Returns:
@@ -153,7 +153,7 @@ class ProcessPool:
         self, process: WorkerProcess, requests: dict[int, object], read: Reader[T], claim: Callable[[int], None]
     ) -> tuple[dict[int, T | WorkerCrashed | WorkerTimeout], bool]:
         """Return the results by position, and whether the process can be used again."""
-        header = process.request(pickle.dumps(list(requests.values())), self._timeout)
+        header = process.request(pickle.dumps(list(requests.values())), len(requests), self._timeout)
         try:
             while "claim" in header:
                 header = process.grant(partial(claim, int(header["claim"])))
@@ -165,7 +165,7 @@ class ProcessPool:
             for stage, wall, cpu, calls in header["times"]:
                 self._timer.add(stage, wall, cpu, calls)
             return results, process.finish_response() and not header["retire"]
-        except (KeyError, TypeError, ValueError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             # the process may have been taken over by the file that it decoded
             raise WorkerCrashed("sent an answer that makes no sense") from None
 
@@ -196,8 +196,15 @@ class ProcessPool:
                 self._processes.discard(process)
 
     def _kill_overdue(self) -> None:
+        checked = time.monotonic()
         while not self._closed.wait(_WATCH_SECONDS):
+            now = time.monotonic()
+            late, checked = now - checked - _WATCH_SECONDS, now
             with self._lock:
                 processes = list(self._processes)
             for process in processes:
-                process.kill_if_overdue(time.monotonic())
+                # by Ctrl-Z, a paused container or a cluster's scheduler, which stops the workers too
+                if late > _STOPPED_SECONDS:
+                    process.extend_limit(late)
+                else:
+                    process.kill_if_overdue(now)

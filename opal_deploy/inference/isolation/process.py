@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, BinaryIO, cast
 
 import orjson
@@ -66,7 +67,7 @@ class WorkerTimeout(Exception):
 class WorkerProcess:
     """A process that answers one group of requests at a time.
 
-    It is used by one thread at a time; any may call `kill_if_overdue`.
+    It is used by one thread at a time; any may call `kill_if_overdue` and `extend_limit`.
     """
 
     def __init__(self, files: Sequence[int] = ()) -> None:
@@ -81,13 +82,26 @@ class WorkerProcess:
         self._timeout: float | None = None
         self._deadline: float | None = None
         # of the request that the deadline is for
-        self._seen_position = 0
-        self._overdue = False
+        self._seen_position, self._group_size = 0, 0
+        # the position of the request that took too long
+        self._overdue: int | None = None
         self._lock = threading.Lock()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `wait_until_ready` or `close`)
+        with ExitStack() as stack:
+            try:
+                self._stderr = stack.enter_context(tempfile.TemporaryFile())
+                self._start(files)
+            except (OSError, MemoryError) as error:
+                raise _start_error(getattr(error, "strerror", None) or str(error)) from None
+            # it is closed by `wait_until_ready` or `close`
+            stack.pop_all()
+        self._stdin = cast(BinaryIO, self._process.stdin)
+        self._stdout = cast(BinaryIO, self._process.stdout)
+        _enlarge_pipe(self._stdout)
+
+    def _start(self, files: Sequence[int]) -> None:
         descriptor = create_shared_memory(POSITION.size)
-        self._position = map_shared_memory(descriptor, POSITION.size)
         try:
+            self._position = map_shared_memory(descriptor, POSITION.size)
             self._process = subprocess.Popen(
                 [sys.executable, *_interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(descriptor)],
                 stdin=subprocess.PIPE,
@@ -100,14 +114,8 @@ class WorkerProcess:
                 start_new_session=True,
                 pass_fds=(descriptor, *files),
             )
-        except OSError as error:
-            self._stderr.close()
-            raise _start_error(error.strerror or str(error)) from None
         finally:
             os.close(descriptor)
-        self._stdin = cast(BinaryIO, self._process.stdin)
-        self._stdout = cast(BinaryIO, self._process.stdout)
-        _enlarge_pipe(self._stdout)
 
     def wait_until_ready(self, config: WorkerConfig) -> None:
         """Send the configuration and wait until requests can be sent.
@@ -115,7 +123,7 @@ class WorkerProcess:
         Raises:
             StoppedEarly: the process ended, or took too long.
         """
-        self._deadline = time.monotonic() + _START_SECONDS
+        self._group_size, self._deadline = 1, time.monotonic() + _START_SECONDS
         ready: bytes | None = b""
         with contextlib.suppress(OSError):
             self._send(pickle.dumps(config))
@@ -132,13 +140,14 @@ class WorkerProcess:
         """Return whether the process has not ended."""
         return self._process.poll() is None
 
-    def request(self, message: bytes, timeout: float | None) -> dict[str, Any]:
+    def request(self, message: bytes, size: int, timeout: float | None) -> dict[str, Any]:
         """Send a group of requests and return the header of the response.
 
         The rest of the response is read with `read_into`; `finish_response` ends it.
 
         Args:
             message: pickle of the list of requests.
+            size: number of requests.
             timeout: seconds for each request, and from the last one on until `finish_response`; None: no limit.
 
         Raises:
@@ -146,7 +155,7 @@ class WorkerProcess:
         """
         POSITION.pack_into(self._position, 0, 0)
         with self._lock:
-            self._timeout, self._seen_position = timeout, 0
+            self._timeout, self._seen_position, self._group_size = timeout, 0, size
             self._deadline = None if timeout is None else time.monotonic() + timeout
         return self._exchange(message)
 
@@ -166,7 +175,8 @@ class WorkerProcess:
             self._deadline = None
         claim()
         if remaining is not None:
-            self._deadline = time.monotonic() + remaining
+            with self._lock:
+                self._deadline = time.monotonic() + remaining
         return self._exchange(b"")
 
     def _exchange(self, message: bytes) -> dict[str, Any]:
@@ -179,13 +189,13 @@ class WorkerProcess:
         self.read_into(memoryview(header))
         (size,) = LENGTH.unpack(header)
         if size > _MAX_HEADER_BYTES:
-            raise WorkerCrashed("sent an answer that makes no sense")
+            raise WorkerCrashed("sent an answer that makes no sense", self._read_position())
         header = bytearray(size)
         self.read_into(memoryview(header))
         try:
             response: dict[str, Any] = orjson.loads(header)
         except ValueError:
-            raise WorkerCrashed("sent an answer that makes no sense") from None
+            raise WorkerCrashed("sent an answer that makes no sense", self._read_position()) from None
         return response
 
     def read_into(self, target: memoryview) -> None:
@@ -200,7 +210,13 @@ class WorkerProcess:
         """End the time limit; return False if it passed in the same moment, and the process was killed."""
         with self._lock:
             self._deadline = None
-            return not self._overdue
+            return self._overdue is None
+
+    def extend_limit(self, seconds: float) -> None:
+        """Give the request in work more time."""
+        with self._lock:
+            if self._deadline is not None:
+                self._deadline += seconds
 
     def kill_if_overdue(self, now: float) -> None:
         """Kill the process if its request takes too long; the thread that waits for it gets a WorkerTimeout."""
@@ -208,11 +224,15 @@ class WorkerProcess:
             if self._deadline is None:
                 return
             position = self._read_position()
-            if position != self._seen_position and self._timeout is not None:
+            if not self._seen_position <= position < self._group_size:
+                # a decoder wrote over it, so that nobody knows any more whose time it is: a crash, which is tried again
+                self._deadline = None
+                self._kill()
+            elif position > self._seen_position and self._timeout is not None:
                 self._seen_position, self._deadline = position, now + self._timeout
             elif now > self._deadline:
-                self._deadline, self._overdue = None, True
-                self._process.kill()
+                self._deadline, self._overdue = None, position
+                self._kill()
 
     def close_stdin(self) -> None:
         """Close its stdin, on which it ends by itself."""
@@ -225,8 +245,10 @@ class WorkerProcess:
         try:
             self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
+        # what it left behind
+        self._kill()
         self._stdout.close()
         self._stderr.close()
 
@@ -239,8 +261,18 @@ class WorkerProcess:
     def _failure(self) -> WorkerCrashed | WorkerTimeout:
         ending = self._describe_end()
         with self._lock:
-            position = self._read_position()
-            return WorkerTimeout(position) if self._overdue else WorkerCrashed(ending, position)
+            if self._overdue is not None:
+                return WorkerTimeout(self._overdue)
+            return WorkerCrashed(ending, self._read_position())
+
+    def _kill(self) -> None:
+        """Kill the process, and those that its requests started: they may hold its pipes open."""
+        if not hasattr(os, "killpg"):
+            self._process.kill()
+            return
+        # it leads a group of its own; the group's number is taken as long as any process is in it
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read_position(self) -> int:
         (position,) = POSITION.unpack_from(self._position)
@@ -250,7 +282,7 @@ class WorkerProcess:
         try:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
             return "stopped answering"
         if code >= 0:

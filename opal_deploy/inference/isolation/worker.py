@@ -119,6 +119,9 @@ def _build_response(
 
         try:
             header, parts = config.task(request, timer, claim_pixels)
+        except MemoryError:
+            # this process ends, and the request is tried in another one
+            raise
         except Exception:
             header, parts = {"traceback": traceback.format_exc()}, []
         if claims and number + 1 < len(group):
@@ -141,6 +144,14 @@ def _take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
+
+    def leave_pipes() -> None:
+        for stream in (requests, responses):
+            os.dup2(nothing, stream.fileno(), inheritable=False)
+
+    if hasattr(os, "register_at_fork"):
+        # a copy of this process, made by a library, must not answer, nor keep the pipes open after its end
+        os.register_at_fork(after_in_child=leave_pipes)
     return requests, responses
 
 
@@ -156,6 +167,9 @@ def _end_with_the_parent(requests: BinaryIO) -> None:
     def watch() -> None:
         # the parent's end is closed; the task may be in the middle of a request that takes for ever
         hangup.poll()
+        # with the processes that it started
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()

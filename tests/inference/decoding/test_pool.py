@@ -38,7 +38,7 @@ from tests.inference.decoding.prepared import (
 
 # a Pillow plugin in the worker processes: a file's own text says how its decoder misbehaves
 PLUGIN = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, struct, sys, time
 from PIL import Image
 
 hoard = []
@@ -54,6 +54,23 @@ def misbehave(file, name):
         os.kill(os.getpid(), signal.SIGSEGV)
     if action == "quit":
         os._exit(7)
+    if action == "fork" and not os.fork():
+        time.sleep(600)
+    if action == "fork":
+        os._exit(7)
+    if action == "cut":
+        for descriptor in range(3, 32):
+            try:
+                os.ftruncate(descriptor, 0)
+            except OSError:
+                pass
+    if action == "count":
+        frame = sys._getframe()
+        while "position" not in frame.f_locals:
+            frame = frame.f_back
+        for number in range(10**9):
+            frame.f_locals["position"][:] = struct.pack("<Q", number % 1000)
+            time.sleep(0.01)
     if action == "chatter":
         os.write(1, b"a library prints")
         print("and so does Python")
@@ -157,7 +174,9 @@ def test_every_odd_file_has_the_same_fate_timed_in_a_process(odd_images: Path) -
 # ---- decoders that fail
 
 
-@pytest.mark.parametrize(("action", "message"), [("crash", "SIGSEGV"), ("quit", "exit code 7")])
+@pytest.mark.parametrize(
+    ("action", "message"), [("crash", "SIGSEGV"), ("quit", "exit code 7"), ("fork", "exit code 7")]
+)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_decoder_that_ends_costs_its_image_alone(
     tmp_path: Path, image: Path, plugin: None, action: str, message: str, rows: int
@@ -171,25 +190,34 @@ def test_a_decoder_that_ends_costs_its_image_alone(
 
 
 def test_a_decoder_that_hangs_costs_its_image_alone_and_an_idle_one_has_no_limit(
-    tmp_path: Path, image: Path, plugin: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, image: Path, plugin: None
 ) -> None:
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 600)
-    with open_pool(decode_timeout=300) as pool:
+    with open_pool(decode_timeout=2) as pool:
         assert decode(pool, image) is None
         first = children()
+        time.sleep(2.3)
+        assert children() == first
+        found = submit(pool, Request("hang", misbehaving(tmp_path / "slow.jpg", "slow"))).result(60)
+        assert read_pid(tmp_path / "slow.txt") == first[0].pid
+        assert code(found) == "decode_timeout"
+        assert "2 s" in str(found.error)
+        assert decode(pool, image) is None
+
+
+def test_the_time_for_which_the_whole_run_was_stopped_does_not_count(
+    tmp_path: Path, plugin: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_pool(decode_timeout=300) as pool:
+        waiting = submit(pool, Request("slow", misbehaving(tmp_path / "slow.jpg", "slow")))
+        pid = read_pid(tmp_path / "slow.txt")
         with monkeypatch.context() as patch:
-            patch.setattr(pool_module, "time", later)
+            patch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 600))
             # three rounds of the watch
             time.sleep(0.3)
-        assert children() == first
-        hanging = submit(pool, Request("hang", misbehaving(tmp_path / "slow.jpg", "slow")))
-        assert read_pid(tmp_path / "slow.txt") == first[0].pid
-        with monkeypatch.context() as patch:
-            patch.setattr(pool_module, "time", later)
-            found = hanging.result(60)
-        assert code(found) == "decode_timeout"
-        assert "300 s" in str(found.error)
-        assert decode(pool, image) is None
+        (tmp_path / "slow.awake").touch()
+        # it is tried again, as it would not be after its time was up
+        os.kill(pid, signal.SIGKILL)
+        assert code(waiting.result(60)) is None
 
 
 def test_a_decoder_that_hangs_in_the_middle_of_a_group_costs_its_image_alone(
@@ -199,6 +227,14 @@ def test_a_decoder_that_hangs_in_the_middle_of_a_group_costs_its_image_alone(
     paths[2] = misbehaving(tmp_path / "slow.jpg", "slow")
     found = prepare_all(open_pool(decode_timeout=2, rows=5), paths)
     assert [code(entry) for entry in found] == [None, None, "decode_timeout", None, None]
+
+
+def test_a_decoder_that_writes_over_shared_memory_or_cuts_it_costs_itself_alone(
+    tmp_path: Path, image: Path, plugin: None
+) -> None:
+    paths = [misbehaving(tmp_path / "cut.jpg", "cut"), image, misbehaving(tmp_path / "count.jpg", "count")]
+    found = prepare_all(open_pool(decode_timeout=2, rows=3), paths)
+    assert [code(entry) for entry in found] == [None, None, "decoder_crashed"]
 
 
 @pytest.mark.parametrize(("kills", "expected"), [(1, None), (2, "decoder_crashed")])
