@@ -40,6 +40,8 @@ def build_measurement(
         "threads": loaded.threads,
         "image_size": result.case.size_name,
         "network": options.network,
+        **({} if options.decoding else {"decoding": False}),
+        **({"hold_ms": options.hold * 1e3} if options.hold else {}),
         "decode": str(result.case.decode),
         "isolate": result.case.isolate,
     }

@@ -14,28 +14,28 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.batch_timing import time_stages_of
 from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.memory import MemoryCurve, MemorySampler, peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottleneck
 from opal_deploy.bench.pipeline.cases import Case, decode_images
+from opal_deploy.bench.pipeline.replay import HeldSession, ReplayDecoders, ReplaySession
+from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.run import RunOptions, run
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import ThreadRole
 from opal_deploy.inference.types import InferenceOptions, build_requests
 from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, check_batch, pinned
+from opal_deploy.runtime.session import ImageBatch, PipelinedSession, Session, pinned
 
 if TYPE_CHECKING:
     from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
@@ -55,6 +55,8 @@ class PipelineOptions:
         repeats: of everything, at least one.
         network: False: outputs computed beforehand are replayed, so that only the pipeline costs time; the bare session
             is not measured then.
+        decoding: False: pixels are in their slots beforehand; overlays are not drawn then.
+        hold: seconds that a pretended device holds each replayed batch; 0: none does.
         explain: measure `infer --explain` too.
         baseline: the same model as a research script runs it; None: not measured.
         device: of the session; the use of a GPU is sampled while `infer` runs.
@@ -63,6 +65,8 @@ class PipelineOptions:
 
     repeats: int = 5
     network: bool = True
+    decoding: bool = True
+    hold: float = 0.0
     explain: bool = True
     baseline: EagerBaseline | None = None
     device: str = "cpu"
@@ -134,7 +138,10 @@ def measure_case(
     batches = np.split(decoded, len(decoded) // case.batch)
     if not options.network:
         session, batches = ReplaySession.record(session, batches), []
-    names = (INFER, EXPLAIN) if options.explain and session.metadata.evidence != "none" else (INFER,)
+        if options.hold:
+            session = HeldSession(session, options.hold)
+    draws = options.explain and options.decoding and session.metadata.evidence != "none"
+    names = (INFER, EXPLAIN) if draws else (INFER,)
     bare: list[Pass] = []
     baseline: list[Pass] = []
     passes: dict[str, list[Pass]] = {name: [] for name in names}
@@ -201,11 +208,16 @@ class _Pipeline:
         with MemorySampler(self.options.interval) as memory, monitor_devices(device) as monitor:
             cpu = _process_cpu_seconds()
             options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
-            summary = run(build_requests(items), [self.session], options)
+            held = _held_seconds(self.session)
+            open_decoders = DecoderPool if self.options.decoding else ReplayDecoders
+            summary = run(build_requests(items), [self.session], options, open_decoders=open_decoders)
             cpu = _process_cpu_seconds() - cpu
+            held = _held_seconds(self.session) - held
         shutil.rmtree(out)
         images = summary.total - summary.statuses["error"]
         uses = [each[_USE]["median"] for each in monitor.conditions.values() if _USE in each]
+        if self.options.hold:
+            uses = [100 * held / summary.seconds]
         return Pass(images, summary.seconds, cpu, summary.times, next(iter(uses), None)), memory.curve
 
 
@@ -213,6 +225,10 @@ def _process_cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its ended children, such as decode workers after a run."""
     times = os.times()
     return time.process_time() + times.children_user + times.children_system
+
+
+def _held_seconds(session: Session) -> float:
+    return session.busy if isinstance(session, HeldSession) else 0.0
 
 
 def _depth(session: Session) -> int:
@@ -235,39 +251,3 @@ def _run_bare(session: Session, batches: list[ImageBatch], count: int) -> Pass:
     while in_flight and isinstance(session, PipelinedSession):
         session.collect(in_flight.popleft())
     return Pass(images, time.perf_counter() - started, time.process_time() - cpu)
-
-
-class ReplaySession:
-    """A session that costs nothing: it replays outputs computed beforehand, in order and again from the first.
-
-    Attributes:
-        metadata: the model's, so that records and overlays are as much work as the model's own.
-        description: names the session that computed the outputs.
-    """
-
-    def __init__(self, metadata: Metadata, outputs: Outputs, origin: str) -> None:
-        self.metadata = metadata
-        self.description = f"no network: answers computed beforehand by {origin}"
-        self._count = len(outputs)
-        self._next = 0
-        # twice, so that outputs that wrap around are a view too
-        self._outputs = Outputs.concatenate([outputs, outputs])
-
-    @staticmethod
-    def record(session: Session, batches: Iterable[ImageBatch]) -> ReplaySession:
-        """Return a session that replays the outputs of `session` for `batches`."""
-        outputs = Outputs.concatenate([session.run(batch) for batch in batches])
-        return ReplaySession(session.metadata, outputs, session.description)
-
-    def run(self, images: ImageBatch) -> Outputs:
-        """Return the next outputs as views, as `Session.run` does.
-
-        Raises:
-            ValueError: the batch is larger than the number of outputs computed.
-        """
-        check_batch(images, self.metadata)
-        if len(images) > self._count:
-            raise ValueError(f"a batch of {len(images)}; only {self._count} answers were computed")
-        start = self._next
-        self._next = (start + len(images)) % self._count
-        return self._outputs.rows(start, start + len(images))

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OpalError, OutOfMemory
-from opal_deploy.inference.decoding.pool import DecoderPool, group_size
+from opal_deploy.inference.decoding.pool import DecoderPool, Decoders, group_size
 from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, ThreadRole
@@ -50,6 +50,7 @@ def predict_batches(
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
+    open_decoders: Callable[..., Decoders] = DecoderPool,
 ) -> Generator[list[Result], None, None]:
     """Yield the results of one batch of requests after the other, in the order of the requests.
 
@@ -60,6 +61,7 @@ def predict_batches(
         options: how images are decoded, batched and predicted.
         timer: gets the times of every stage.
         print_message: is called, from any thread, when memory was short and the batch is smaller from then on.
+        open_decoders: makes what decodes the images, of the arguments of `DecoderPool`.
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
@@ -74,7 +76,7 @@ def predict_batches(
     slots = ahead + 1 + in_flight + 1 + 1
     with ExitStack() as stack:
         try:
-            decoders = DecoderPool(options, sessions[0].metadata.input_size, timer, slots=slots, rows=options.batch)
+            decoders = open_decoders(options, sessions[0].metadata.input_size, timer, slots=slots, rows=options.batch)
         except MemoryError as error:
             raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
         stack.enter_context(decoders)

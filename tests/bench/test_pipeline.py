@@ -27,7 +27,8 @@ from opal_deploy.bench.pipeline.cases import (
     resized_copies,
 )
 from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
-from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, ReplaySession, measure_case
+from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, measure_case
+from opal_deploy.bench.pipeline.replay import ReplaySession
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -249,6 +250,17 @@ def test_the_network_can_be_left_out(items: list[Item]) -> None:
     assert compute is not None
     assert compute.calls == 6
     assert result.session.startswith("no network: answers computed beforehand by sleeping")
+
+
+def test_without_network_and_decoding_a_pretended_gpu_holds_every_batch(items: list[Item]) -> None:
+    result = measure(SleepingSession(), items, network=False, decoding=False, hold=0.02)
+    (variant,) = result.variants
+    for one in variant.passes:
+        # nothing is read, and a batch follows the other without a gap that counts
+        assert one.times.select_role("decoders") == ()
+        assert one.gpu_use is not None
+        assert 0 < one.gpu_use <= 100
+        assert one.seconds >= 0.02 * -(-one.images // 2)
 
 
 def test_the_eager_baseline_predicts_as_the_session_does(items: list[Item], exact_model: Path) -> None:

@@ -10,7 +10,7 @@ import typer
 from opal_deploy.cli.bench.options import Images, JsonLines, Out, find_items, write_measurement
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import default_workers
-from opal_deploy.errors import require
+from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
     from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
@@ -35,6 +35,15 @@ def pipeline(
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Run the network, or only replay its answers.")
     ] = True,
+    decoding: Annotated[
+        bool, typer.Option("--decoding/--no-decoding", help="Decode the images, or find their pixels in memory.")
+    ] = True,
+    hold_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="With --no-network: milliseconds that a pretended GPU takes for a batch.", show_default=False
+        ),
+    ] = None,
     explain: Annotated[
         bool, typer.Option("--explain/--no-explain", help="Time overlays too, which take far longer than the rest.")
     ] = True,
@@ -58,7 +67,7 @@ def pipeline(
     """Measure what `infer` loses against the bare session: time by stage, the bottleneck, memory; with overlays too.
 
     Of several values each is varied on its own around a base case. With --no-network the network's outputs are replayed
-    at no cost, so that the pipeline alone is measured.
+    at no cost, so that the pipeline alone is measured; with --no-decoding too, what is left of it in this process.
     """
     from opal_deploy.bench.memory import release_memory
     from opal_deploy.bench.monitor import monitor_devices
@@ -68,10 +77,12 @@ def pipeline(
     from opal_deploy.bench.targets.loading import load_for_inference
     from opal_deploy.preprocess.decode import parse_decoding
 
-    decoding = parse_decoding(decode)
+    if hold_ms is not None and network:
+        raise UsageError("--hold-ms goes with --no-network: a real network takes its own time")
+    path = parse_decoding(decode)
     batches, counts = parse_counts("--batch", batch), parse_counts("--workers", workers)
     sizes = parse_sizes("--image-size", image_size)
-    default = Case(_BATCH, default_workers(), decode=decoding, isolate=isolate)
+    default = Case(_BATCH, default_workers(), decode=path, isolate=isolate)
     require("psutil", "bench", "opal-deploy bench pipeline")
     items = find_items(images, limit)
     baseline = None if plain is None else _load_baseline(plain, device, threads)
@@ -82,7 +93,9 @@ def pipeline(
         if baseline is not None:
             baseline.check_source(loaded.metadata)
         with resized_copies(items, case.image_size) as copies, monitor_devices(loaded.target.device) as monitor:
-            options = PipelineOptions(repeats, network, explain, baseline, loaded.target.device)
+            options = PipelineOptions(
+                repeats, network, decoding, (hold_ms or 0.0) / 1e3, explain, baseline, loaded.target.device
+            )
             result = measure_case(loaded.session, copies, case, options, print_message)
         measurement = build_measurement(result, loaded, monitor, options)
         for line in (*format_result(result), *(f"  marked {mark}" for mark in measurement.marks)):

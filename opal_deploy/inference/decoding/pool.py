@@ -13,11 +13,12 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from PIL import Image
@@ -40,6 +41,19 @@ PIXELS_PER_WORKER = 25_000_000
 # images a message; the workers share a batch among them, as far as that leaves groups worth sending
 MAX_GROUP, _SHARED_BY = 16, 4
 _SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class Decoders(AbstractContextManager["Decoders"], Protocol):
+    """What prepares batches of images; see `DecoderPool`."""
+
+    @property
+    def pixels(self) -> Pixels:
+        """The slots: uint8 [slots, rows, H0, W0, 3]."""
+        ...
+
+    def submit(self, requests: Sequence[Request]) -> Future[PreparedBatch]:
+        """Begin to prepare a batch, at most `rows` images."""
+        ...
 
 
 class DecoderPool:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
 from opal_deploy.inference.executor import predict_batches
 from opal_deploy.inference.run.drawing import ReportOptions, Thumbnails, draw_records, write_report
 from opal_deploy.inference.run.interrupt import Interrupt
@@ -56,6 +57,7 @@ def run(
     interrupt: Interrupt | None = None,
     timer: StageTimer | None = None,
     report_progress: Callable[[Summary], None] = lambda _: None,
+    open_decoders: Callable[..., Decoders] = DecoderPool,
 ) -> Summary:
     """Classify every image, and write exactly one record for each, in their order.
 
@@ -70,6 +72,7 @@ def run(
         interrupt: ends the run in good order when that is requested.
         timer: gets the times of every stage; None: a new one.
         report_progress: is called after each write of records.
+        open_decoders: see `predict_batches`.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
@@ -90,7 +93,12 @@ def run(
             stack.enter_context(interrupt.running())
             writer = stack.enter_context(RecordWriter(options.out / RESULTS, resume_point.size, resume_point.count))
             stream = predict_batches(
-                interrupt.stop_when_requested(requests), sessions, inference, timer, options.print_message
+                interrupt.stop_when_requested(requests),
+                sessions,
+                inference,
+                timer,
+                options.print_message,
+                open_decoders,
             )
             # or its threads would live as long as an exception's traceback
             batches = stack.enter_context(closing(stream))
