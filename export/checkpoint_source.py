@@ -14,11 +14,12 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.graph import ExportGraph, trace
-from opal_deploy.export.images import choose_images, run_in_batches, test_vector_images
+from opal_deploy.export.images import choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions, Report, no_report
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import Rounding
+from opal_deploy.synthetic import test_vector_images
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class CheckpointSource:
             reference,
             images,
             reference_name=session.description,
-            test_vectors=_halve_margin(session.run_reference(test_vector_images(metadata))),
+            test_vectors=_halve_margin(session.run_reference(test_vector_images(*metadata.input_size))),
             calibration=calibration,
             measure_rounding=measure_rounding,
         )

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import onnx
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opal_deploy.artifact.metadata import InputKind
 from opal_deploy.errors import UsageError
 from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
-from opal_deploy.model.network import OpalNetwork
+from opal_deploy.model.graph import InferenceGraph
 
-ATTENTION = "attention"
 OPSET = 20
 # onnx 1.23 writes IR 14 by default, which ONNX Runtime 1.31 rejects
 IR_VERSION = 10
@@ -29,41 +26,12 @@ MAX_BYTES = (1 << 31) - 1
 _PREFIX = "traced_"
 
 
-class ExportGraph(nn.Module):
+class ExportGraph(InferenceGraph):
     """A network wrapped for tracing.
 
-    Input `images`: uint8 [N, H0, W0, 3] RGB, or float32 [N, 3, H0, W0] already normalised. `forward` returns the
-    outputs in the order of `output_names`, then the tensors of `marker_names`, which name the body's two ends.
+    `forward` returns the outputs in the order of `output_names`, then the tensors of `marker_names`, which name the
+    body's two ends.
     """
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(
-        self,
-        network: OpalNetwork,
-        input_kind: InputKind,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        attention: bool = False,
-    ) -> None:
-        super().__init__()
-        self.network = network
-        self.input_kind = input_kind
-        self.with_attention = attention
-        # (v / 255 - mean) / std as one multiplication and one subtraction
-        deviation = torch.tensor(std, dtype=torch.float64)
-        scale, shift = 1.0 / (255.0 * deviation), torch.tensor(mean, dtype=torch.float64) / deviation
-        self.register_buffer("scale", scale.float().reshape(1, 3, 1, 1))
-        self.register_buffer("shift", shift.float().reshape(1, 3, 1, 1))
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """The contract's outputs, in order."""
-        if self.network.config.head.evidence == "none":
-            return ("logits",)
-        return ("logits", "argmax", "scores", *((ATTENTION,) if self.with_attention else ()))
 
     @property
     def marker_names(self) -> tuple[str, ...]:
@@ -78,22 +46,10 @@ class ExportGraph(nn.Module):
         return torch.zeros(2, 3, height, width)
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        normalised = images
-        if self.input_kind == "uint8":
-            # the cast comes first: TensorRT refuses any other first operation on uint8
-            normalised = images.float().permute(0, 3, 1, 2) * self.scale - self.shift
-        projected = self.network.head.project(self.network.backbone(normalised))
-        head = self.network.head.explain(projected)
-        values = {
-            "logits": head.logits,
-            "argmax": head.argmax,
-            "scores": head.scores,
-            ATTENTION: head.attention,
-            BODY_INPUT: normalised,
-            BODY_OUTPUT: projected,
-        }
-        names = (*self.output_names, *self.marker_names)
-        return tuple(value for name in names if (value := values[name]) is not None)
+        normalised = self.normalise(images)
+        projected = self.project(normalised)
+        values = {**self.explain(projected), BODY_INPUT: normalised, BODY_OUTPUT: projected}
+        return tuple(values[name] for name in (*self.output_names, *self.marker_names))
 
 
 def trace(graph: ExportGraph) -> onnx.ModelProto:

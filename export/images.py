@@ -18,7 +18,7 @@ from opal_deploy.export.options import ExportOptions
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
-from opal_deploy.synthetic import example_images, noise_image
+from opal_deploy.synthetic import example_images
 
 Pixels = NDArray[np.uint8]
 Result = TypeVar("Result", Outputs, Reference)
@@ -32,7 +32,6 @@ MAX_CALIBRATION_IMAGES = 128
 MIN_CALIBRATION_IMAGES = 16
 # share of a folder for calibration where the rest of it has to judge the result
 _CALIBRATION_SHARE = 2 / 3
-_TEST_VECTOR_CREATURES = 3
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 
 
@@ -154,12 +153,6 @@ def list_images(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder of images")
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
-
-
-def test_vector_images(metadata: Metadata) -> Pixels:
-    """Return the images of the stored test vectors, creatures and one of noise: uint8 [N, H0, W0, 3]."""
-    height, width = metadata.input_size
-    return np.concatenate([example_images(_TEST_VECTOR_CREATURES, height, width), noise_image(height, width)[None]])
 
 
 def run_in_batches(run: Callable[[Pixels], Result], pixels: Pixels, join: Callable[[list[Result]], Result]) -> Result:

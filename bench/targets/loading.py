@@ -125,7 +125,7 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
 
 
 def load_for_inference(path: Path, *, device: str, threads: int | None) -> LoadedTarget:
-    """Load a model as `infer` does: a checkpoint in the reference session, which normalises on the host.
+    """Load a model as `infer` does: a checkpoint in the reference session.
 
     Raises:
         ArtifactError, CheckpointError: no such model, or not one of ours.
@@ -147,7 +147,7 @@ def load_for_inference(path: Path, *, device: str, threads: int | None) -> Loade
         runtime="torch eager",
         version=torch.__version__,
         device=str(torch_device(device)),
-        layout="uint8 NHWC, normalised on the host; convolutions NCHW",
+        layout="uint8 NHWC, normalised on the device; convolutions NCHW",
         sha256=compute_sha256(path),
     )
     return LoadedTarget(session, target, torch.get_num_threads() if target.device == "cpu" else None)

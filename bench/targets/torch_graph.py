@@ -1,12 +1,11 @@
 """The exported graph in PyTorch, eager or compiled, for a fair comparison with other runtimes.
 
-`runtime.torch_session` normalises with numpy and returns more than the graph does. Here uint8 images go in, they are
-normalised on the device, and the contract's outputs come out, as in every exported file (docs/contract.md).
+`runtime.torch_session` is float32 and returns more than the graph does. Here the contract's outputs come out, as of
+every exported file (docs/contract.md), in any precision.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import time
 from collections.abc import Iterator
@@ -14,20 +13,18 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly, UsageError, first_line
-from opal_deploy.export.graph import ExportGraph
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
+from opal_deploy.model.graph import TYPES, build_inference_graph
+from opal_deploy.runtime.compiled_session import compile_graph
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import torch_device
 
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-_TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# every batch size of every network is compiled anew; beyond this limit torch.compile silently runs eagerly
-_MAX_RECOMPILATIONS = 1024
+PRECISIONS = tuple(TYPES)
 
 
 class TorchGraphSession:
@@ -60,7 +57,7 @@ class TorchGraphSession:
             threads: of PyTorch in this process; None leaves their number.
             precision: fp32, tf32 (GPUs only), fp16 or bf16, of the backbone, as the exporter casts it.
             channels_last: lay convolutions out as NHWC.
-            compiled: run torch.compile with frozen weights, anew for each batch size.
+            compiled: run torch.compile as `infer --runtime compiled` does, anew for each batch size.
             cuda_graphs: let torch.compile record its kernels as CUDA graphs; only on a GPU.
 
         Raises:
@@ -77,20 +74,16 @@ class TorchGraphSession:
         self.threads = torch.get_num_threads() if self._device.type == "cpu" else None
         self.metadata: Metadata = build_metadata(checkpoint)
         self._tf32 = precision == "tf32"
-        graph = _build_graph(checkpoint, self.metadata, precision, channels_last=channels_last).to(self._device)
-        self._names = graph.graph.output_names
+        graph = build_inference_graph(
+            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=channels_last
+        ).to(self._device)
+        self._names = graph.output_names
         self.cuda_graphs = cuda_graphs and compiled and self._device.type == "cuda"
         self.compile_options = f"freezing{', CUDA graphs' * self.cuda_graphs}" * compiled
-        self._run: Any = graph
+        self._run: Any = compile_graph(graph, cuda_graphs=self.cuda_graphs) if compiled else graph
         self._compiled = compiled
         # page-locked arrays that outputs are copied to, by name and shape
         self._host: dict[tuple[str, torch.Size], Tensor] = {}
-        if compiled:
-            # frozen weights are constants, so that batch norms are folded into convolutions and layouts chosen once
-            options: dict[str, Any] = {"freezing": True, "triton.cudagraphs": self.cuda_graphs}
-            self._run = torch.compile(graph, dynamic=False, options=options)
-            torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
-            torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
         how = "compiled" if compiled else "eager"
         layout = "NHWC" if channels_last else "NCHW"
         note = f", {self.threads} threads" if self.threads else ""
@@ -192,41 +185,3 @@ class TorchGraphSession:
                 raise
             # a missing compiler or Triton, or an unsupported operation: many classes, all RuntimeErrors
             raise UsageError(f"torch.compile cannot work here: {first_line(error)}") from None
-
-
-class _OutputGraph(nn.Module):
-    """An export graph without the extra tensors that mark the ends of the backbone in a file."""
-
-    def __init__(self, graph: ExportGraph) -> None:
-        super().__init__()
-        self.graph = graph
-        self.count = len(graph.output_names)
-
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.graph(images)[: self.count]
-        return outputs
-
-
-class _CastBackbone(nn.Module):
-    """A backbone that casts its input to its own precision and layout, and its features as the exporter's cast does."""
-
-    def __init__(self, backbone: nn.Module, precision: str, *, channels_last: bool) -> None:
-        super().__init__()
-        self.layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.dtype = _TYPES[precision]
-        # bfloat16 has too few digits for the projection: see `export.precision`
-        self.feature_dtype = torch.float32 if precision == "bf16" else self.dtype
-        self.backbone = backbone.to(self.dtype).to(memory_format=self.layout)
-
-    def forward(self, images: Tensor) -> Tensor:
-        # uint8 images are NHWC and stay so in memory when permuted to NCHW
-        features: Tensor = self.backbone(images.to(self.dtype).contiguous(memory_format=self.layout))
-        return features.to(self.feature_dtype)
-
-
-def _build_graph(checkpoint: Checkpoint, metadata: Metadata, precision: str, *, channels_last: bool) -> _OutputGraph:
-    network = copy.deepcopy(checkpoint.network).eval()
-    backbone = _CastBackbone(network.backbone, precision, channels_last=channels_last)
-    network.head.projection.to(backbone.feature_dtype).to(memory_format=backbone.layout)
-    network.backbone = backbone  # type: ignore[assignment]  # only `forward` is called from here on
-    return _OutputGraph(ExportGraph(network, "uint8", metadata.mean, metadata.std)).eval()

@@ -169,9 +169,10 @@ def _with_attention(session: Session, model: str) -> Session:
     if isinstance(session, AttentionSession):
         return _AlwaysAttention(session)
     source = session.metadata.source.get("file") or "ckpt.pt"
+    cause = "it was exported" if session.metadata.exporter else "it was compiled"
     raise UsageError(
-        f"{model}: it was exported without attention maps, which --heatmap needs; "
-        f"opal-deploy export {source} --outputs attention, or give the checkpoint"
+        f"{model}: {cause} without attention maps, which --heatmap needs; opal-deploy export {source} --outputs "
+        "attention, or run the checkpoint by --runtime torch"
     )
 
 

@@ -10,10 +10,13 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from opal_deploy.runtime import cuda_libraries
@@ -21,9 +24,12 @@ from opal_deploy.runtime.nvml import Driver
 
 # the lowest compute capability that each CUDA major version has kernels for
 OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
+# what PyTorch calls on the CPU, unless CXX names another
+_CXX_COMPILERS = {"darwin": ("clang++",), "win32": ("cl",)}.get(sys.platform, ("g++",))
 # what nobody has seen working yet: `doctor` prints it, and nothing may claim more
 NEVER_RUN = (
     "CUDA session: never run on hardware",
+    "compiled PyTorch session: run on CPUs, never on a GPU",
     "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run on hardware",
 )
 
@@ -237,7 +243,13 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     if name == "tensorrt":
         install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
     if version is None:
-        return RuntimeStatus(name, None, problem="not installed; export --trt and engines use it", advice=install)
+        lost = "not installed; export --trt and engines use it"
+        if name == "tensorrt" and driver.gpus:
+            lost += (
+                ", and no other runtime fuses and times kernels for one GPU ahead of its run: without it, exported "
+                "files run in ONNX Runtime, checkpoints by `infer --runtime compiled`"
+            )
+        return RuntimeStatus(name, None, problem=lost, advice=install)
     if not all(is_importable(module + part) for part in _TENSORRT_PARTS):
         return RuntimeStatus(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
     report = _run_program(_TENSORRT_PROGRAM, module)
@@ -252,17 +264,44 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     return RuntimeStatus(name, version, gpu=True)
 
 
+def find_compile_problem(*, gpu: bool) -> tuple[str, str]:
+    """Return why torch.compile cannot write kernels here and what to do; two empty strings where nothing is missing.
+
+    Args:
+        gpu: for a GPU, where Triton writes them and compiles a launcher in C; else in C++, for the CPU.
+    """
+    if gpu and not is_importable("triton"):
+        return "torch.compile needs Triton for a GPU, not installed", "pip install triton"
+    # the names that Triton and PyTorch look for
+    variable, names, language = ("CC", ("gcc", "clang"), "C") if gpu else ("CXX", _CXX_COMPILERS, "C++")
+    chosen = os.environ.get(variable, "")
+    if not any(shutil.which(name) for name in ((chosen,) if chosen else names)):
+        found = f"{variable}={chosen} is not there" if chosen else f"{' or '.join(names)} not found"
+        return f"torch.compile needs a {language} compiler ({found})", f"install {names[0]}"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "torch.compile needs Python's C headers (Python.h), not installed", "install python3-dev"
+    return "", ""
+
+
+def _inspect_torch(driver: Driver) -> RuntimeStatus:
+    version = installed_version("torch")
+    if version is None:
+        problem = "not installed; training, exporting and checkpoints need it"
+        return RuntimeStatus("torch", None, problem=problem, advice="pip install 'opal-deploy[train,export]'")
+    uses = "for training, exporting and checkpoints; `infer --runtime compiled` "
+    problem, advice = find_compile_problem(gpu=bool(driver.gpus))
+    if problem:
+        return RuntimeStatus("torch", version, problem=f"{uses}cannot work: {problem}", advice=advice)
+    where = "on the GPU (never run on hardware) and the CPU" if driver.gpus else "on the CPU"
+    return RuntimeStatus("torch", version, problem=f"{uses}can work {where}")
+
+
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     """Return the status of every runtime, installed or not, in the order in which they are worth installing."""
     statuses = _inspect_onnxruntime(driver)
     statuses.append(_inspect_tensorrt("tensorrt", "tensorrt", "trt", driver))
     statuses.append(_inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver))
-    torch = installed_version("torch")
-    if torch is None:
-        problem, advice = "not installed; training and exporting need it", "pip install 'opal-deploy[train,export]'"
-        statuses.append(RuntimeStatus("torch", None, problem=problem, advice=advice))
-    else:
-        statuses.append(RuntimeStatus("torch", torch, problem="for training and exporting; infer does not use it"))
+    statuses.append(_inspect_torch(driver))
     return statuses
 
 

@@ -11,9 +11,17 @@ from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.runtime.devices import split_devices
+from opal_deploy.runtime.devices import Runtime, split_devices
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.tensorrt.compatibility import find_doubt
+
+_KINDS = {
+    Runtime.onnxruntime: "onnx",
+    Runtime.tensorrt: "engine",
+    Runtime.torch: "checkpoint",
+    Runtime.compiled: "checkpoint",
+}
+_KIND_NAMES = {"onnx": "an ONNX file", "engine": "an engine", "checkpoint": "a checkpoint (.pt)"}
 
 
 @dataclass(frozen=True)
@@ -30,32 +38,48 @@ class ModelChoice:
 
 
 def open_sessions(
-    path: Path, *, device: str = "auto", threads: int | None = None, cuda_graphs: bool = False
+    path: Path,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    cuda_graphs: bool = False,
+    runtime: Runtime = Runtime.auto,
 ) -> list[Session]:
     """Open one session for each device.
 
     Args:
-        path: of an ONNX file, an engine or a checkpoint; the suffix decides.
+        path: of an ONNX file, an engine or a checkpoint.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or numbers such as `0` or `0,1`.
         threads: of the CPU; None: as many as this process may use.
-        cuda_graphs: let engines record their kernels once a batch size; other models ignore it.
+        cuda_graphs: let engines and compiled checkpoints record their kernels once a batch size; others ignore it.
+        runtime: `auto`: as the suffix decides, for a checkpoint `torch`. `compiled` is chosen by name only: it compiles
+            for a minute, and its file is no verified export.
 
     Raises:
         ArtifactError: no such model, not one of ours, or damaged.
         MissingExtra: the engine is not installed.
-        UsageError: a device is not there.
+        UsageError: a device is not there, or the runtime does not run such a model.
     """
-    return [_open(path, name, threads, cuda_graphs) for name in split_devices(device)]
+    return [_open(path, name, threads, cuda_graphs, runtime) for name in split_devices(device)]
 
 
-def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Session:
+def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runtime: Runtime) -> Session:
     if not path.exists():
         raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if path.is_dir():
         raise ArtifactError(f"{path}: a folder; give the model's file")
     kind = model_kind(path)
+    if kind in _KIND_NAMES and runtime is not Runtime.auto and kind != _KINDS[runtime]:
+        raise UsageError(
+            f"{path}: {_KIND_NAMES[kind]}, and --runtime {runtime} runs {_KIND_NAMES[_KINDS[runtime]]}; give such a "
+            "model, or leave out --runtime"
+        )
     if kind == "checkpoint":
         require("torch", "train", "running a checkpoint")
+        if runtime is Runtime.compiled:
+            from opal_deploy.runtime.compiled_session import open_compiled_session
+
+            return open_compiled_session(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
         from opal_deploy.runtime.torch_session import TorchSession
 
         return TorchSession(path, device=device, threads=threads)
@@ -72,7 +96,9 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool) -> Se
     return OnnxSession(path, device=device, threads=threads)
 
 
-def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str]) -> ModelChoice:
+def find_model(
+    folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str], runtime: Runtime = Runtime.auto
+) -> ModelChoice:
     """Choose the best of a folder's exported models that this machine can run, if all stem from one checkpoint.
 
     An engine that runs here comes first, then half precision where ONNX Runtime has a GPU, then float32, then the rest;
@@ -82,11 +108,18 @@ def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str
         folder: searched without its subfolders.
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
         check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
+        runtime: consider its models only; for `torch` and `compiled` the folder's one checkpoint.
 
     Raises:
         UsageError: there is none, or there are several of different checkpoints.
     """
+    if _KINDS.get(runtime) == "checkpoint":
+        return _find_checkpoint(folder, runtime)
     models, others = _list_models(folder, check_engine)
+    if runtime is not Runtime.auto:
+        wanted = [model for model in models if model.engine == (runtime is Runtime.tensorrt)]
+        others += [f"--runtime {runtime} does not run {model.path.name}" for model in models if model not in wanted]
+        models = wanted
     if not models:
         raise UsageError(_explain_no_model(folder, others))
     origins = {model.metadata.source.get("sha256") or model.path.name for model in models}
@@ -103,6 +136,18 @@ def find_model(folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str
     rejected += [f"not {model.path.name} ({model.incompatibility})" for model in models if model.incompatibility]
     what = f"{best.metadata.precision} engine" if best.engine else best.metadata.precision
     return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
+
+
+def _find_checkpoint(folder: Path, runtime: Runtime) -> ModelChoice:
+    paths = _list_checkpoints(folder)
+    if len(paths) != 1:
+        found = f"several checkpoints here: {', '.join(path.name for path in paths)}" if paths else "no checkpoint here"
+        raise UsageError(f"--runtime {runtime}: {found}; choose one with --model")
+    return ModelChoice(paths[0], "the only checkpoint here")
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in CHECKPOINT_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -157,7 +202,7 @@ def _list_models(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[
 
 def _explain_no_model(folder: Path, others: list[str]) -> str:
     where = "the working directory" if folder == Path() else str(folder)
-    checkpoints = sorted(p.name for p in folder.iterdir() if p.suffix in CHECKPOINT_SUFFIXES)
+    checkpoints = [path.name for path in _list_checkpoints(folder)]
     hint = "give one with --model"
     if checkpoints:
         hint = f"export one first: opal-deploy export {checkpoints[0]}"

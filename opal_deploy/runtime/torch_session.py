@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs
@@ -14,7 +17,6 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import HeadOutputs
-from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 
@@ -46,6 +48,10 @@ class TorchSession:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         self._network = checkpoint.network.to(self._device).eval()
+        self._mean, self._std = (
+            torch.tensor(values, dtype=torch.float32, device=self._device).reshape(1, 3, 1, 1)
+            for values in (self.metadata.mean, self.metadata.std)
+        )
         note = f", {torch.get_num_threads()} threads" if self._device.type == "cpu" else ""
         self.description = f"PyTorch {torch.__version__} on {self._device}{note}, fp32"
 
@@ -64,27 +70,42 @@ class TorchSession:
     def run_reference(self, images: ImageBatch) -> Reference:
         """Return the outputs together with the relative lead of each channel's best cell over its second."""
         check_batch(images, self.metadata)
-        tensors = self._explain(normalise(images, self.metadata.mean, self.metadata.std))
+        tensors = self._explain(self._normalise, images)
         top2_margin = None if tensors.attention is None else _top2_margin(tensors.attention)
         return Reference(images, to_outputs(tensors), top2_margin)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; the outputs hold the attention maps too."""
-        return to_outputs(self._explain(images), attention=True)
+        return to_outputs(self._explain(self._upload, images), attention=True)
 
     def run_with_attention(self, images: ImageBatch) -> Outputs:
         """See `AttentionSession.run_with_attention`."""
-        return self.run_normalised(normalise(images, self.metadata.mean, self.metadata.std))
+        return to_outputs(self._explain(self._normalise, images), attention=True)
 
-    def _explain(self, images: FloatArray) -> HeadOutputs:
+    def _explain(self, prepare: Callable[[NDArray[Any]], torch.Tensor], images: NDArray[Any]) -> HeadOutputs:
+        """Run the network on what `prepare` makes of the images on the device: float32 [N, 3, H0, W0], normalised."""
         try:
             with torch.inference_mode():
-                return self._network.explain(torch.from_numpy(images).to(self._device))
+                return self._network.explain(prepare(images))
         except RuntimeError as error:
-            raise _translate_error(error, len(images)) from None
+            raise translate_error(error, len(images)) from None
+
+    def _upload(self, images: NDArray[Any]) -> torch.Tensor:
+        return to_tensor(images).to(self._device)
+
+    def _normalise(self, images: ImageBatch) -> torch.Tensor:
+        """Return the images on the device, normalised there by the arithmetic of `preprocess.resize.normalise`."""
+        pixels = self._upload(images).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        # a tensor, since CUDA multiplies by the rounded reciprocal of a number
+        return pixels.div_(pixels.new_tensor(255.0)).sub_(self._mean).div_(self._std)
 
 
-def _translate_error(error: RuntimeError, batch: int) -> Exception:
+def to_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor of an array, without a copy where PyTorch can share the memory."""
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def translate_error(error: RuntimeError, batch: int) -> Exception:
     """Return OutOfMemory or StoppedEarly for a full memory or a lost device; every other error is a bug of ours."""
     line = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in line:

@@ -15,6 +15,7 @@ from opal_deploy.synthetic.dataset import (
     generate_dataset,
     noise_image,
     read_annotations,
+    test_vector_images,
 )
 from opal_deploy.synthetic.scenery import draw_background
 from opal_deploy.synthetic.species import MAX_SPECIES, VARIANTS, Species, list_species
@@ -35,4 +36,5 @@ __all__ = [
     "list_species",
     "noise_image",
     "read_annotations",
+    "test_vector_images",
 ]

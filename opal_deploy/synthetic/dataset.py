@@ -235,3 +235,8 @@ def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
 def noise_image(height: int, width: int) -> NDArray[np.uint8]:
     """Return uniform noise, always the same: uint8 [height, width, 3]."""
     return np.random.default_rng(_EXAMPLE_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_vector_images(height: int, width: int) -> NDArray[np.uint8]:
+    """Return the images of test vectors, three creatures and one of noise, always the same: uint8 [4, H0, W0, 3]."""
+    return np.concatenate([example_images(3, height, width), noise_image(height, width)[None]])

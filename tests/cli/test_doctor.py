@@ -132,6 +132,24 @@ def test_people_read_stderr_and_find_what_never_ran(machine, capsys):
         assert line in written.err
 
 
+@pytest.mark.parametrize(
+    ("installed", "driver", "compiled", "lost"),
+    [
+        (("torch==2.15.0",), DRIVER, "cannot work: torch.compile needs Triton", True),
+        (("torch==2.15.0", "triton==3.9"), DRIVER, "can work on the GPU (never run on hardware)", True),
+        (("torch==2.15.0",), NO_DRIVER, "can work on the CPU", False),
+    ],
+)
+def test_checkpoints_can_be_compiled_or_not_and_a_gpu_without_tensorrt_is_told_what_it_lacks(
+    machine, document, monkeypatch, installed, driver, compiled, lost
+):
+    machine(*installed, driver=driver)
+    monkeypatch.setattr(diagnostics.shutil, "which", lambda name: name)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert f"`infer --runtime compiled` {compiled}" in document("torch")[1]["problem"]
+    assert ("no other runtime fuses and times kernels" in document("tensorrt")[1]["problem"]) is lost
+
+
 ALONE, LIBS = ("tensorrt-cu13==11.4",), ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
 
 

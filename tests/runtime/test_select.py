@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.runtime.devices import Runtime
 from opal_deploy.runtime.select import find_model, open_sessions
 from tests.builders import build_sidecar
 
@@ -134,3 +135,24 @@ def test_what_is_no_model_is_refused(tmp_path, name, says):
     (tmp_path / "m.tflite").touch()
     with pytest.raises(ArtifactError, match=says):
         open_sessions(tmp_path / name)
+
+
+class TestRuntimes:
+    """What --runtime names."""
+
+    def test_only_its_models_are_considered(self, folder):
+        assert (
+            find_model(folder, gpu=False, check_engine=lambda _: "", runtime=Runtime.onnxruntime).path.suffix == ".onnx"
+        )
+        for runtime in (Runtime.torch, Runtime.compiled):
+            choice = find_model(folder, gpu=False, check_engine=lambda _: "", runtime=runtime)
+            assert choice.path.name == "ckpt.pt"
+        with pytest.raises(UsageError, match=r"no exported model .*--runtime tensorrt does not run ckpt\.onnx"):
+            find_model(folder, gpu=False, check_engine=lambda _: "", runtime=Runtime.tensorrt)
+        (folder / "other.pt").touch()
+        with pytest.raises(UsageError, match=r"several checkpoints here: ckpt\.pt, other\.pt; choose one with --model"):
+            find_model(folder, gpu=False, check_engine=lambda _: "", runtime=Runtime.compiled)
+
+    def test_another_kind_of_model_is_refused(self, folder):
+        with pytest.raises(UsageError, match=r"an ONNX file, and --runtime compiled runs a checkpoint"):
+            open_sessions(folder / "ckpt.onnx", runtime=Runtime.compiled)

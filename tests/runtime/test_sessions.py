@@ -19,7 +19,7 @@ from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.select import open_sessions
@@ -179,6 +179,12 @@ class TestTorchReference:
         best = attention.flatten(2).sort(dim=2, descending=True).values
         expected = (best[..., 0] - best[..., 1]) / best[..., 0]
         np.testing.assert_allclose(torch_session.run_reference(IMAGES).top2_margin, expected, atol=1e-5)
+
+    def test_pixels_are_normalised_on_the_device_as_numpy_does(self, tiny, torch_session):
+        normalised = torch_session._normalise(IMAGES[::-1])
+        assert normalised.is_contiguous()
+        expected = normalise(IMAGES[::-1], torch_session.metadata.mean, torch_session.metadata.std)
+        np.testing.assert_array_equal(normalised, expected)
 
     def test_it_never_uses_tf32(self, tiny):
         TorchSession(tiny.checkpoint, device="cpu")

@@ -12,6 +12,7 @@ import typer
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
+from opal_deploy.runtime.devices import Runtime
 
 if TYPE_CHECKING:
     from opal_deploy.inference.run.directory import RunDirectory
@@ -97,6 +98,10 @@ def infer(
         str | None, typer.Option(help="Stop once more images failed: a number, or P% (from 100 images on).")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.")] = "auto",
+    runtime: Annotated[
+        Runtime,
+        typer.Option(help="auto: by the model's file; compiled: a checkpoint by torch.compile."),
+    ] = Runtime.auto,
     batch: Annotated[
         int | None, typer.Option(min=1, help=f"Images a forward pass; default: {CPU_BATCH}, on a GPU {GPU_BATCH}.")
     ] = None,
@@ -117,7 +122,8 @@ def infer(
         typer.Option("--isolate/--no-isolate", help="Decode in processes: a decoder that crashes costs one image."),
     ] = True,
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs", help="Engines: replay the kernels of a batch size as a CUDA graph.")
+        bool,
+        typer.Option("--cuda-graphs", help="Engines, --runtime compiled: replay a batch size as a CUDA graph."),
     ] = False,
     expect_sha256: Annotated[
         str | None, typer.Option("--expect-sha256", help="Expected SHA-256 of the model's file; any other is refused.")
@@ -164,8 +170,9 @@ def infer(
         num_workers = workers or default_workers()
 
         loaded = setup.load_model(
-            model, device=device, threads=threads, cuda_graphs=cuda_graphs, expect_sha256=expect_sha256
-        )
+            model, device=device, threads=threads, cuda_graphs=cuda_graphs, expect_sha256=expect_sha256,
+            runtime=runtime,
+        )  # fmt: skip
         metadata = loaded.metadata
         setup.check_model(
             loaded.path,
@@ -193,6 +200,9 @@ def infer(
             isolate=isolate, decode_timeout=decode_timeout or None,
             top=top, min_margin=margin, model_sha256=loaded.fingerprint["sha256"], slot_names=drawing.slot_names,
         )  # fmt: skip
+        if runtime is Runtime.compiled:
+            print_message(f"Compiling {loaded.path} for batches of {inference.batch}, and checking the result")
+        setup.prepare_batch_size(sessions, inference.batch)
         # the options that decide the records and drawings: a run with other ones is another run
         config = {
             IMAGES: images,
@@ -207,6 +217,8 @@ def infer(
             "shard": "{}/{}".format(*inputs.shard) if inputs.shard[1] > 1 else None,
             "recursive": recursive,
             **drawing.config,
+            # its arithmetic is another, and on a GPU half precision
+            **({"runtime": runtime.value} if runtime is Runtime.compiled else {}),
         }
         skipped = Skipped()
         # a call without a single image fails here, before anything is written
@@ -215,8 +227,8 @@ def infer(
             if directory.state == "finished":
                 document = output.print_finished(directory, tables)
             else:
-                runtime = output.describe_runtime(sessions)
-                print_message(f"Explaining with {loaded.path} in {runtime}, batches of {inference.batch}")
+                described = output.describe_runtime(sessions)
+                print_message(f"Explaining with {loaded.path} in {described}, batches of {inference.batch}")
                 facts = tuple(output.report_facts(loaded.path, metadata, sessions))
                 evidence = output.describe_evidence(loaded.path, metadata) if explain else ""
                 if evidence:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +17,10 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
+from opal_deploy.runtime.devices import Runtime
 
 if TYPE_CHECKING:
+    from opal_deploy.artifact.engine_file import Sidecar
     from opal_deploy.inference.sheets import SheetBuilder
     from opal_deploy.inference.sources.annotations import Boxes, Labels
     from opal_deploy.inference.sources.items import Skipped
@@ -117,21 +119,41 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path | None, *, device: str, threads: int | None, cuda_graphs: bool, expect_sha256: str | None
+    path: Path | None,
+    *,
+    device: str,
+    threads: int | None,
+    cuda_graphs: bool,
+    expect_sha256: str | None,
+    runtime: Runtime,
 ) -> LoadedModel:
     """Open the model on its devices; without a path, the best one of the working directory.
 
     Raises:
         ArtifactError: there is no such model, it is damaged, or its digest is not `expect_sha256`.
-        UsageError: there is no such device. MissingExtra: its runtime is not installed.
+        UsageError: there is no such device, or the runtime does not run such a model.
+        MissingExtra: its runtime is not installed.
     """
     from opal_deploy.runtime.select import open_sessions
 
-    path = path or find_default_model(device)
+    path = path or find_default_model(device, runtime)
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
-    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
+    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
     return LoadedModel(path, sessions, fingerprint_model(path))
+
+
+def prepare_batch_size(sessions: Sequence[Session], size: int) -> None:
+    """Let sessions that compile for a batch size do so before anything is written.
+
+    Raises:
+        UsageError: nothing can be compiled here. VerificationError: what was compiled computes something else.
+    """
+    from opal_deploy.runtime.session import PaddingSession
+
+    for session in sessions:
+        if isinstance(session, PaddingSession):
+            session.add_batch_size(size)
 
 
 def raise_pillow_limit(max_pixels: int) -> None:
@@ -143,19 +165,23 @@ def raise_pillow_limit(max_pixels: int) -> None:
         Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
 
 
-def find_default_model(device: str) -> Path:
-    """Return the best model of the working directory that this machine can run."""
+def find_default_model(device: str, runtime: Runtime = Runtime.auto) -> Path:
+    """Return the best model of the working directory that this machine can run, of those that the runtime runs."""
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model
     from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility_here
 
-    if device == "cpu":
-        choice = find_model(Path(), gpu=False, check_engine=lambda _: "an engine runs on a GPU, and --device is cpu")
-    else:
-        # of several devices the first stands for all: they are of one kind, or the session of another refuses
-        number = device.split(",")[0].rpartition(":")[2]
-        index = int(number) if number.isdigit() else 0
-        choice = find_model(Path(), gpu=cuda_is_usable(), check_engine=lambda s: find_incompatibility_here(s, index))
+    # of several devices the first stands for all: they are of one kind, or the session of another refuses
+    number = device.split(",")[0].rpartition(":")[2]
+    index = int(number) if number.isdigit() else 0
+
+    def check_engine(sidecar: Sidecar) -> str:
+        if device == "cpu":
+            return "an engine runs on a GPU, and --device is cpu"
+        return find_incompatibility_here(sidecar, index)
+
+    gpu = device != "cpu" and cuda_is_usable()
+    choice = find_model(Path(), gpu=gpu, check_engine=check_engine, runtime=runtime)
     print_message(f"Model: {choice.path} ({choice.reason})")
     return choice.path
 

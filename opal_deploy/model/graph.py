@@ -1,0 +1,113 @@
+"""The network as it is deployed: images in, the contract's outputs out (docs/contract.md), the backbone in a precision.
+
+Normalisation is part of the graph, so that uint8 images travel to the device and nothing is computed on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.artifact.metadata import InputKind
+from opal_deploy.model.network import OpalNetwork
+
+ATTENTION = "attention"
+# types of the backbone; `tf32` is float32 whose products a GPU rounds, by a setting of PyTorch's
+TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class InferenceGraph(nn.Module):
+    """A network with its normalisation.
+
+    Input `images`: uint8 [N, H0, W0, 3] RGB, or float32 [N, 3, H0, W0] already normalised. `forward` returns the
+    outputs in the order of `output_names`.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        network: OpalNetwork,
+        input_kind: InputKind,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        attention: bool = False,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.input_kind = input_kind
+        self.with_attention = attention
+        # (v / 255 - mean) / std as one multiplication and one subtraction
+        deviation = torch.tensor(std, dtype=torch.float64)
+        scale, shift = 1.0 / (255.0 * deviation), torch.tensor(mean, dtype=torch.float64) / deviation
+        self.register_buffer("scale", scale.float().reshape(1, 3, 1, 1))
+        self.register_buffer("shift", shift.float().reshape(1, 3, 1, 1))
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The contract's outputs, in order."""
+        if self.network.config.head.evidence == "none":
+            return ("logits",)
+        return ("logits", "argmax", "scores", *((ATTENTION,) if self.with_attention else ()))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        values = self.explain(self.project(self.normalise(images)))
+        return tuple(values[name] for name in self.output_names)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Return float32 [N, 3, H0, W0], normalised."""
+        if self.input_kind == "float32":
+            return images
+        # the cast comes first: TensorRT refuses any other first operation on uint8
+        return images.float().permute(0, 3, 1, 2) * self.scale - self.shift
+
+    def project(self, normalised: Tensor) -> Tensor:
+        """Return the projection, float32 [N, K, H, W]."""
+        return self.network.head.project(self.network.backbone(normalised))
+
+    def explain(self, projected: Tensor) -> dict[str, Tensor]:
+        """Return the outputs that the head has, by name."""
+        head = self.network.head.explain(projected)
+        values = {"logits": head.logits, "argmax": head.argmax, "scores": head.scores, ATTENTION: head.attention}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class _CastBackbone(nn.Module):
+    """A backbone that casts its input to its own precision and layout, and its features as the exporter's cast does."""
+
+    def __init__(self, backbone: nn.Module, precision: str, *, channels_last: bool) -> None:
+        super().__init__()
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.dtype = TYPES[precision]
+        # bfloat16 has too few digits for the projection: see `export.precision`
+        self.feature_dtype = torch.float32 if precision == "bf16" else self.dtype
+        self.backbone = backbone.to(self.dtype).to(memory_format=self.layout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        # uint8 images are NHWC and stay so in memory when permuted to NCHW
+        features: Tensor = self.backbone(images.to(self.dtype).contiguous(memory_format=self.layout))
+        return features.to(self.feature_dtype)
+
+
+def build_inference_graph(
+    network: OpalNetwork, mean: Sequence[float], std: Sequence[float], precision: str, *, channels_last: bool
+) -> InferenceGraph:
+    """Return the graph of a copy of a network, in evaluation mode, that takes uint8 images.
+
+    Args:
+        network: is copied, not changed.
+        mean: by channel, of pixels in [0, 1].
+        std: by channel.
+        precision: of the backbone and, but for bf16, the projection: one of `TYPES`; the rest is float32.
+        channels_last: lay convolutions out as NHWC.
+    """
+    network = copy.deepcopy(network).eval()
+    backbone = _CastBackbone(network.backbone, precision, channels_last=channels_last)
+    network.head.projection.to(backbone.feature_dtype).to(memory_format=backbone.layout)
+    network.backbone = backbone  # type: ignore[assignment]  # only `forward` is called from here on
+    return InferenceGraph(network, "uint8", mean, std).eval()

@@ -1,0 +1,215 @@
+"""A session on a checkpoint that torch.compile turned into kernels, on the CPU; `cuda_compiled_session` has the GPU's.
+
+For checkpoints on machines without TensorRT. Weights are frozen into the code, so that batch norms fold into
+convolutions; convolutions are NHWC; normalisation is part of the graph. Every batch size is compiled anew, which takes
+a minute, so batches are filled up to a size that is compiled. A size answers nothing until its outputs on the test
+pictures were compared with those of the eager float32 network, by the gates of `verification`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opal_deploy.artifact.metadata import Metadata, Precision
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import OpalError, StoppedEarly, UsageError, VerificationError, first_line
+from opal_deploy.model import checkpoint as checkpoints
+from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.graph import build_inference_graph
+from opal_deploy.runtime.diagnostics import find_compile_problem
+from opal_deploy.runtime.session import ImageBatch, check_batch
+from opal_deploy.runtime.torch_session import TorchSession, to_tensor, torch_device, translate_error
+from opal_deploy.runtime.verification import GATES, compare_outputs
+from opal_deploy.synthetic import test_vector_images
+
+# uint8 [N, H0, W0, 3] to the model's outputs, N a size that is compiled
+Program = Callable[[Tensor], tuple[Tensor, ...]]
+# every batch size of every network is compiled anew
+_MAX_RECOMPILATIONS = 1024
+
+
+def compile_graph(graph: nn.Module) -> Program:
+    """Return the graph, compiled by its first call with each batch size, its weights frozen.
+
+    It must be called in `torch.inference_mode()`. Autotuning is off: it multiplies the minutes of compiling, and what
+    it gains was never measured on a GPU here.
+    """
+    # beyond its limits torch.compile would silently run eagerly
+    torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
+    torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
+    program: Program = torch.compile(graph, dynamic=False, options={"freezing": True})
+    return program
+
+
+class CompiledSession:
+    """A compiled checkpoint on the CPU, float32; `open_compiled_session` makes one.
+
+    Attributes:
+        metadata: of the checkpoint, with the precision of this session.
+        description: engine, device, threads, precision.
+        batch_invariant: False: kernels belong to a batch size.
+    """
+
+    batch_invariant = False
+    default_precision: Precision = "fp32"
+
+    def __init__(
+        self,
+        source: Path | Checkpoint,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        """Load a checkpoint and run the eager network on the test pictures; a batch size is compiled when it is added.
+
+        Args:
+            source: a file, or a loaded checkpoint.
+            device: `cpu`, `cuda` or `cuda:N`, as the class has it.
+            threads: of PyTorch in this process; None leaves their number.
+            precision: of the backbone, as the exporter casts it: fp32, fp16 or bf16; None: the class's default.
+
+        Raises:
+            CheckpointError: not a checkpoint.
+            UsageError: the requested GPU is not there, or nothing can be compiled here.
+        """
+        checkpoint = source if isinstance(source, Checkpoint) else checkpoints.load(source)
+        self._origin = str(source) if isinstance(source, Path) else str(checkpoint.source.get("file", "the checkpoint"))
+        self._device = torch_device(device)
+        self._check_compiler()
+        precision = precision or self.default_precision
+        eager = TorchSession(checkpoint, device=device, threads=threads)
+        self.metadata: Metadata = replace(eager.metadata, precision=precision)
+        self._reference = eager.run_reference(test_vector_images(*self.metadata.input_size))
+        graph = build_inference_graph(
+            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=True
+        )
+        self._graph = compile_graph(graph.to(self._device))
+        self._programs: dict[int, Program] = {}
+        note = f", {torch.get_num_threads()} threads" if self._device.type == "cpu" else ""
+        self.description = f"PyTorch {torch.__version__} compiled on {self._device}{note}, {precision}"
+
+    def add_batch_size(self, size: int) -> None:
+        """See `PaddingSession.add_batch_size`; compiles and checks a size that is new.
+
+        Raises:
+            UsageError: torch.compile does not work here.
+            VerificationError: the compiled network's outputs differ too far from those of the eager one.
+        """
+        if size not in self._programs:
+            program = self._compile(size)
+            self._verify(program, size)
+            self._programs[size] = program
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`; where no batch size was added, the first batch's is.
+
+        Raises:
+            UsageError, VerificationError: see `add_batch_size`.
+        """
+        check_batch(images, self.metadata)
+        self._ensure_size(len(images))
+        largest = max(self._programs)
+        parts = [images[start : start + largest] for start in range(0, len(images), largest)]
+        return Outputs.concatenate([self._run_part(part) for part in parts])
+
+    def _ensure_size(self, images: int) -> None:
+        if not self._programs:
+            self.add_batch_size(images)
+
+    def _run_part(self, images: ImageBatch) -> Outputs:
+        rows = choose_size(self._programs, len(images))
+        if len(images) < rows:
+            blank = np.zeros((rows - len(images), *images.shape[1:]), np.uint8)
+            return self._compute(self._programs[rows], np.concatenate([images, blank])).rows(0, len(images))
+        return self._compute(self._programs[rows], images)
+
+    def _compute(self, program: Program, images: ImageBatch) -> Outputs:
+        """Run a program on a batch of its size and wait for the outputs."""
+        try:
+            with torch.inference_mode():
+                tensors = program(to_tensor(images).to(self._device))
+                arrays = [tensor.cpu().numpy() for tensor in tensors]
+        except RuntimeError as error:
+            raise translate_error(error, len(images)) from None
+        outputs = dict(zip(self.metadata.outputs, arrays, strict=True))
+        return Outputs(outputs["logits"], outputs.get("argmax"), outputs.get("scores"))
+
+    def _check_compiler(self) -> None:
+        problem, advice = find_compile_problem(gpu=self._device.type == "cuda")
+        if problem:
+            raise self._unusable(f"{problem}: {advice}")
+
+    def _unusable(self, reason: str) -> UsageError:
+        return UsageError(
+            f"{self._origin}: cannot be compiled here: {reason}; or run it with --runtime torch, or export it "
+            "(opal-deploy export) and run the file"
+        )
+
+    def _compile(self, size: int) -> Program:
+        """Return the program of a batch size, compiled and run once."""
+        with self._translate_compile_errors(size):
+            self._warm_up(size)
+        return self._graph
+
+    def _warm_up(self, size: int) -> Tensor:
+        """Compile the graph for a batch size by running it; return the blank images that it ran on."""
+        with torch.inference_mode():
+            images = torch.zeros(size, *self.metadata.input_size, 3, dtype=torch.uint8, device=self._device)
+            self._graph(images)
+        return images
+
+    @contextlib.contextmanager
+    def _translate_compile_errors(self, size: int) -> Iterator[None]:
+        try:
+            yield
+        except OpalError:
+            raise
+        except Exception as error:  # torch.compile raises many classes, those of its compilers among them
+            translated = translate_error(error, size) if isinstance(error, RuntimeError) else error
+            if isinstance(translated, StoppedEarly):
+                raise translated from None
+            raise self._unusable(first_line(error)) from None
+
+    def _verify(self, program: Program, size: int) -> None:
+        """Compare the outputs on the test pictures, repeated to fill whole batches, with the eager network's."""
+        pictures = self._reference.images
+        filled = pictures[np.arange(-(-len(pictures) // size) * size) % len(pictures)]
+        parts = [self._compute(program, filled[start : start + size]) for start in range(0, len(filled), size)]
+        outputs = Outputs.concatenate(parts).rows(0, len(pictures))
+        gate = GATES[self.metadata.precision].relaxed_for_machine()
+        comparison = compare_outputs(self._reference, outputs, self.metadata, gate)
+        if not comparison:
+            raise VerificationError(
+                f"{self._origin}: compiled for batches of {size}, {self.description} does not reproduce the eager "
+                f"network: {'; '.join(comparison.failures)}; run it with --runtime torch, or export it"
+            )
+
+
+def choose_size(sizes: dict[int, Any], images: int) -> int:
+    """Return the smallest size that has room for some images; there is one."""
+    return min(size for size in sizes if size >= images)
+
+
+def open_compiled_session(
+    source: Path | Checkpoint,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    precision: Precision | None = None,
+    cuda_graphs: bool = False,
+) -> CompiledSession:
+    """Return the session of a device: see `CompiledSession`, and `CudaCompiledSession` for `cuda_graphs`."""
+    if torch_device(device).type == "cpu":
+        return CompiledSession(source, device="cpu", threads=threads, precision=precision)
+    from opal_deploy.runtime.cuda_compiled_session import CudaCompiledSession
+
+    return CudaCompiledSession(source, device=device, threads=threads, precision=precision, cuda_graphs=cuda_graphs)
