@@ -9,6 +9,7 @@ pictures were compared with those of the eager float32 network, by the gates of 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ def compile_graph(graph: nn.Module) -> Program:
     # beyond its limits torch.compile would silently run eagerly
     torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
     torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
+    # it warns of every machine without a GPU
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     program: Program = torch.compile(graph, dynamic=False, options={"freezing": True})
     return program
 
