@@ -37,18 +37,24 @@ Program = Callable[[Tensor], tuple[Tensor, ...]]
 _MAX_RECOMPILATIONS = 1024
 
 
-def compile_graph(graph: nn.Module) -> Program:
+def compile_graph(graph: nn.Module, *, cuda_graphs: bool = False) -> Program:
     """Return the graph, compiled by its first call with each batch size, its weights frozen.
 
-    It must be called in `torch.inference_mode()`. Autotuning is off: it multiplies the minutes of compiling, and what
-    it gains was never measured on a GPU here.
+    The program must be called in `torch.inference_mode()`. Autotuning is off: it multiplies the minutes of compiling,
+    and what it gains was never measured on a GPU here.
+
+    Args:
+        graph: uint8 images to outputs, on its device.
+        cuda_graphs: let torch.compile record CUDA graphs, which only the thread that compiled can launch.
     """
     # beyond its limits torch.compile would silently run eagerly
     torch._dynamo.config.recompile_limit = _MAX_RECOMPILATIONS
     torch._dynamo.config.accumulated_recompile_limit = _MAX_RECOMPILATIONS
     # it warns of every machine without a GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    program: Program = torch.compile(graph, dynamic=False, options={"freezing": True})
+    # frozen weights are constants, so that batch norms are folded into convolutions and layouts chosen once
+    options: dict[str, Any] = {"freezing": True, "triton.cudagraphs": cuda_graphs}
+    program: Program = torch.compile(graph, dynamic=False, options=options)
     return program
 
 
