@@ -74,7 +74,7 @@ def test_half_precision_rounds_the_backbone_and_leaves_the_head(
     outputs = session.run(images)
     assert outputs.logits.dtype == np.float32
     assert 0 < np.abs(outputs.logits - eager.session.run(images).logits).max() < 0.1
-    projection = session._run.graph.network.head.projection  # type: ignore[attr-defined]
+    projection = session._run.network.head.projection  # type: ignore[attr-defined]
     assert projection.weight.dtype == (torch.float16 if precision == "fp16" else torch.float32)
     assert all(p.dtype == torch.float32 for p in network.checkpoint.network.parameters())
 
