@@ -17,9 +17,11 @@
 # STEPS:  tests pipeline settings head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird classes)
 #         and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
-# Never run on hardware as it is: seconds of every cap, the compile times among them, are estimates for an H100 with 16
-# cores; on a CPU every step ran with DRY=1, except those of engines, of CUDA graphs and of ONNX Runtime's options on CUDA,
-# and the trace of nvidia-smi.
+# Never run on hardware as it is: the seconds of every cap, with the compile times in them, are estimates for an H100 with 16
+# cores. With DRY=1 on two busy CPU cores requirements, doctor, models, jpegs, infer, settings, head, nine, latency and
+# server came to their end, with eager PyTorch for torch.compile. Tried nowhere: gpu_tests (collected only), whatever needs an engine,
+# CUDA graphs or ONNX Runtime's options on CUDA, freezing on a GPU, the trace of nvidia-smi, the installation of wheels;
+# ceiling and demo were too slow on those cores to end, and reproduce had no data.
 #
 # Everything runs from the repository's root without installing the project.
 set -u -o pipefail
