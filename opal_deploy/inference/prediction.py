@@ -1,8 +1,8 @@
 """Predict prepared batches with one session, and build their records.
 
-A record depends on its image alone. An image with an error keeps its place in the batch as a blank image, so that the
-others are computed exactly as they would be beside a good one; and where a runtime's last bits depend on the size of
-the batch, every forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
+A record does not depend on the other images. An image with an error keeps its place in the batch as a blank image, so
+that the others are computed exactly as they would be beside a good one; and where a runtime's last bits depend on the
+size of the batch, every forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class OnnxSession:
         description: engine, device, threads, precision.
         device: `cpu` or `cuda:N`.
         threads: of the CPU provider.
-        batch_invariant: whether an image's outputs are the same to the last bit in a batch of any size. The CPU's
-            kernels take each image by itself; a GPU's are chosen by the batch size.
+        batch_invariant: whether an image's scores and cells are the same to the last bit in a batch of any size. The
+            CPU's kernels take each image by itself; a GPU's are chosen by the batch size. Logits may differ by 1e-7.
     """
 
     device = "cpu"
