@@ -73,6 +73,7 @@ def explain(
     """
     from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import setup
+    from opal_deploy.cli.infer import sheets as sheet_setup
     from opal_deploy.inference.executor import predict_stream
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_effective_field, with_attention
     from opal_deploy.inference.sources import discovery
@@ -94,8 +95,8 @@ def explain(
         check_effective_field(metadata, str(path))
     opened_atlas = None
     if atlas is not None:
-        opened_atlas = setup.load_atlas(path, metadata, setup.fingerprint_model(path), atlas)
-    names = setup.load_slot_names(metadata, setup.find_names_file(slot_names, atlas))
+        opened_atlas = sheet_setup.load_atlas(path, metadata, setup.fingerprint_model(path), atlas)
+    names = sheet_setup.load_slot_names(metadata, sheet_setup.find_names_file(slot_names, atlas))
     options = SheetOptions(heatmap, opened_atlas, rows, names, min_margin, receptive_field)
     builder = SheetBuilder(metadata, options, model=str(path))
     if heatmap:

@@ -74,7 +74,7 @@ class Model:
         batch: int = 16,
         max_pixels: int = MAX_PIXELS,
     ) -> Record | Explanations:
-        """Return the records that `opal-deploy infer` writes, for one image or many.
+        """Return the records that `opal-deploy infer` writes, without their index, for one image or many.
 
         Args:
             images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array

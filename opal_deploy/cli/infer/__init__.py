@@ -147,6 +147,7 @@ def infer(
     A run that ended early, however it ended, goes on when the same command is given again.
     """
     from opal_deploy.cli.infer import output, setup
+    from opal_deploy.cli.infer import sheets as sheet_setup
     from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
     from opal_deploy.inference.run.drawing import ReportOptions
     from opal_deploy.inference.run.interrupt import handle_signals
@@ -183,7 +184,7 @@ def infer(
             top=top,
         )
         margin = None if min_margin is None else setup.parse_min_margin(min_margin, loaded.path, metadata)
-        drawing = setup.prepare_sheets(
+        drawing = sheet_setup.prepare_sheets(
             loaded,
             sheets=sheets,
             heatmap=heatmap,
