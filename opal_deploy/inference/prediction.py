@@ -111,7 +111,7 @@ class BatchPredictor:
             return None
         batch = self._take_rows(pixels, 0, len(images))
         if not self._in_flight:
-            self._lock.__enter__()
+            self._lock.acquire()
         self._in_flight += 1
         try:
             return session.submit(batch)
@@ -145,7 +145,7 @@ class BatchPredictor:
     def _count_collected(self) -> None:
         self._in_flight -= 1
         if not self._in_flight:
-            self._lock.__exit__()
+            self._lock.release()
 
     def _take_rows(self, pixels: Pixels, start: int, count: int) -> Pixels:
         """Return `count` rows of a batch, filled up with blank images where the session needs one size."""
@@ -238,16 +238,24 @@ class _FairLock:
         """Whether somebody waits for it."""
         return len(self._tickets) > 1
 
-    def __enter__(self) -> None:
+    def acquire(self) -> None:
+        """Wait for the lock, behind those who wait already."""
         ticket = object()
         with self._changed:
             self._tickets.append(ticket)
             self._changed.wait_for(lambda: self._tickets[0] is ticket)
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """Leave the lock to the next one."""
         with self._changed:
             self._tickets.popleft()
             self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 # a session is used by one predictor at a time
