@@ -6,7 +6,6 @@ copies, three batches in flight. PyTorch computes on the pipeline's own stream, 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from opal_deploy.artifact.metadata import Precision
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.compiled_session import CompiledSession, Program, choose_size
 from opal_deploy.runtime.cuda import Cuda, Stream
-from opal_deploy.runtime.pipeline import DEPTH, INPUT, BufferSet, PendingBatch, Pipeline, TensorSpec, tensor_specs
-from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+from opal_deploy.runtime.pipeline import INPUT, BufferSet, Pipeline, TensorSpec, tensor_specs
+from opal_deploy.runtime.pipeline_session import PipelineSession
+from opal_deploy.runtime.session import ImageBatch
 from opal_deploy.runtime.torch_session import translate_error
 
 
@@ -106,7 +105,7 @@ class ProgramKernels:
         return tensor
 
 
-class CudaCompiledSession(CompiledSession):
+class CudaCompiledSession(PipelineSession, CompiledSession):
     """A compiled checkpoint on a GPU, float16 unless told otherwise; `open_compiled_session` makes one."""
 
     default_precision: Precision = "fp16"
@@ -129,7 +128,6 @@ class CudaCompiledSession(CompiledSession):
         Raises:
             MissingExtra: cuda-bindings is not installed, which PyTorch brings for GPUs.
         """
-        self._pipeline: Pipeline | None = None
         super().__init__(source, device=device, threads=threads, precision=precision)
         self._cuda_graphs = cuda_graphs
         index = self._device.index or 0
@@ -139,57 +137,8 @@ class CudaCompiledSession(CompiledSession):
         if cuda_graphs:
             self.description += ", CUDA graphs"
 
-    @property
-    def _loaded(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ValueError("the session is closed")
-        return self._pipeline
-
-    @property
-    def depth(self) -> int:
-        """See `PipelinedSession.depth`."""
-        return DEPTH
-
-    def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run` and `CompiledSession.run`."""
-        self._prepare(images)
-        return self._loaded.run(images)
-
-    def submit(self, images: ImageBatch) -> PendingBatch:
-        """See `PipelinedSession.submit`."""
-        self._prepare(images)
-        return self._loaded.submit(images)
-
-    def collect(self, handle: object) -> Outputs:
-        """See `PipelinedSession.collect`."""
-        return self._loaded.collect(handle)
-
-    def register_buffer(self, address: int, size: int) -> bool:
-        """See `PinningSession.register_buffer`."""
-        return self._loaded.register(address, size)
-
-    def unregister_buffer(self, address: int) -> None:
-        """See `PinningSession.unregister_buffer`."""
-        self._loaded.unregister(address)
-
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; everything runs on one stream, in which nothing overlaps."""
-        self._prepare(images)
-        return self._loaded.run_staged(images)
-
-    def close(self) -> None:
-        """Free device and page-locked memory."""
-        if self._pipeline is not None:
-            self._pipeline.close()
-        self._pipeline = None
-
-    def __del__(self) -> None:
-        # at the interpreter's end the libraries may be gone already, and the memory with them
-        with contextlib.suppress(Exception):
-            self.close()
-
     def _prepare(self, images: ImageBatch) -> None:
-        check_batch(images, self.metadata)
+        super()._prepare(images)
         self._ensure_size(len(images))
 
     def _compile(self, size: int) -> Program:

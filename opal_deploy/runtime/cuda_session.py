@@ -10,7 +10,6 @@ sizes, and each size has a session of its own, whose shapes never change.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ from opal_deploy.runtime.cuda import Cuda, Stream
 from opal_deploy.runtime.cuda_libraries import load_cuda_libraries
 from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, translate_errors
-from opal_deploy.runtime.pipeline import DEPTH, INPUT, BufferSet, PendingBatch, Pipeline, TensorSpec, tensor_specs
-from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+from opal_deploy.runtime.pipeline import INPUT, BufferSet, Pipeline, TensorSpec, tensor_specs
+from opal_deploy.runtime.pipeline_session import PipelineSession
 from opal_deploy.runtime.verification import verify_test_vectors
 
 BATCH_SIZES = (1, 8, 64, 256)
@@ -99,7 +98,7 @@ class OnnxKernels:
         return binding, options
 
 
-class CudaOnnxSession(OnnxSession):
+class CudaOnnxSession(PipelineSession, OnnxSession):
     """An exported graph in ONNX Runtime on a GPU; `OnnxSession(path, device="cuda")` makes one."""
 
     batch_invariant = False
@@ -110,7 +109,6 @@ class CudaOnnxSession(OnnxSession):
         Raises:
             VerificationError: with these options, the file's own test vectors are not reproduced.
         """
-        self._pipeline: Pipeline | None = None
         self._cuda_options = cuda_options or CudaOptions()
         super().__init__(path, **options)
         if str(self._cuda_options):
@@ -145,59 +143,10 @@ class CudaOnnxSession(OnnxSession):
             )
         return session
 
-    @property
-    def _loaded(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ValueError("the session is closed")
-        return self._pipeline
-
-    @property
-    def depth(self) -> int:
-        """See `PipelinedSession.depth`."""
-        return DEPTH
-
     def add_batch_size(self, size: int) -> None:
         """See `PaddingSession.add_batch_size`."""
         self._kernels.add_size(size)
 
-    def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run`."""
-        check_batch(images, self.metadata)
-        return self._loaded.run(images)
-
-    def submit(self, images: ImageBatch) -> PendingBatch:
-        """See `PipelinedSession.submit`."""
-        check_batch(images, self.metadata)
-        return self._loaded.submit(images)
-
-    def collect(self, handle: object) -> Outputs:
-        """See `PipelinedSession.collect`."""
-        return self._loaded.collect(handle)
-
-    def register_buffer(self, address: int, size: int) -> bool:
-        """See `PinningSession.register_buffer`."""
-        return self._loaded.register(address, size)
-
-    def unregister_buffer(self, address: int) -> None:
-        """See `PinningSession.unregister_buffer`."""
-        self._loaded.unregister(address)
-
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; everything runs on one stream, in which nothing overlaps."""
-        check_batch(images, self.metadata)
-        return self._loaded.run_staged(images)
-
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
         return self._loaded.run(np.asarray(images))
-
-    def close(self) -> None:
-        """Free device and page-locked memory."""
-        if self._pipeline is not None:
-            self._pipeline.close()
-        self._pipeline = None
-
-    def __del__(self) -> None:
-        # at the interpreter's end the libraries may be gone already, and the memory with them
-        with contextlib.suppress(Exception):
-            self.close()

@@ -6,7 +6,6 @@ engine's own test vectors run before anything else.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 from pathlib import Path
@@ -21,8 +20,9 @@ from opal_deploy.errors import ArtifactError, OutOfMemory, UsageError, Verificat
 from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.devices import parse_device
 from opal_deploy.runtime.nvml import read_driver
-from opal_deploy.runtime.pipeline import DEPTH, PendingBatch, Pipeline, TensorSpec, tensor_specs
-from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+from opal_deploy.runtime.pipeline import Pipeline, TensorSpec, tensor_specs
+from opal_deploy.runtime.pipeline_session import PipelineSession
+from opal_deploy.runtime.session import ImageBatch
 from opal_deploy.runtime.tensorrt import bindings
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, first_error, make_logger
 from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility
@@ -31,7 +31,7 @@ from opal_deploy.runtime.tensorrt.kernels import EngineKernels
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
-class EngineSession:
+class EngineSession(PipelineSession):
     """A loaded engine.
 
     Attributes:
@@ -54,7 +54,6 @@ class EngineSession:
             MissingExtra: a library is not installed.
             VerificationError: the test vectors are not reproduced.
         """
-        self._pipeline: Pipeline | None = None
         self._kernel_cache: KernelCache | None = None
         self._kernels_saved = False
         self.sidecar: Sidecar
@@ -100,65 +99,28 @@ class EngineSession:
         """The most images that one execution takes; larger batches are taken in parts."""
         return self.sidecar.batch.max
 
-    @property
-    def _loaded(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ValueError("the session is closed")
-        return self._pipeline
-
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        check_batch(images, self.metadata)
-        outputs = self._loaded.run(images)
+        outputs = super().run(images)
         self._save_kernels()
         return outputs
-
-    @property
-    def depth(self) -> int:
-        """See `PipelinedSession.depth`."""
-        return DEPTH
-
-    def submit(self, images: ImageBatch) -> PendingBatch:
-        """See `PipelinedSession.submit`; a batch of more than `max_batch` images waits for its first parts."""
-        check_batch(images, self.metadata)
-        return self._loaded.submit(images)
 
     def collect(self, handle: object) -> Outputs:
         """See `PipelinedSession.collect`."""
-        outputs = self._loaded.collect(handle)
+        outputs = super().collect(handle)
         self._save_kernels()
         return outputs
-
-    def register_buffer(self, address: int, size: int) -> bool:
-        """See `PinningSession.register_buffer`."""
-        return self._loaded.register(address, size)
-
-    def unregister_buffer(self, address: int) -> None:
-        """See `PinningSession.unregister_buffer`."""
-        self._loaded.unregister(address)
-
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; everything runs on one stream, in which nothing overlaps."""
-        check_batch(images, self.metadata)
-        return self._loaded.run_staged(images)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Run float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
         return self._loaded.run(images)
 
-    def __del__(self) -> None:
-        # at the interpreter's end the libraries may be gone already, and the memory with them
-        with contextlib.suppress(Exception):
-            self.close()
-
     def close(self) -> None:
-        """Free device and pinned memory."""
-        if self._pipeline is not None:
-            if self._kernel_cache is not None:
-                self._kernel_cache.save()
-            self._pipeline.close()
-        self._kernel_cache = None
-        self._pipeline = self._engine = self._runtime = None
+        """See `PipelineSession.close`; new kernels are saved first."""
+        if self._pipeline is not None and self._kernel_cache is not None:
+            self._kernel_cache.save()
+        super().close()
+        self._kernel_cache = self._engine = self._runtime = None
 
     def _parse_device(self, device: str) -> int:
         kind, index = parse_device(device)
