@@ -32,6 +32,7 @@ from opal_deploy.bench.targets.loading import (
 )
 from opal_deploy.bench.timing import Call, Clock, random_batches, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError
+from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.statistics.intervals import median, paired_ratios, spread
 
 if TYPE_CHECKING:
@@ -236,7 +237,11 @@ def _runtime_variants(network: NamedNetwork, setup: Setup) -> _Variants:
     def applied(name: Runtime) -> Setup:
         channels_last = setup.channels_last and name in PYTORCH_RUNTIMES
         return replace(
-            setup, runtime=name, channels_last=channels_last, cuda_graphs=setup.cuda_graphs and name in RECORDED
+            setup,
+            runtime=name,
+            channels_last=channels_last,
+            cuda_options=setup.cuda_options if name == "onnxruntime" else CudaOptions(),
+            cuda_graphs=setup.cuda_graphs and name in RECORDED,
         )
 
     return [(name, network, applied(name)) for name in RUNTIMES]

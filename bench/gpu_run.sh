@@ -183,7 +183,7 @@ print(sum(os.path.getsize(path) for path in paths) / len(paths) / 1e3, "kB an im
 PY
 }
 
-# JPEG to record, beside the bare session: ONNX Runtime, an engine where one could be built, and the best classes alone
+# JPEG to record, beside the bare session: ONNX Runtime, an engine where one could be built, torch.compile, the best classes alone
 pipeline() {
   make_models
   make_images
@@ -197,13 +197,16 @@ pipeline() {
     done
   done
   for name in "${two[@]}"; do
+    measure_infer "compiled_$name" "$work/$name.pt" $((distinct * copies)) --runtime compiled
+  done
+  for name in "${two[@]}"; do
     measure_infer "topk_$name" "$work/$name.topk.onnx" $((distinct * copies))
   done
 }
 
-measure_infer() { # name, model, images
+measure_infer() { # name, model, images, more options
   step "infer_$1" 50 "${opal[@]}" bench pipeline "@$work/jpegs.txt" --model "$2" --device "$device" --batch "$batch" --limit "$3" \
-    --repeats "$repeats" --no-explain --out "$results"
+    --repeats "$repeats" --no-explain --out "$results" "${@:4}"
 }
 
 settings() {

@@ -12,7 +12,9 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.runtime.cuda_options import CudaOptions
+from opal_deploy.runtime.devices import Runtime as InferenceRuntime
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.select import check_runtime, open_sessions
 from opal_deploy.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -124,33 +126,44 @@ def load_file(path: Path, setup: Setup) -> LoadedTarget:
     return loaded
 
 
-def load_for_inference(path: Path, *, device: str, threads: int | None) -> LoadedTarget:
-    """Load a model as `infer` does: a checkpoint in the reference session.
+def load_for_inference(
+    path: Path,
+    *,
+    device: str,
+    threads: int | None,
+    runtime: InferenceRuntime = InferenceRuntime.auto,
+    cuda_graphs: bool = False,
+) -> LoadedTarget:
+    """Load a model as `infer` does: a checkpoint in the reference session, or in the compiled one.
 
     Raises:
         ArtifactError, CheckpointError: no such model, or not one of ours.
-        UsageError: a device does not exist.
+        UsageError: a device does not exist, or the runtime does not run such a model or cannot work here.
         MissingExtra: the runtime is not installed.
     """
+    setup = Setup(device=device, threads=threads, cuda_graphs=cuda_graphs)
+    check_runtime(path, runtime)
     if model_kind(path) != "checkpoint" or not path.is_file():
-        return load_file(path, Setup(device=device, threads=threads))
-    from opal_deploy.runtime.select import open_sessions
-
-    (session,) = open_sessions(path, device=device, threads=threads)
+        return load_file(path, setup)
+    compiled = runtime is InferenceRuntime.compiled
+    (session,) = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
     import torch
 
     from opal_deploy.runtime.torch_session import torch_device
 
+    on_gpu = torch_device(device).type != "cpu"
+    setup.check_fits(cuda_graphs=compiled and on_gpu)
     target = _describe(
         session.metadata,
         name=path.name,
-        runtime="torch eager",
+        runtime="torch compiled" if compiled else "torch eager",
         version=torch.__version__,
         device=str(torch_device(device)),
-        layout="uint8 NHWC, normalised on the device; convolutions NCHW",
+        layout=f"uint8 NHWC, normalised on the device; convolutions {'NHWC' if compiled else 'NCHW'}",
+        options="CUDA graphs" if cuda_graphs else "",
         sha256=compute_sha256(path),
     )
-    return LoadedTarget(session, target, torch.get_num_threads() if target.device == "cpu" else None)
+    return LoadedTarget(session, target, None if on_gpu else torch.get_num_threads())
 
 
 def load_network(network: NamedNetwork, setup: Setup) -> LoadedTarget:

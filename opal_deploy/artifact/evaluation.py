@@ -34,7 +34,11 @@ _CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirrorin
 
 
 def describe_evaluation(
-    evaluation: Mapping[str, Any], model: Path, receptive_field: Mapping[str, Any] | None = None
+    evaluation: Mapping[str, Any],
+    model: Path,
+    receptive_field: Mapping[str, Any] | None = None,
+    *,
+    export_of: str | None = None,
 ) -> str:
     """Return one line: what was measured of a model's evidence, what was not, and the command that measures it.
 
@@ -42,8 +46,12 @@ def describe_evaluation(
         evaluation: the document; empty for a model that was never measured.
         model: the model's file.
         receptive_field: `Metadata.receptive_field`, to say what a cell sees; None leaves that out.
+        export_of: the checkpoint to measure, where the model's own file cannot be: it lists its best classes alone.
     """
-    command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(model), "--faithfulness", "--record"])
+    measured = export_of or str(model)
+    command = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", measured, "--faithfulness", "--record"])
+    if export_of is not None:
+        command += f", and export {export_of} again"
     if not evaluation:
         return f"never measured whether boxes show what decides; measure it with: {command}"
     findings = [*_pointing(evaluation.get("pointing_game")), *_faithfulness(evaluation.get("faithfulness"))]
@@ -57,12 +65,12 @@ def describe_evaluation(
     findings.append(f"accuracy {100 * evaluation['accuracy']:.1f} %")
     other = "" if evaluation["model"] == model.name else f" with {evaluation['model']}"
     cropped = " cropped to boxes" if evaluation.get("boxes") else ""
-    measured = (
+    source = (
         f"measured{other} on {evaluation['images']:,} {evaluation['split']} images of {evaluation['data']}{cropped}, "
         f"{evaluation['when'][:10]}, opal-deploy {evaluation['opal_deploy']}"
     )
     advice = "" if evaluation.get("faithfulness") else f"; measure the rest with: {command}"
-    return f"{'; '.join(findings)} ({measured}){advice}"
+    return f"{'; '.join(findings)} ({source}){advice}"
 
 
 def _pointing(game: Mapping[str, Any] | None) -> Iterator[str]:

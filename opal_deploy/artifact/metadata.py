@@ -116,6 +116,11 @@ class Metadata:
         return self.num_classes if self.top_k is None else self.top_k
 
     @property
+    def checkpoint_name(self) -> str:
+        """The name of the checkpoint's file that the model was exported from; `ckpt.pt` where that is not known."""
+        return str(self.source.get("file") or "ckpt.pt")
+
+    @property
     def stride(self) -> int:
         """Input pixels per cell, H0 / H, the same in both directions."""
         return self.input_size[0] // self.grid[0]
@@ -251,7 +256,7 @@ def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
         UsageError: it was exported with `--outputs topk`.
     """
     if metadata.top_k is not None:
-        source = metadata.source.get("file") or "ckpt.pt"
+        source = metadata.checkpoint_name
         precision = "" if metadata.precision == "fp32" else f" --precision {metadata.precision}"
         raise UsageError(
             f"{model}: it outputs the best {metadata.top_k} classes alone, and {use} needs all; give a file with all "

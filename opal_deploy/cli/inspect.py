@@ -138,7 +138,8 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     if metadata.risk:
         lines.append(("risk", _format_risk(metadata.risk)))
     if metadata.evidence == "exact":
-        lines.append(("evaluation", describe_evaluation(metadata.evaluation, path)))
+        export_of = None if metadata.top_k is None else metadata.checkpoint_name
+        lines.append(("evaluation", describe_evaluation(metadata.evaluation, path, export_of=export_of)))
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:
         lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))

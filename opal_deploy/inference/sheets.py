@@ -168,7 +168,7 @@ def _with_attention(session: Session, model: str) -> Session:
         return session
     if isinstance(session, AttentionSession):
         return _AlwaysAttention(session)
-    source = session.metadata.source.get("file") or "ckpt.pt"
+    source = session.metadata.checkpoint_name
     cause = "it was exported" if session.metadata.exporter else "it was compiled"
     raise UsageError(
         f"{model}: {cause} without attention maps, which --heatmap needs; opal-deploy export {source} --outputs "

@@ -69,11 +69,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
     if path.is_dir():
         raise ArtifactError(f"{path}: a folder; give the model's file")
     kind = model_kind(path)
-    if kind in _KIND_NAMES and runtime is not Runtime.auto and kind != _KINDS[runtime]:
-        raise UsageError(
-            f"{path}: {_KIND_NAMES[kind]}, and --runtime {runtime} runs {_KIND_NAMES[_KINDS[runtime]]}; give such a "
-            "model, or leave out --runtime"
-        )
+    check_runtime(path, runtime)
     if kind == "checkpoint":
         require("torch", "train", "running a checkpoint")
         if runtime is Runtime.compiled:
@@ -94,6 +90,20 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
     from opal_deploy.runtime.onnx_session import OnnxSession
 
     return OnnxSession(path, device=device, threads=threads)
+
+
+def check_runtime(path: Path, runtime: Runtime) -> None:
+    """Check that a runtime runs models of this suffix.
+
+    Raises:
+        UsageError: it does not.
+    """
+    kind = model_kind(path)
+    if kind in _KIND_NAMES and runtime is not Runtime.auto and kind != _KINDS[runtime]:
+        raise UsageError(
+            f"{path}: {_KIND_NAMES[kind]}, and --runtime {runtime} runs {_KIND_NAMES[_KINDS[runtime]]}; give such a "
+            "model, or leave out --runtime"
+        )
 
 
 def find_model(

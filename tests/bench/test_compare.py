@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from opal_deploy.bench.compare import Comparison, ComparisonOptions, measure_comparison, time_interleaved
+from opal_deploy.bench.compare import (
+    Comparison,
+    ComparisonOptions,
+    build_comparisons,
+    measure_comparison,
+    time_interleaved,
+)
+from opal_deploy.bench.targets.loading import Setup
+from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.statistics.intervals import median, paired_ratios
 
 OPTIONS = ComparisonOptions(batch=2, rounds=30, run_seconds=0.1, warm_up_seconds=0)
@@ -56,6 +65,23 @@ def test_runs_alternate_and_have_as_many_batches_as_fill_them_and_one_that_does_
     assert len(targets[1].session.batches) == rates[1].warm_up_calls + 3 + 3 * (1 + 4)
     assert set(targets[1].session.batches) == {2}
     assert "".join(order[-30:]) == "aaabbbbbcc" + "ccbbbbbaaa" + "aaabbbbbcc"
+
+
+def test_options_of_onnx_runtime_are_left_out_of_the_other_runtimes(
+    monkeypatch: pytest.MonkeyPatch, fake_target: Any
+) -> None:
+    setups: dict[str, str] = {}
+
+    def load(network: object, setup: Setup) -> Any:
+        setups[setup.runtime] = str(setup.cuda_options)
+        return fake_target("n", lambda batch: None)
+
+    monkeypatch.setattr("opal_deploy.bench.compare.load_network", load)
+    options = parse_cuda_options(["prefer_nhwc=1"])
+    network: Any = SimpleNamespace(name="n")
+    (comparison,) = build_comparisons("runtime", [network], Setup(cuda_options=options), 1)
+    assert not comparison.unusable
+    assert setups == {"eager": "", "compile": "", "onnxruntime": "prefer_nhwc=1", "tensorrt": ""}
 
 
 def test_every_model_but_the_first_has_a_measurement(fake_target: Any, fake_time: Any) -> None:

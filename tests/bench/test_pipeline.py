@@ -31,6 +31,7 @@ from opal_deploy.bench.pipeline.measure import CaseResult, PipelineOptions, meas
 from opal_deploy.bench.pipeline.replay import ReplaySession
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.sources.items import Item
+from opal_deploy.runtime import compiled_session
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import BatchTimes, ImageBatch
 
@@ -331,9 +332,29 @@ def test_several_values_are_varied_without_the_network(bench: Callable, exact_mo
     assert "no network: answers computed beforehand" in done.stderr
 
 
+def test_a_checkpoint_is_measured_compiled_too(
+    bench: Callable, exact_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # compiling takes a minute, and is another test's subject
+    monkeypatch.setattr(compiled_session, "compile_graph", lambda graph: graph)
+    monkeypatch.setattr(compiled_session, "find_compile_problem", lambda gpu: ("", ""))
+    options = ("--batch", "4", "--workers", "1", "--no-explain", "--runtime", "compiled", "--device", "cpu")
+    done = bench(*options, "--repeats", "1", model=exact_model.with_suffix(".pt"))
+    assert done.returncode == 0, done.stderr
+    target = Measurement.from_line(done.stdout).target
+    assert target is not None
+    assert (target.runtime, target.layout) == (
+        "torch compiled",
+        "uint8 NHWC, normalised on the device; convolutions NHWC",
+    )
+    assert "compiled on cpu" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--runtime", "compiled"], "an ONNX file, and --runtime compiled runs a checkpoint"),
+        (["--cuda-graphs"], "--cuda-graphs is of engines"),
         (["--workers", "x"], "--workers 'x': expected whole numbers"),
         (["--image-size", "10"], "--image-size '10': expected WIDTHxHEIGHT"),
         (["--batch", "99"], "12 usable images, and a batch takes 99"),

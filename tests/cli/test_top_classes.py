@@ -67,7 +67,12 @@ def test_what_needs_all_outputs_is_refused_in_a_line(
     )
     assert "exported without attention maps" in refuse("explain", "in", "--heatmap")
     assert "best.onnx: it outputs the best 3 classes alone, and `evaluate` needs all" in refuse("evaluate", "in")
+    command = "opal-deploy evaluate DATA --model exact.pt --faithfulness --record"
+    advice = f"measure it with: {command}, and export exact.pt again"
     described = opal("inspect", models[0]).stderr
+    assert advice in described
+    explained = opal("infer", "in", "--explain", "--model", models[0], *TOP, cwd=tmp_path)
+    assert advice in explained.stderr
     assert "top_classes, top_logits, top_scores, top_cells, score_norm of the best 3 classes" in described
 
 

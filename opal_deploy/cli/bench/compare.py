@@ -37,6 +37,7 @@ def compare(
     runtime: Annotated[options.RuntimeName, typer.Option(help="For checkpoints and --backbone.")] = "onnxruntime",
     precision: Annotated[options.PrecisionName | None, typer.Option(help="For checkpoints and --backbone.")] = None,
     channels_last: options.ChannelsLast = False,
+    ort_option: options.OrtOptions = None,
     cuda_graphs: options.CudaGraphs = False,
     device: options.DeviceName = "auto",
     threads: options.Threads = None,
@@ -55,8 +56,10 @@ def compare(
     """
     from opal_deploy.bench.compare import ComparisonOptions, build_comparisons, measure_comparison
     from opal_deploy.bench.targets.loading import Setup
+    from opal_deploy.runtime.cuda_options import parse_cuda_options
 
-    setup = Setup(runtime, device, threads, precision, channels_last, cuda_graphs=cuda_graphs)
+    cuda_options = parse_cuda_options(ort_option or ())
+    setup = Setup(runtime, device, threads, precision, channels_last, cuda_options, cuda_graphs)
     batches = options.parse_batches(batch, (1,))
     if question is None:
         if model or backbone:

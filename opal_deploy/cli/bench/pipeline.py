@@ -11,6 +11,7 @@ from opal_deploy.cli.bench.options import Images, JsonLines, Out, find_items, wr
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import default_workers
 from opal_deploy.errors import UsageError, require
+from opal_deploy.runtime.devices import Runtime
 
 if TYPE_CHECKING:
     from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
@@ -58,6 +59,13 @@ def pipeline(
             show_default=False,
         ),
     ] = None,
+    runtime: Annotated[
+        Runtime, typer.Option(help="As in infer: auto: by the model's file; compiled: a checkpoint by torch.compile.")
+    ] = Runtime.auto,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option("--cuda-graphs", help="As in infer."),
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
@@ -89,7 +97,7 @@ def pipeline(
     results = []
     for case in build_cases(default, batches=batches, workers=counts, sizes=sizes):
         # a new session each time, since one keeps the memory of its largest batch
-        loaded = load_for_inference(model, device=device, threads=threads)
+        loaded = load_for_inference(model, device=device, threads=threads, runtime=runtime, cuda_graphs=cuda_graphs)
         if baseline is not None:
             baseline.check_source(loaded.metadata)
         with resized_copies(items, case.image_size) as copies, monitor_devices(loaded.target.device) as monitor:

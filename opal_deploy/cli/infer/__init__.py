@@ -201,9 +201,6 @@ def infer(
             isolate=isolate, decode_timeout=decode_timeout or None,
             top=top, min_margin=margin, model_sha256=loaded.fingerprint["sha256"], slot_names=drawing.slot_names,
         )  # fmt: skip
-        if runtime is Runtime.compiled:
-            print_message(f"Compiling {loaded.path} for batches of {inference.batch}, and checking the result")
-        setup.prepare_batch_size(sessions, inference.batch)
         # the options that decide the records and drawings: a run with other ones is another run
         config = {
             IMAGES: images,
@@ -224,10 +221,16 @@ def infer(
         skipped = Skipped()
         # a call without a single image fails here, before anything is written
         requests = inputs.build_requests(skipped)
+        if overwrite:
+            # what cannot be compiled removes no earlier run
+            setup.prepare_batch_size(loaded.path, sessions, inference.batch, runtime)
         with acquire_run_dir(out, config, resume=resume, overwrite=overwrite) as directory:
             if directory.state == "finished":
                 document = output.print_finished(directory, tables)
             else:
+                # before anything is written; a finished run needs none of it
+                if not overwrite:
+                    setup.prepare_batch_size(loaded.path, sessions, inference.batch, runtime)
                 described = output.describe_runtime(sessions)
                 print_message(f"Explaining with {loaded.path} in {described}, batches of {inference.batch}")
                 facts = tuple(output.report_facts(loaded.path, metadata, sessions))

@@ -48,7 +48,9 @@ def describe_evidence(path: Path, metadata: Metadata) -> str:
     """Return what was measured of the model's evidence in one line; empty for a model whose evidence is no cells."""
     if metadata.evidence != "exact":
         return ""
-    return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field))
+    # a file that lists its best classes alone cannot be measured itself
+    export_of = None if metadata.top_k is None else metadata.checkpoint_name
+    return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
 
 
 def summary_context(model: Mapping[str, str], sessions: Sequence[Session]) -> dict[str, object]:

@@ -138,14 +138,16 @@ def load_model(
     return LoadedModel(path, sessions, fingerprint_model(path))
 
 
-def prepare_batch_size(sessions: Sequence[Session], size: int) -> None:
-    """Let sessions that compile for a batch size do so before anything is written.
+def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runtime: Runtime) -> None:
+    """Let sessions that compile for a batch size do so; say so where it takes a minute.
 
     Raises:
         UsageError: nothing can be compiled here. VerificationError: what was compiled computes something else.
     """
     from opal_deploy.runtime.session import PaddingSession
 
+    if runtime is Runtime.compiled:
+        print_message(f"Compiling {path} for batches of {size}, and checking the result")
     for session in sessions:
         if isinstance(session, PaddingSession):
             session.add_batch_size(size)
@@ -196,10 +198,9 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, margin: bool, 
         UsageError: the model has no evidence, no margins, or lists fewer classes than it has and than are to be listed.
     """
     if metadata.max_top < min(top, metadata.num_classes):
-        source = metadata.source.get("file") or "ckpt.pt"
         raise UsageError(
             f"{path}: it lists {metadata.max_top} of {metadata.num_classes} classes; give --top {metadata.max_top}, or "
-            f"a file that lists more: opal-deploy export {source} --outputs topk --top-k {top}"
+            f"a file that lists more: opal-deploy export {metadata.checkpoint_name} --outputs topk --top-k {top}"
         )
     if metadata.evidence == "none" and explain:
         raise UsageError(
