@@ -29,8 +29,9 @@ from opal_deploy.bench.pipeline.bottleneck import Bottleneck, Pass, find_bottlen
 from opal_deploy.bench.pipeline.cases import Case, decode_images
 from opal_deploy.bench.pipeline.replay import HeldSession, ReplayDecoders, ReplaySession
 from opal_deploy.inference.decoding.pool import DecoderPool
+from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions
-from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.run import run
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import ThreadRole
 from opal_deploy.inference.types import InferenceOptions, build_requests
@@ -210,7 +211,7 @@ class _Pipeline:
             options = RunOptions(out, inference, report=ReportOptions() if name == EXPLAIN else None)
             held = _held_seconds(self.session)
             open_decoders = DecoderPool if self.options.decoding else ReplayDecoders
-            summary = run(build_requests(items), [self.session], options, open_decoders=open_decoders)
+            summary = run(build_requests(items), LocalBackend([self.session], open_decoders), options)
             cpu = _process_cpu_seconds() - cpu
             held = _held_seconds(self.session) - held
         shutil.rmtree(out)

@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from opal_deploy.inference import timing
+from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions
-from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, StageTimes
 from opal_deploy.inference.types import InferenceOptions, Request
@@ -112,7 +113,7 @@ def run_in(
             yield Request(str(n), folder / f"{n}.jpg")
 
     options = RunOptions(folder / "out", InferenceOptions(batch=4, workers=workers), ReportOptions() if draw else None)
-    return run(requests(), [BrightSession() for _ in range(sessions)], options)
+    return run(requests(), LocalBackend([BrightSession() for _ in range(sessions)]), options)
 
 
 def test_a_run_times_every_stage_where_it_happens(tmp_path: Path) -> None:

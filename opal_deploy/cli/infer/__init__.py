@@ -15,12 +15,11 @@ from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.runtime.devices import Runtime
 
 if TYPE_CHECKING:
+    from opal_deploy.inference.run.backend import Backend, RunOptions
     from opal_deploy.inference.run.directory import RunDirectory
     from opal_deploy.inference.run.interrupt import Interrupt
-    from opal_deploy.inference.run.run import RunOptions
     from opal_deploy.inference.run.summary import Summary
     from opal_deploy.inference.types import Request
-    from opal_deploy.runtime.session import Session
 
 
 def infer(
@@ -148,10 +147,10 @@ def infer(
     """
     from opal_deploy.cli.infer import output, setup
     from opal_deploy.cli.infer import sheets as sheet_setup
+    from opal_deploy.inference.run.backend import LocalBackend, RunOptions
     from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
     from opal_deploy.inference.run.drawing import ReportOptions
     from opal_deploy.inference.run.interrupt import handle_signals
-    from opal_deploy.inference.run.run import RunOptions
     from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import InferenceOptions
@@ -249,7 +248,7 @@ def infer(
                 if inputs.labels is not None:
                     summary.accuracy = Accuracy(frozenset(metadata.class_names))
                 context = output.summary_context(loaded.fingerprint, sessions)
-                document = _run(requests, sessions, options, summary, directory, interrupt, context)
+                document = _run(requests, LocalBackend(sessions), options, summary, directory, interrupt, context)
                 output.print_summary(summary, skipped, options)
         if as_json:
             print_json(document)
@@ -259,7 +258,7 @@ def infer(
 
 def _run(
     requests: Iterator[Request],
-    sessions: list[Session],
+    backend: Backend,
     options: RunOptions,
     summary: Summary,
     directory: RunDirectory,
@@ -281,7 +280,7 @@ def _run(
     try:
         with progress("images") as advance:
             run(
-                requests, sessions, options, summary=summary, interrupt=interrupt,
+                requests, backend, options, summary=summary, interrupt=interrupt,
                 report_progress=lambda done: advance(done.total, note=output.progress_note(done)),
             )  # fmt: skip
         if not interrupt.stopped:

@@ -14,9 +14,9 @@ from opal_deploy.artifact.evaluation import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import one_line, print_message
 from opal_deploy.errors import UsageError
+from opal_deploy.inference.run.backend import RunOptions
 from opal_deploy.inference.run.directory import RunDirectory
 from opal_deploy.inference.run.results import read_records
-from opal_deploy.inference.run.run import RunOptions
 from opal_deploy.inference.run.summary import Accuracy, Summary
 from opal_deploy.inference.run_files import REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.sources.items import Skipped

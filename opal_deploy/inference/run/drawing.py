@@ -9,11 +9,10 @@ has the same report as one that ran through.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -74,46 +73,26 @@ class ReportOptions:
     draw_field: bool = False
 
 
-@contextmanager
-def draw_records(
-    results: Iterable[Result],
-    out: Path,
-    report: ReportOptions | None,
-    sheets: SheetBuilder | None,
-    inference: InferenceOptions,
-    *,
-    first: int,
-    thumbnails: Thumbnails,
-    timer: StageTimer,
-) -> Iterator[Iterator[Record]]:
-    """Open the processes that draw, and yield the records with the names of their drawings, in order.
-
-    Args:
-        results: with images, and with outputs where there are `sheets`.
-        out: the run directory.
-        report: draw overlays; None: draw none.
-        sheets: draw evidence sheets; None: draw none.
-        inference: `workers` images are drawn at a time, with `isolate` in processes, each for at most `decode_timeout`.
-        first: number of the first result's image; drawings of it and of all after it are removed.
-        thumbnails: gets those of the report's first images, made here where the overlay is in memory.
-        timer: gets the times of drawing and writing, under the role `drawers`.
+def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
+    """Make the folders of a run's drawings, and remove what is there of the image `first` and of all after it.
 
     Raises:
-        UsageError: the folders cannot be written to.
+        UsageError: they cannot be written to.
     """
-    drawer = _Drawer(out, report, sheets, inference, thumbnails, timer)
-    drawer.prepare_folders(first)
-    with closing(drawer), thread_pool(inference.workers, "draw", timer, "drawers") as threads:
-
-        def futures() -> Iterator[Future[Record]]:
-            for index, result in enumerate(results, first):
-                yield threads.submit(drawer.draw, index, result)
-
-        yield prefetch(futures(), 2 * inference.workers, lambda: timer.waiting("drawing"))
+    try:
+        for folder, needed in ((OVERLAYS, overlays), (SHEETS, sheets)):
+            if needed:
+                (out / folder).mkdir(exist_ok=True)
+                remove_image_files(out, folder, first)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from None
 
 
-class _Drawer:
-    """Has the overlay and the sheet of one result drawn, and writes them; used by several threads."""
+class Drawer:
+    """Has the overlay and the sheet of each result drawn, and writes them; a context manager, which ends its processes.
+
+    Every method may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -121,10 +100,22 @@ class _Drawer:
         report: ReportOptions | None,
         sheets: SheetBuilder | None,
         inference: InferenceOptions,
+        *,
         thumbnails: Thumbnails,
         timer: StageTimer,
     ) -> None:
-        self._out, self._report, self._sheets = out, report, sheets
+        """Start nothing yet.
+
+        Args:
+            out: the run directory, with the folders of `prepare_folders`.
+            report: draw overlays; None: draw none.
+            sheets: draw evidence sheets; None: draw none.
+            inference: `workers` images are drawn at a time, with `isolate` in processes, each for at most
+                `decode_timeout`.
+            thumbnails: gets those of the report's first images, made here where the overlay is in memory.
+            timer: gets the times of drawing and writing, under the role `drawers`.
+        """
+        self._out, self._workers = out, inference.workers
         self._thumbnails, self._timer, self._timeout = thumbnails, timer, inference.decode_timeout
         self._num_thumbnails = 0
         if report is not None:
@@ -135,21 +126,29 @@ class _Drawer:
         self._processes = None
         if inference.isolate:
             self._processes = ProcessPool(inference.workers, self._task, self._timeout, timer)
+        self._stack = ExitStack()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
         if self._processes is not None:
-            self._processes.close()
+            self._stack.enter_context(closing(self._processes))
+        self._threads = self._stack.enter_context(thread_pool(self._workers, "draw", self._timer, "drawers"))
+        return self
 
-    def prepare_folders(self, first: int) -> None:
-        try:
-            for folder, needed in ((OVERLAYS, self._report is not None), (SHEETS, self._sheets is not None)):
-                if needed:
-                    (self._out / folder).mkdir(exist_ok=True)
-                    remove_image_files(self._out, folder, first)
-        except OSError as error:
-            raise UsageError(
-                f"{self._out}: cannot be written ({error.strerror or error}); choose another --out"
-            ) from None
+    def __exit__(self, *details: object) -> None:
+        self._stack.close()
+
+    def draw_all(self, results: Iterable[Result], first: int) -> Iterator[Record]:
+        """Yield the records with the names of their drawings, in order.
+
+        Args:
+            results: with images, and with outputs where there are sheets.
+            first: number of the first result's image in the run.
+
+        Raises:
+            StoppedEarly: the disk is full or gone, or no process can be started.
+        """
+        futures = (self._threads.submit(self.draw, index, result) for index, result in enumerate(results, first))
+        return prefetch(futures, 2 * self._workers, lambda: self._timer.waiting("drawing"))
 
     def draw(self, index: int, result: Result) -> Record:
         """Return the record, which names the drawings that were written, or the reason why one is missing."""

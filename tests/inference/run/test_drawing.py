@@ -15,9 +15,10 @@ from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
+from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions, write_report
 from opal_deploy.inference.run.drawing_task import DrawRequest
-from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.types import InferenceOptions, Request
@@ -45,7 +46,7 @@ def run_in(
     out.mkdir(exist_ok=True)
     builder = SheetBuilder(session.metadata, sheets)
     options = RunOptions(out, InferenceOptions(batch=4), sheets=builder, resume=resume)
-    return run(iter(requests(images)), [session], options)
+    return run(iter(requests(images)), LocalBackend([session]), options)
 
 
 def test_sheets_cost_no_forward_pass(images: Path, tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
     out.mkdir()
     session = BrightSession()
     options = RunOptions(out, InferenceOptions(batch=4, isolate=True), ReportOptions(), SheetBuilder(session.metadata))
-    summary = run(iter(requests(images)), [session], options)
+    summary = run(iter(requests(images)), LocalBackend([session]), options)
     records = read_results(out)
     codes = [None, "drawing_crashed", None, "drawing_failed", "drawing_timeout", None]
     assert [record.get("drawing_error", {}).get("code") for record in records] == codes
@@ -127,7 +128,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_alone(
     plain = tmp_path / "plain"
     plain.mkdir()
     again = RunOptions(plain, InferenceOptions(batch=4), ReportOptions(), SheetBuilder(session.metadata))
-    run(iter(requests(images)), [session], again)
+    run(iter(requests(images)), LocalBackend([session]), again)
     for name in (records[5]["overlay"], records[5]["sheet"]):
         assert (plain / name).read_bytes() == (out / name).read_bytes()
 

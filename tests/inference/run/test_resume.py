@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions
 from opal_deploy.inference.run.interrupt import Interrupt
 from opal_deploy.inference.run.results import ResumePoint, load_resume_point, read_records
-from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
 from opal_deploy.inference.run_files import sheet_name
 from opal_deploy.inference.sources.discovery import discover
@@ -149,7 +150,7 @@ def run_whole(out: Path, limit: int | None = 1000, fails_at: int | None = None, 
     report = None if limit is None else ReportOptions(limit=limit)
     options = RunOptions(out, InferenceOptions(batch=4), report, resume=True, **settings)
     requests = build_requests(discover([str(out.parent / "in")], Skipped()))
-    return run(requests, [BrightSession(fails_at=fails_at)], options)
+    return run(requests, LocalBackend([BrightSession(fails_at=fails_at)]), options)
 
 
 def assert_same_files(out: Path, clean: Path) -> None:
@@ -196,7 +197,7 @@ def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(tmp_path: Path
 
     out.mkdir()
     options = RunOptions(out, InferenceOptions(batch=4), ReportOptions(), resume=True)
-    summary = run(build_requests(interrupted()), [BrightSession()], options, interrupt=interrupt)
+    summary = run(build_requests(interrupted()), LocalBackend([BrightSession()]), options, interrupt=interrupt)
     assert interrupt.stopped
     # the image that was being fetched when the signal came is the last
     assert summary.total == len(list(read_records(out / "results.jsonl"))) == 10

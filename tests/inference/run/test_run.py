@@ -13,8 +13,9 @@ from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
+from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions
-from opal_deploy.inference.run.run import RunOptions, run
+from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.sources.annotations import FolderLabels, read_boxes
@@ -37,7 +38,7 @@ def run_in(out: Path, images: Path | Iterator[Request], *, explain: bool = False
         SheetBuilder(session.metadata) if how.pop("sheets", False) else None,
     )
     requests = build_requests(discover([str(images)], Skipped())) if isinstance(images, Path) else images
-    return run(requests, [session], options, **how)
+    return run(requests, LocalBackend([session]), options, **how)
 
 
 def test_the_summary_counts_what_was_written(tmp_path: Path) -> None:

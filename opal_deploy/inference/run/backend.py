@@ -1,0 +1,127 @@
+"""The backend of a run, which turns requests into records: `LocalBackend` in this process; `cluster` has the other one.
+
+What comes around it is the same for every backend: the order of the records, resuming, counts, the limit of errors,
+interruption, tables and the report.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
+from opal_deploy.inference.executor import predict_batches
+from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails
+from opal_deploy.inference.run.summary import ErrorLimit
+from opal_deploy.inference.sheets import SheetBuilder
+from opal_deploy.inference.timing import StageTimer
+from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.records.record import Record
+from opal_deploy.records.tables import Format
+from opal_deploy.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The outputs of a run, and when it ends.
+
+    Attributes:
+        out: the run directory, which exists.
+        inference: how images are classified; see `RunOptions.drawn_inference`.
+        report: draw an overlay an image and write report.html; None: do neither.
+        sheets: draw an evidence sheet an image; None: draw none.
+        formats: tables to write at the end.
+        max_errors: end the run when more images failed; None: never.
+        resume: keep the records that are in `out`, and go on after them; else they are replaced.
+        print_message: is called, from any thread, with what a person should know.
+    """
+
+    out: Path
+    inference: InferenceOptions
+    report: ReportOptions | None = None
+    sheets: SheetBuilder | None = None
+    formats: tuple[Format, ...] = ()
+    max_errors: ErrorLimit | None = None
+    resume: bool = False
+    print_message: Callable[[str], None] = lambda _: None
+
+    @property
+    def draws(self) -> bool:
+        """Whether images are drawn on."""
+        return self.report is not None or self.sheets is not None
+
+    @property
+    def inference_for_drawing(self) -> InferenceOptions:
+        """The inference options, with images and outputs kept as the drawings need them."""
+        return replace(self.inference, keep_images=self.draws, keep_outputs=self.sheets is not None)
+
+
+class Backend(Protocol):
+    """Turns requests into records."""
+
+    def predict(
+        self,
+        requests: Iterator[Request],
+        options: RunOptions,
+        *,
+        first: int,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> AbstractContextManager[Iterator[Sequence[Record]]]:
+        """Open what predicts, and yield the records in chunks, one record a request, in the order of the requests.
+
+        Args:
+            requests: read a bounded distance ahead; everything that was taken from it is answered, so that ending it
+                ends the run without losing anything.
+            options: of the run; its drawings lie in `out` before their records are yielded.
+            first: number of the first request's image in the run, from 0; another than 0 in a resumed run.
+            thumbnails: may get those of the report's first images.
+            timer: gets the times of the stages.
+
+        Raises:
+            StoppedEarly: it cannot go on; everything before was yielded.
+            OpalError: `requests` raised it; everything before was yielded.
+        """
+        ...
+
+
+class LocalBackend:
+    """Predicts with the sessions of this process."""
+
+    def __init__(self, sessions: Sequence[Session], open_decoders: Callable[..., Decoders] = DecoderPool) -> None:
+        """Start nothing yet.
+
+        Args:
+            sessions: of one model.
+            open_decoders: see `predict_batches`.
+        """
+        self._sessions, self._open_decoders = sessions, open_decoders
+
+    @contextmanager
+    def predict(
+        self,
+        requests: Iterator[Request],
+        options: RunOptions,
+        *,
+        first: int,
+        thumbnails: Thumbnails,
+        timer: StageTimer,
+    ) -> Iterator[Iterator[Sequence[Record]]]:
+        """See `Backend.predict`."""
+        inference = options.inference_for_drawing
+        with ExitStack() as stack:
+            stream = predict_batches(
+                requests, self._sessions, inference, timer, options.print_message, self._open_decoders
+            )
+            # or its threads would live as long as an exception's traceback
+            batches = stack.enter_context(closing(stream))
+            if not options.draws:
+                yield ([result.record for result in results] for results in batches)
+                return
+            drawer = Drawer(options.out, options.report, options.sheets, inference, thumbnails=thumbnails, timer=timer)
+            stack.enter_context(drawer)
+            yield ([record] for record in drawer.draw_all(itertools.chain.from_iterable(batches), first))
