@@ -68,6 +68,13 @@ class Outputs:
         logits = arrays["logits"] if top is None or "logits" in arrays else np.empty((len(top.logits), 0), np.float32)
         return Outputs(logits, arrays.get("argmax"), arrays.get("scores"), arrays.get("attention"), top)
 
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays by the names of the graph's outputs, in the graph's order: what `from_arrays` reads."""
+        if self.top is not None:
+            return dict(zip(TOP_OUTPUTS, self.top, strict=True))
+        arrays = {name: getattr(self, name) for name in ("logits", "argmax", "scores", "attention")}
+        return {name: array for name, array in arrays.items() if array is not None}
+
     def __len__(self) -> int:
         return len(self.logits)
 

@@ -27,6 +27,7 @@ from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
 from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.cli.schema import schema
+from opal_deploy.cli.serve import serve
 from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
 from opal_deploy.errors import ExitCode, OpalError
@@ -79,7 +80,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    train, evaluate, reproduce, export, infer, explain, atlas, convert, diff, verify, inspect, schema, doctor, demo
+    train, evaluate, reproduce, export, infer, serve, explain, atlas, convert, diff, verify, inspect, schema, doctor,
+    demo,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(bench)

@@ -198,7 +198,8 @@ class BatchPredictor:
             else:
                 if options.keep_pixels:
                     prepared = replace(prepared, pixels=pixels[row].copy())
-                kept = outputs.rows(row, row + 1) if outputs is not None and options.keep_outputs else None
+                keep = options.keep_outputs or prepared.request.drawn
+                kept = outputs.rows(row, row + 1) if outputs is not None and keep else None
                 results.append(Result(next(records), prepared, kept))
         return results
 

@@ -90,6 +90,7 @@ class Request:
         error: the reason why it cannot be classified, where that is known already: a folder without images, an image
             without a box.
         index: its position among all that the inputs name, from 0; None where there are no such inputs.
+        drawn: it will be drawn: keep its image and its row of the outputs, whatever the options say.
     """
 
     name: str | None
@@ -98,6 +99,7 @@ class Request:
     truth: str | None = None
     error: ImageError | None = None
     index: int | None = None
+    drawn: bool = False
 
 
 def build_requests(

@@ -158,7 +158,7 @@ class DecoderPool:
             request = batch.requests[row]
             # a path is pickled in a fraction of the time as text
             source = os.fspath(request.source) if isinstance(request.source, Path) else request.source
-            messages.append(PrepareRequest(source, request.box, batch.slot, row))
+            messages.append(PrepareRequest(source, request.box, batch.slot, row, request.drawn))
 
         def read(process: WorkerProcess, header: dict[str, Any], position: int) -> Prepared:
             return _read_prepared(batch.requests[rows[position]], process, header)

@@ -102,7 +102,7 @@ def prepare(
         with timer.stage("read"):
             digest = _hash_large_file(source, open_timed)
     kept = None
-    if options.keep_images:
+    if options.keep_images or request.drawn:
         with timer.stage("resize"), contextlib.suppress(ImageError, MemoryError):
             if image.size != (geometry.width, geometry.height):
                 # it came at a fraction of its size, enough for the model; a person wants to see more

@@ -17,12 +17,13 @@ from opal_deploy.preprocess.geometry import Box
 
 
 class PrepareRequest(NamedTuple):
-    """An image to prepare, and the slot and row that its pixels belong into."""
+    """An image to prepare, and the slot and row that its pixels belong into; `drawn` as in `Request`."""
 
     source: Source
     box: Box | None
     slot: int
     row: int
+    drawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class PrepareTask:
     def __call__(self, request: PrepareRequest, timer: StageTimer, claim: Callable[[int], None]) -> Response:
         """Return what is known of the image, and the reduced image where it is kept; claim its pixels."""
         _, _, *input_size, _ = self.layout.shape
-        image = Request(None, request.source, request.box)
+        image = Request(None, request.source, request.box, drawn=request.drawn)
         row = self._slots[request.slot, request.row]
         prepared = prepare(image, (input_size[0], input_size[1]), self.options, timer, claim, out=row)
         return _build_header(prepared), [] if prepared.image is None else [prepared.image.tobytes()]

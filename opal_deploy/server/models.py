@@ -1,0 +1,116 @@
+"""A model that is served: its session, its service, and the tensors that it takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.inference.service import Service, ServiceObserver
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.runtime.session import Session
+from opal_deploy.server.tensors import TensorSpec
+
+# of the model that takes encoded images and gives records; beside NAME, which takes pixels
+EXPLAIN_SUFFIX = "_explain"
+EXPLAIN_INPUTS = (
+    TensorSpec("image", "BYTES", (-1, 1)),
+    TensorSpec("name", "BYTES", (-1, 1), optional=True),
+    TensorSpec("box", "FP32", (-1, 4), optional=True),
+)
+EXPLAIN_OUTPUTS = (TensorSpec("record", "BYTES", (-1, 1)),)
+_PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model with its service.
+
+    Attributes:
+        name: in addresses.
+        path: of its file.
+        sessions: one a device.
+        options: how images are decoded, batched and predicted.
+        service: classifies images as they come.
+        labels: what metrics call the classes.
+    """
+
+    name: str
+    path: Path
+    sessions: Sequence[Session]
+    options: InferenceOptions
+    service: Service
+    labels: tuple[str, ...] = field(default=())
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of the model."""
+        return self.sessions[0].metadata
+
+    @property
+    def platform(self) -> str:
+        """The engine, in the protocol's words."""
+        return _PLATFORMS.get(self.path.suffix, "pytorch_libtorch")
+
+    @cached_property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """The input of the model: pixels, which the session normalises where the graph does not."""
+        return (TensorSpec("images", "UINT8", (-1, *self.metadata.input_size, 3)),)
+
+    @cached_property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs of the graph."""
+        metadata = self.metadata
+        (height, width), channels = metadata.grid, metadata.num_prototypes
+        k, m = metadata.max_top, metadata.prototypes_per_class
+        known = {
+            "logits": ("FP32", (-1, metadata.num_classes)),
+            "argmax": ("INT32", (-1, channels)),
+            "scores": ("FP32", (-1, channels)),
+            "attention": ("FP32", (-1, channels, height, width)),
+            "top_classes": ("INT32", (-1, k)),
+            "top_logits": ("FP32", (-1, k)),
+            "top_scores": ("FP32", (-1, k, m)),
+            "top_cells": ("INT32", (-1, k, m)),
+            "score_norm": ("FP32", (-1,)),
+        }
+        return tuple(TensorSpec(name, *known[name]) for name in metadata.outputs)
+
+
+def start_model(
+    name: str,
+    path: Path,
+    sessions: Sequence[Session],
+    options: InferenceOptions,
+    *,
+    max_wait: float,
+    capacity: int,
+    timer: StageTimer = NO_OP_TIMER,
+    observer: ServiceObserver | None = None,
+    print_message: Callable[[str], None] = lambda _: None,
+) -> ServedModel:
+    """Start the service of a model, and run each size of batch once; see `Service` for the arguments.
+
+    Raises:
+        StoppedEarly: the device was lost, or no decoder can be started.
+    """
+    for session in sessions:
+        warm_up(session, options.batch)
+    service = Service(
+        sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer,
+        print_message=print_message,
+    )  # fmt: skip
+    return ServedModel(name, path, sessions, options, service)
+
+
+def warm_up(session: Session, batch: int) -> None:
+    """Run blank batches of 1, 2, 4, ... and `batch` images: an engine plans a size when it first meets it."""
+    sizes = {min(1 << power, batch) for power in range(batch.bit_length() + 1)}
+    for size in sorted(sizes):
+        session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))

@@ -1,0 +1,161 @@
+"""The process of `opal-deploy serve`: it listens, and stops in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+from h11 import IDLE
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
+from opal_deploy.server.app import ServerState
+
+# until a connection that sends has sent the head of its request
+_HEAD_SECONDS = 10.0
+# for a request that is on its way while the server stops to listen
+_LAST_CALL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens, and how it leaves.
+
+    Attributes:
+        host, port: 0 for any free port.
+        drain: seconds between the wish to stop, told by /v2/health/ready, and the end of listening.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain: float = 0.0
+
+    def bind(self) -> socket.socket:
+        """Return a socket that listens.
+
+        Raises:
+            UsageError: the address is taken, or not one of this machine.
+        """
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = socket.socket(family, kind)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError as error:
+            raise UsageError(
+                f"--host {self.host} --port {self.port}: cannot listen there ({error.strerror or error}); "
+                "choose another address"
+            ) from None
+        return listener
+
+
+def serve(
+    app: Starlette, state: ServerState, address: Address, listener: socket.socket, print_message: Callable[[str], None]
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; then finish those in work, and return.
+
+    Raises:
+        StoppedEarly: a device was lost.
+    """
+    asyncio.run(create_server(app, state, address.drain, print_message).serve([listener]))
+    if state.failed:
+        raise StoppedEarly(state.problem)
+
+
+def create_server(
+    app: Starlette, state: ServerState, drain: float = 0.0, print_message: Callable[[str], None] = lambda _: None
+) -> Server:
+    """Return the server, which does not run yet; see `Address` for `drain`."""
+    config = uvicorn.Config(
+        app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        date_header=False, timeout_keep_alive=75, backlog=1024,
+    )  # fmt: skip
+    return Server(config, state, drain, print_message)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which stops as `serve` says."""
+
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, drain: float, print_message: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self._state, self._drain, self._print_message = state, drain, print_message
+        self._stopping: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals by the event loop: uvicorn's own way ends the process by the signal, not with 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self._stopping is not None:
+            self._print_message("Stopped again: ending at once")
+            os._exit(ExitCode.INTERRUPTED)
+        self._print_message("Stopping: requests in work are finished first (again: end at once)")
+        self._state.problem = self._state.problem or "the server stops"
+        self._stopping = asyncio.get_running_loop().create_task(self._leave())
+
+    async def _leave(self) -> None:
+        await asyncio.sleep(self._drain)
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn; a lost device stops the server too."""
+        return self._state.failed or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, let connections that were accepted send the request that is on its way, and finish."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_LAST_CALL_SECONDS)
+        await super().shutdown(sockets)
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's protocol, which waits for the head of a request no longer than `_HEAD_SECONDS`."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget_head()
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not IDLE:
+            self._forget_head()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -1,0 +1,321 @@
+"""The bodies of the Open Inference Protocol, version 2: JSON, with tensors in it or, in binary, behind it.
+
+The protocol is KServe's, the binary tensors are Triton's extension of it. A request's JSON is as long as the header
+`Inference-Header-Content-Length` says; behind it come the tensors that have a `binary_data_size`, in their order. With
+a length of 0 there is no JSON, and the whole body is the only input. Elements are little-endian and row-major; one of
+BYTES is its length as uint32, and so many bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+# numbers as an array of their shape, BYTES as a list of their elements, row-major
+Tensor: TypeAlias = NDArray[Any] | list[bytes]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "UINT8": np.dtype("u1"),
+    "INT32": np.dtype("<i4"),
+    "FP32": np.dtype("<f4"),
+}
+# JSON holds the event loop while it is parsed, and a number of an array takes ten times its text
+MAX_JSON_BYTES = 16 << 20
+_LENGTH = struct.Struct("<I")
+_MAX_RANK = 8
+
+
+class BadRequest(ValueError):
+    """A request that does not follow the protocol; one line: what was found, what was expected."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An input or output of a model.
+
+    Attributes:
+        name: its name.
+        datatype: UINT8, INT32, FP32 or BYTES.
+        shape: -1 for a dimension of any size.
+        optional: whether a request may leave it out.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    optional: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the description in the metadata of a model."""
+        return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """A request for inference.
+
+    Attributes:
+        id: its name, which the response repeats; "" without one.
+        inputs: the tensors by name.
+        outputs: names of the outputs in their order, with whether each is to be binary.
+    """
+
+    id: str
+    inputs: dict[str, Tensor]
+    outputs: dict[str, bool]
+
+
+def parse_request(
+    body: bytes, json_size: int | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> InferRequest:
+    """Read the body of a request.
+
+    Args:
+        body: all of it.
+        json_size: the header Inference-Header-Content-Length; None: there is none, and all is JSON.
+        inputs: what the model takes.
+        outputs: what the model gives.
+
+    Raises:
+        BadRequest: it does not follow the protocol, or does not fit the model.
+    """
+    if json_size == 0:
+        return _parse_raw(body, inputs, outputs)
+    if json_size is not None and not 0 < json_size <= len(body):
+        raise BadRequest(f"Inference-Header-Content-Length is {json_size}, and the body has {len(body)} bytes")
+    document = _load_json(body[:json_size])
+    tensors, binary = {}, memoryview(body)[len(body) if json_size is None else json_size :]
+    specs = {spec.name: spec for spec in inputs}
+    for raw in _objects(document.get("inputs"), "inputs"):
+        spec = _find_spec(raw, specs, "input")
+        if spec.name in tensors:
+            raise BadRequest(f"input {spec.name!r} is there twice")
+        shape = _read_shape(raw, spec)
+        size = _parameters(raw).get("binary_data_size")
+        if size is None:
+            tensors[spec.name] = _parse_json_tensor(raw, spec, shape)
+            continue
+        if type(size) is not int or size < 0:
+            raise BadRequest(f"input {spec.name!r}: binary_data_size {size!r} found, a number of bytes expected")
+        if size > len(binary):
+            raise BadRequest(f"input {spec.name!r}: {size} binary bytes expected, {len(binary)} found")
+        tensors[spec.name] = _parse_binary(binary[:size], spec, shape)
+        binary = binary[size:]
+    if binary:
+        raise BadRequest(f"{len(binary)} bytes found behind the last tensor, none expected")
+    if missing := [spec.name for spec in inputs if not spec.optional and spec.name not in tensors]:
+        raise BadRequest(f"input {missing[0]!r} is missing; found {', '.join(tensors) or 'none'}")
+    request_id = document.get("id", "")
+    if not isinstance(request_id, str):
+        raise BadRequest("id is not a text")
+    return InferRequest(request_id, tensors, _read_outputs(document, outputs))
+
+
+def build_response(
+    model: str, request: InferRequest, outputs: Mapping[str, tuple[TensorSpec, Tensor, Sequence[int]]]
+) -> tuple[bytes, int | None]:
+    """Return the body of a response, and the length of its JSON; None where all of it is JSON.
+
+    Args:
+        model: its name.
+        request: tells which outputs are wanted, and how.
+        outputs: spec, tensor and shape by name.
+    """
+    described: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    for name, as_binary in request.outputs.items():
+        spec, tensor, shape = outputs[name]
+        document: dict[str, Any] = {"name": name, "datatype": spec.datatype, "shape": list(shape)}
+        if as_binary:
+            parts.append(encode_binary(tensor))
+            document["parameters"] = {"binary_data_size": len(parts[-1])}
+        elif isinstance(tensor, list):
+            document["data"] = [_to_text(element) for element in tensor]
+        else:
+            document["data"] = np.ascontiguousarray(tensor).reshape(-1)
+        described.append(document)
+    response: dict[str, Any] = {"model_name": model, "model_version": "1"}
+    if request.id:
+        response["id"] = request.id
+    header = orjson.dumps(response | {"outputs": described}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return (b"".join([header, *parts]), len(header)) if parts else (header, None)
+
+
+def encode_binary(tensor: Tensor) -> bytes:
+    """Return the elements of a tensor as the protocol's binary."""
+    if isinstance(tensor, list):
+        return b"".join(part for element in tensor for part in (_LENGTH.pack(len(element)), element))
+    return np.ascontiguousarray(tensor).tobytes()
+
+
+def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> InferRequest:
+    """Read a request whose body is the only input that the model requires, one image of BYTES or some of numbers."""
+    (spec,) = [spec for spec in inputs if not spec.optional]
+    tensor: Tensor
+    if spec.datatype == "BYTES":
+        tensor = [body]
+    else:
+        row = prod(spec.shape[1:]) * DTYPES[spec.datatype].itemsize
+        if not body or len(body) % row:
+            raise BadRequest(f"{len(body)} bytes found; expected a multiple of {row}, {_describe(spec)}")
+        tensor = np.frombuffer(body, DTYPES[spec.datatype]).reshape(-1, *spec.shape[1:])
+    return InferRequest("", {spec.name: tensor}, {spec.name: True for spec in outputs})
+
+
+def _load_json(body: bytes) -> dict[str, Any]:
+    if len(body) > MAX_JSON_BYTES:
+        raise BadRequest(f"{len(body)} bytes of JSON found, {MAX_JSON_BYTES} at most expected; send tensors in binary")
+    try:
+        document = orjson.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"the request is no JSON: {' '.join(str(error).split())[:120]}") from None
+    if not isinstance(document, dict):
+        raise BadRequest("the request is no JSON object")
+    return document
+
+
+def _objects(value: object, what: str) -> Iterable[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise BadRequest(f"{what} is not a list of objects")
+    return value
+
+
+def _parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = raw.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise BadRequest("parameters is not an object")
+    if "shared_memory_region" in parameters:
+        raise BadRequest("shared memory is not supported; send the tensor in the request")
+    return parameters
+
+
+def _find_spec(raw: Mapping[str, Any], specs: Mapping[str, TensorSpec], kind: str) -> TensorSpec:
+    name = raw.get("name")
+    if not isinstance(name, str) or name not in specs:
+        raise BadRequest(f"{kind} {str(name)[:80]!r} found; expected {', '.join(specs)}")
+    return specs[name]
+
+
+def _read_shape(raw: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
+    if raw.get("datatype") != spec.datatype:
+        found = str(raw.get("datatype"))[:20]
+        raise BadRequest(f"input {spec.name!r}: datatype {found} found, {spec.datatype} expected")
+    shape = raw.get("shape")
+    if not isinstance(shape, list) or len(shape) > _MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
+        raise BadRequest(f"input {spec.name!r}: shape is not a list of sizes; {_describe(spec)} expected")
+    # one dimension of BYTES stands for a column: KServe's clients leave the 1 out
+    if spec.datatype == "BYTES" and len(shape) == 1:
+        shape = [*shape, 1]
+    fits = len(shape) == len(spec.shape) and all(m in (-1, n) for n, m in zip(shape, spec.shape, strict=True))
+    if not fits or not shape[0]:
+        raise BadRequest(f"input {spec.name!r}: shape {shape} found, {_describe(spec)} expected")
+    return tuple(shape)
+
+
+def _describe(spec: TensorSpec) -> str:
+    return f"{spec.datatype} [{', '.join('N' if n == -1 else str(n) for n in spec.shape)}]"
+
+
+def _parse_binary(data: memoryview, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    count = prod(shape)
+    if spec.datatype == "BYTES":
+        return _split_elements(data, spec.name, count)
+    dtype = DTYPES[spec.datatype]
+    if len(data) != count * dtype.itemsize:
+        raise BadRequest(
+            f"input {spec.name!r}: {len(data)} bytes found, {count * dtype.itemsize} expected for {list(shape)}"
+        )
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _split_elements(data: memoryview, name: str, count: int) -> list[bytes]:
+    elements: list[bytes] = []
+    offset = 0
+    while offset < len(data) and len(elements) < count:
+        end = offset + _LENGTH.size
+        if end <= len(data):
+            (size,) = _LENGTH.unpack_from(data, offset)
+            end += size
+        if end > len(data):
+            raise BadRequest(f"input {name!r}: element {len(elements)} is longer than its {len(data)} binary bytes")
+        elements.append(bytes(data[offset + _LENGTH.size : end]))
+        offset = end
+    if len(elements) != count or offset != len(data):
+        left = len(data) - offset
+        raise BadRequest(f"input {name!r}: {len(elements)} elements and {left} bytes found, {count} elements expected")
+    return elements
+
+
+def _parse_json_tensor(raw: Mapping[str, Any], spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    if "data" not in raw:
+        raise BadRequest(f"input {spec.name!r} has neither data nor a binary_data_size")
+    count = prod(shape)
+    if spec.datatype == "BYTES":
+        flat = list(_flatten(raw["data"]))
+        if len(flat) != count or not all(isinstance(text, str) for text in flat):
+            raise BadRequest(f"input {spec.name!r}: {len(flat)} values found, {count} texts expected")
+        return _decode_texts(flat, spec.name, _parameters(raw).get("content_type"))
+    try:
+        values = np.asarray(raw["data"], np.float64 if spec.datatype == "FP32" else None).reshape(-1)
+    except (ValueError, TypeError):
+        raise BadRequest(f"input {spec.name!r}: data is not a list of numbers in {list(shape)}") from None
+    if values.size != count:
+        raise BadRequest(f"input {spec.name!r}: {values.size} values found, {count} expected for {list(shape)}")
+    if spec.datatype == "UINT8" and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255):
+        raise BadRequest(f"input {spec.name!r}: values that are no integers from 0 to 255")
+    with np.errstate(over="ignore"):
+        return values.astype(DTYPES[spec.datatype]).reshape(shape)
+
+
+def _flatten(data: object) -> Iterable[object]:
+    if not isinstance(data, list):
+        raise BadRequest("data is not a list")
+    for element in data:
+        if isinstance(element, list):
+            yield from element
+        else:
+            yield element
+
+
+def _decode_texts(texts: list[Any], name: str, content_type: object) -> list[bytes]:
+    try:
+        if content_type == "base64":
+            return [base64.b64decode(text, validate=True) for text in texts]
+        return [text.encode() for text in texts]
+    except (binascii.Error, ValueError):
+        raise BadRequest(f"input {name!r}: data is not base64") from None
+
+
+def _to_text(element: bytes) -> str:
+    return element.decode("utf-8", "replace")
+
+
+def _read_outputs(document: Mapping[str, Any], outputs: Sequence[TensorSpec]) -> dict[str, bool]:
+    default = _read_flag(_parameters(document), "binary_data_output")
+    if not document.get("outputs"):
+        return {spec.name: default for spec in outputs}
+    specs = {spec.name: spec for spec in outputs}
+    requested = {}
+    for raw in _objects(document["outputs"], "outputs"):
+        name = _find_spec(raw, specs, "output").name
+        parameters = _parameters(raw)
+        if parameters.get("classification"):
+            raise BadRequest("classification is not supported; the explain model lists the best classes")
+        requested[name] = _read_flag(parameters, "binary_data", default=default)
+    return requested
+
+
+def _read_flag(parameters: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} {str(value)[:20]!r} found; expected true or false")
+    return value

@@ -1,0 +1,65 @@
+"""A real server in this process: uvicorn on a port of the system's, around models of any session."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.runtime.session import Session
+from opal_deploy.server.app import ServerState, create_app
+from opal_deploy.server.limits import Limits
+from opal_deploy.server.models import start_model
+from opal_deploy.server.process import Address, create_server
+
+Serve = Callable[..., Any]
+
+
+class Running:
+    """A server that runs; `url` is its address, `host` the address without its scheme."""
+
+    def __init__(self, state: ServerState, port: int) -> None:
+        self.state, self.host = state, f"127.0.0.1:{port}"
+        self.url = f"http://{self.host}"
+
+
+@pytest.fixture(scope="session")
+def serving() -> Serve:
+    """A context manager that serves sessions by name, with options of `InferenceOptions`, the service and `Limits`."""
+    return _serving
+
+
+@contextmanager
+def _serving(
+    sessions: dict[str, Session],
+    *,
+    path: Path = Path("model.onnx"),
+    capacity: int = 64,
+    max_wait: float = 0.005,
+    limits: dict[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[Running]:
+    inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
+    with ExitStack() as stack:
+        models = []
+        for name, session in sessions.items():
+            model = start_model(name, path, [session], inference, max_wait=max_wait, capacity=capacity)
+            stack.callback(model.service.close)
+            models.append(model)
+        state = ServerState(models, Limits(**(limits or {})))
+        listener = stack.enter_context(Address(port=0).bind())
+        server = create_server(create_app(state), state, 0.0)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(lambda: setattr(server, "should_exit", True))
+        while not server.started:
+            assert thread.is_alive()
+            threading.Event().wait(0.01)
+        yield Running(state, listener.getsockname()[1])
