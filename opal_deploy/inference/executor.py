@@ -38,10 +38,17 @@ def predict_stream(
     """Yield one result a request, in the order of the requests; see `predict_batches`."""
     batches = predict_batches(requests, sessions, options, timer, print_message)
     try:
-        for results in batches:
-            yield from results
+        yield from release_each(batches)
     finally:
         batches.close()
+
+
+def release_each(batches: Iterable[list[Result]]) -> Iterator[Result]:
+    """Yield the results of every batch, and keep none that was yielded: an image to draw takes megabytes."""
+    for results in batches:
+        results.reverse()
+        while results:
+            yield results.pop()
 
 
 def predict_batches(
@@ -72,6 +79,10 @@ def predict_batches(
     in_flight = sum(predictor.depth for predictor in predictors)
     # every worker has a group in work, and every session its next batch
     ahead = -(-options.workers * group_size(options.batch, options.workers) // options.batch) + len(sessions) - 1
+    if options.keep_images:
+        # they take megabytes each, and drawing them takes far longer than predicting: one batch is drawn while the next
+        # is decoded, and no other waits
+        in_flight, ahead = 0, -(-options.workers // options.batch)
     # those being decoded, those of the sessions, and the one whose results are being built
     slots = ahead + 1 + in_flight + 1 + 1
     with ExitStack() as stack:
@@ -89,13 +100,16 @@ def predict_batches(
             lambda: timer.waiting("pictures"),
         )
         predicted = prefetch(
-            (runner.submit(batch) for batch, runner in zip(prepared, itertools.cycle(runners), strict=False)),
+            # a loop's variable, and the tuples of zip, would hold the last batch's images
+            map(_SessionRunner.submit, itertools.cycle(runners), prepared),
             in_flight,
             lambda: timer.waiting("session"),
         )
         for batch, predictor, outputs in predicted:
             results = predictor.build_results(batch.images, batch.pixels, outputs)
             batch.release()
+            # nothing but the results holds the images while they are drawn
+            del batch
             yield results
     if errors:
         raise errors[0]
@@ -144,6 +158,8 @@ class _SessionRunner:
                 self._collect()
             elif not self._left and job[1].set_running_or_notify_cancel():
                 self._begin(*job)
+            # its images may be drawn, and go, before the next one comes
+            job = ()
         while self._in_flight:
             self._collect()
 
@@ -212,6 +228,8 @@ def prefetch(
     try:
         for future in _until_error(futures, errors):
             pending.append(future)
+            # its result may be large, and is nobody's once it was yielded
+            del future
             if len(pending) > distance:
                 yield first_result()
         while pending:

@@ -21,7 +21,7 @@ from PIL import Image
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
-from opal_deploy.inference.executor import predict_stream
+from opal_deploy.inference.executor import predict_batches, predict_stream
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -124,6 +124,29 @@ def test_an_endless_stream_is_read_a_bounded_distance_ahead(count: int) -> None:
     # closing the iterator ends the threads and drops what waits
     results.close()
     assert own_threads() == before
+
+
+def test_of_images_that_are_drawn_one_batch_is_there_while_the_next_is_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, kept = 8, list[weakref.ref[Image.Image]]()
+
+    def keep(image: Image.Image) -> Image.Image:
+        image = image.copy()
+        kept.append(weakref.ref(image))
+        return image
+
+    monkeypatch.setattr(prepare, "to_display", keep)
+    options, most = InferenceOptions(batch=batch, workers=2, keep_images=True), 0
+    stream = predict_batches(shades(range(20 * batch)), [BrightSession() for _ in range(3)], options)
+    for results in stream:
+        while results:
+            # a slow consumer, which keeps no image that it has drawn
+            time.sleep(0.002)
+            results.pop()
+            most = max(most, sum(image() is not None for image in kept))
+    assert len(kept) == 20 * batch
+    assert most <= 2 * batch
 
 
 @pytest.mark.parametrize("end", [0, 1, 8, 30])

@@ -6,7 +6,6 @@ interruption, tables and the report.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
-from opal_deploy.inference.executor import predict_batches
+from opal_deploy.inference.executor import predict_batches, release_each
 from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails
 from opal_deploy.inference.run.summary import ErrorLimit
 from opal_deploy.inference.sheets import SheetBuilder
@@ -124,4 +123,4 @@ class LocalBackend:
                 return
             drawer = Drawer(options.out, options.report, options.sheets, inference, thumbnails=thumbnails, timer=timer)
             stack.enter_context(drawer)
-            yield ([record] for record in drawer.draw_all(itertools.chain.from_iterable(batches), first))
+            yield ([record] for record in drawer.draw_all(release_each(batches), first))
