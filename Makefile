@@ -8,12 +8,18 @@ INSTALLED := $(VENV)/.installed
 test test-all: export OMP_NUM_THREADS := 1
 PARALLEL := --numprocesses auto --dist loadfile
 
-.PHONY: help demo test test-all check docs format clean
+# tritonserver of the wheel nvidia-pytriton, which a few tests start. It was built against numpy 1 and has no wheels but
+# for Linux on x86_64, so that it lives in an environment of its own; everything else comes from .venv
+TRITON_VENV := .venv-triton
+TRITON_INSTALLED := $(TRITON_VENV)/.installed
+
+.PHONY: help demo triton-venv test test-all check docs format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      train, export and explain a small model on generated images (minutes, CPU is enough)"
 	@echo "make test      the tests (about 6 minutes on 2 cores)"
+	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
@@ -24,13 +30,25 @@ $(INSTALLED): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[all-cpu,dev,docs]'
 	@touch $@
 
+$(TRITON_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m venv --clear --without-pip $(TRITON_VENV)
+	@$(BIN)/python -c 'import platform as p, sys; sys.exit((p.system(), p.machine()) != ("Linux", "x86_64") or \
+	  sys.version_info > (3, 13))' || { echo "no tritonserver for this machine; tests that need it are skipped"; exit 0; }; \
+	$(BIN)/python -m pip --python $(TRITON_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  'numpy<2' nvidia-pytriton==0.7.0
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(TRITON_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+triton-venv: $(TRITON_INSTALLED)
+
 demo: $(INSTALLED)
 	$(BIN)/opal-deploy demo --out runs/demo --overwrite
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network"
 
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(TRITON_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
 
 check: $(INSTALLED)

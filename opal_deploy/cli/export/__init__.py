@@ -7,25 +7,28 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from opal_deploy.cli.console import one_line, print_json, print_message, progress
+from opal_deploy.cli.console import one_line, print_message, progress
+from opal_deploy.cli.export.output import print_engine_export, print_onnx, print_onnx_export
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import ArtifactError, UsageError, require
 
 if TYPE_CHECKING:
-    from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.export.exporter import ExportedOnnx, ExportResult
-    from opal_deploy.export.tensorrt.engine import ExportedEngine
     from opal_deploy.model.checkpoint import Checkpoint
-    from opal_deploy.runtime.verification import Comparison
 
 _ENGINES = "Engines (--trt)"
 # as many classes as a record lists by default
 _TOP_K = 5
 _AUTHORS = "The authors' checkpoints, which do not record it"
+_TRITON = "A model repository for Triton (--triton)"
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A checkpoint (.pt, .pth), ours or the authors', or our .onnx file.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint (.pt, .pth), ours or the authors', or our .onnx file; for --triton also an .engine."
+        ),
+    ],
     trt: Annotated[
         bool, typer.Option("--trt", help="Build TensorRT engines too, with a GPU or without.", rich_help_panel=_ENGINES)
     ] = False,
@@ -128,14 +131,30 @@ def export(
         Literal["boxes"] | None,
         typer.Option(help="It was trained on images cropped to boxes.", rich_help_panel=_AUTHORS),
     ] = None,
+    triton: Annotated[
+        Path | None,
+        typer.Option(help="The repository's folder: two models are written to it.", rich_help_panel=_TRITON),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model that takes pixels; default: opal. NAME_explain takes image files.",
+            rich_help_panel=_TRITON,
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace models of these names.", rich_help_panel=_TRITON)
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of ONNX Runtime while verifying.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
 ) -> None:
     """Write a model that outputs logits and evidence, once it was verified: ONNX, and with --trt TensorRT engines.
 
     A file gets its name only after its outputs were compared with PyTorch's on images, in several batch sizes.
+    With --triton the file, or an .onnx or .engine as it is, becomes a model repository for NVIDIA Triton.
     """
     from opal_deploy.artifact.files import model_kind
+    from opal_deploy.cli.export.triton import plan_repository, write_repository
     from opal_deploy.export.tensorrt.options import (
         DEFAULT_BATCH,
         BuildOptions,
@@ -148,6 +167,16 @@ def export(
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an ONNX file of ours")
     kind = model_kind(source)
+    repository = plan_repository(triton, name, overwrite=overwrite, trt=trt, precision=precision)
+    if repository is not None and (kind == "engine" or (kind == "onnx" and precision is None)):
+        unused = {
+            "--out": out, "--outputs": outputs, "--top-k": top_k, "--pictures": pictures, "--precision": precision,
+            "--calibrate": calibrate, "--classes": classes, "--input": None if input_kind == "uint8" else input_kind,
+        }  # fmt: skip
+        if given := [option for option, value in unused.items() if value is not None]:
+            raise UsageError(f"{source}: it is served as it is; leave out {', '.join(given)}")
+        write_repository(repository, source, verify=verify, threads=threads, as_json=as_json)
+        return
     if kind not in ("checkpoint", "onnx"):
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files")
     # without torch where no checkpoint has to be read
@@ -209,7 +238,12 @@ def export(
     )
     if not trt:
         targets = plan_targets(export_source, precision, out=out)
-        _print_onnx_export(exporter.export(export_source, targets, options, print_message).onnx[0], as_json)
+        exported = exporter.export(export_source, targets, options, print_message).onnx[0]
+        if repository is None:
+            print_onnx_export(exported, as_json)
+        else:
+            print_onnx(exported)
+            write_repository(repository, exported.path, verify=False, threads=threads, as_json=as_json)
         return
     from opal_deploy.runtime.cuda import visible_driver
 
@@ -226,7 +260,7 @@ def export(
         )
         targets = plan_targets(export_source, precision, engines=request)
         result = exporter.export(export_source, targets, options, print_message)
-    _print_engine_export(result, as_json)
+    print_engine_export(result, as_json)
 
 
 def _reject_engine_options(options: dict[str, Any]) -> None:
@@ -276,92 +310,3 @@ def _load(
             + ", ".join(f"{k} {v}" for k, v in assumed.items())
         )
     return checkpoint
-
-
-def _print_onnx_export(exported: ExportedOnnx, as_json: bool) -> None:
-    _print_onnx(exported)
-    _print_next(exported.metadata, f" --model {exported.path}")
-    if as_json:
-        print_json(_onnx_document(exported))
-
-
-def _print_next(metadata: Metadata, options: str) -> None:
-    # a model without evidence refuses to explain
-    explain = "" if metadata.evidence == "none" else " --explain"
-    print_message(f"Next: opal-deploy infer images/{explain}{options}")
-
-
-def _print_engine_export(result: ExportResult, as_json: bool) -> None:
-    for exported in result.onnx:
-        _print_onnx(exported)
-    for engine in result.engines:
-        _print_engine(engine)
-    _print_next(result.onnx[0].metadata if result.onnx else result.engines[0].sidecar.metadata, "")
-    if as_json:
-        files = [_onnx_document(exported) for exported in result.onnx]
-        print_json({"files": files, "engines": [_engine_document(engine) for engine in result.engines]})
-
-
-def _print_onnx(exported: ExportedOnnx) -> None:
-    metadata, comparison = exported.metadata, exported.comparison
-    if metadata.unverified:
-        print_message(f"NOT VERIFIED: {metadata.unverified}: nobody compared its outputs with PyTorch's")
-    if comparison is not None:
-        print_message(
-            f"Verified on {comparison.images} images: largest differences: logit {comparison.max_logit:.2g}"
-            + _describe_evidence(comparison, metadata.precision)
-        )
-    megabytes = exported.path.stat().st_size / 1e6
-    print_message(f"Wrote {exported.path} ({megabytes:.1f} MB, {metadata.precision}, evidence {metadata.evidence})")
-
-
-def _describe_evidence(comparison: Comparison, precision: str) -> str:
-    if comparison.max_cosine is None:
-        return ""
-    text = f", cosine {comparison.max_cosine:.2g}, score {comparison.max_score:.2g}; "
-    if precision == "fp32":
-        ties = f", {comparison.cells_tied} tied" if comparison.cells_tied else ""
-        return f"{text}{comparison.cells - comparison.cells_different} of {comparison.cells} cells equal{ties}"
-    equal = comparison.block_cells - comparison.block_cells_different
-    near = f" ({comparison.block_near_ties} of the others near ties)" if comparison.block_near_ties else ""
-    return f"{text}{equal} of {comparison.block_cells} cells of the predicted classes equal{near}"
-
-
-def _print_engine(engine: ExportedEngine) -> None:
-    from opal_deploy.artifact.engine_file import read_checks
-
-    sidecar = engine.sidecar
-    seconds = "" if engine.reused else f", built in {sidecar.built['seconds']:.1f} s"
-    print_message(
-        f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})"
-    )
-    passed = [check for check in read_checks(engine.path) if check.passed] if engine.reused else []
-    if sidecar.state["state"] == "verified":
-        print_message(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
-    elif passed:
-        print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
-    else:
-        print_message(
-            f"  unverified: it was never run on hardware; the first {sidecar.target['sm']} machine that loads it runs "
-            "its test vectors before it answers anything"
-        )
-
-
-def _onnx_document(exported: ExportedOnnx) -> dict[str, object]:
-    metadata = exported.metadata
-    return {"path": str(exported.path), "sha256": metadata.file_sha256, "verification": metadata.verification}
-
-
-def _engine_document(engine: ExportedEngine) -> dict[str, object]:
-    sidecar = engine.sidecar
-    return {
-        "path": str(engine.path),
-        "sha256": sidecar.engine["sha256"],
-        "bytes": sidecar.engine["bytes"],
-        "builder": sidecar.builder,
-        "target": sidecar.target,
-        "options": sidecar.options,
-        "seconds": sidecar.built["seconds"],
-        "state": sidecar.state,
-        "reused": engine.reused,
-    }

@@ -1,0 +1,105 @@
+"""Print what an export wrote, for a person and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opal_deploy.cli.console import print_json, print_message
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.export.exporter import ExportedOnnx, ExportResult
+    from opal_deploy.export.tensorrt.engine import ExportedEngine
+    from opal_deploy.runtime.verification import Comparison
+
+
+def print_onnx_export(exported: ExportedOnnx, as_json: bool) -> None:
+    """Print the ONNX file that was written, and what to do next."""
+    print_onnx(exported)
+    _print_next(exported.metadata, f" --model {exported.path}")
+    if as_json:
+        print_json(_onnx_document(exported))
+
+
+def _print_next(metadata: Metadata, options: str) -> None:
+    # a model without evidence refuses to explain
+    explain = "" if metadata.evidence == "none" else " --explain"
+    print_message(f"Next: opal-deploy infer images/{explain}{options}")
+
+
+def print_engine_export(result: ExportResult, as_json: bool) -> None:
+    """Print the files of `--trt` that were written, and what to do next."""
+    for exported in result.onnx:
+        print_onnx(exported)
+    for engine in result.engines:
+        _print_engine(engine)
+    _print_next(result.onnx[0].metadata if result.onnx else result.engines[0].sidecar.metadata, "")
+    if as_json:
+        files = [_onnx_document(exported) for exported in result.onnx]
+        print_json({"files": files, "engines": [_engine_document(engine) for engine in result.engines]})
+
+
+def print_onnx(exported: ExportedOnnx) -> None:
+    """Print how an ONNX file was verified, and that it was written."""
+    metadata, comparison = exported.metadata, exported.comparison
+    if metadata.unverified:
+        print_message(f"NOT VERIFIED: {metadata.unverified}: nobody compared its outputs with PyTorch's")
+    if comparison is not None:
+        print_message(
+            f"Verified on {comparison.images} images: largest differences: logit {comparison.max_logit:.2g}"
+            + _describe_evidence(comparison, metadata.precision)
+        )
+    megabytes = exported.path.stat().st_size / 1e6
+    print_message(f"Wrote {exported.path} ({megabytes:.1f} MB, {metadata.precision}, evidence {metadata.evidence})")
+
+
+def _describe_evidence(comparison: Comparison, precision: str) -> str:
+    if comparison.max_cosine is None:
+        return ""
+    text = f", cosine {comparison.max_cosine:.2g}, score {comparison.max_score:.2g}; "
+    if precision == "fp32":
+        ties = f", {comparison.cells_tied} tied" if comparison.cells_tied else ""
+        return f"{text}{comparison.cells - comparison.cells_different} of {comparison.cells} cells equal{ties}"
+    equal = comparison.block_cells - comparison.block_cells_different
+    near = f" ({comparison.block_near_ties} of the others near ties)" if comparison.block_near_ties else ""
+    return f"{text}{equal} of {comparison.block_cells} cells of the predicted classes equal{near}"
+
+
+def _print_engine(engine: ExportedEngine) -> None:
+    from opal_deploy.artifact.engine_file import read_checks
+
+    sidecar = engine.sidecar
+    seconds = "" if engine.reused else f", built in {sidecar.built['seconds']:.1f} s"
+    print_message(
+        f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})"
+    )
+    passed = [check for check in read_checks(engine.path) if check.passed] if engine.reused else []
+    if sidecar.state["state"] == "verified":
+        print_message(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
+    elif passed:
+        print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
+    else:
+        print_message(
+            f"  unverified: it was never run on hardware; the first {sidecar.target['sm']} machine that loads it runs "
+            "its test vectors before it answers anything"
+        )
+
+
+def _onnx_document(exported: ExportedOnnx) -> dict[str, object]:
+    metadata = exported.metadata
+    return {"path": str(exported.path), "sha256": metadata.file_sha256, "verification": metadata.verification}
+
+
+def _engine_document(engine: ExportedEngine) -> dict[str, object]:
+    sidecar = engine.sidecar
+    return {
+        "path": str(engine.path),
+        "sha256": sidecar.engine["sha256"],
+        "bytes": sidecar.engine["bytes"],
+        "builder": sidecar.builder,
+        "target": sidecar.target,
+        "options": sidecar.options,
+        "seconds": sidecar.built["seconds"],
+        "state": sidecar.state,
+        "reused": engine.reused,
+    }

@@ -1,0 +1,195 @@
+"""The texts of `config.pbtxt`, Triton's description of a model (ModelConfig in protobuf's text format).
+
+The fields are those of Triton's model_config.proto; protobuf itself is not needed to write them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact.engine_file import BatchRange
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.inference.types import InferenceOptions
+
+# the field names of the explain model's tensors; docs/howto/triton.md
+IMAGE, NAME, BOX, RECORD = "image", "name", "box", "record"
+# what an ONNX file is run with: its sizes are those that ONNX Runtime is warmed up for; see `cuda_session.BATCH_SIZES`
+ONNX_BATCH = BatchRange(1, 8, 64)
+# requests that wait at most: further ones are refused at once, instead of being answered too late
+MAX_QUEUE_SIZE = 256
+# one instance decodes while another waits for the tensor model
+EXPLAIN_INSTANCES = 2
+EXPLAIN_SUFFIX = "_explain"
+# keys of parameters that are read back
+MODEL_SHA256, TENSOR_MODEL = "model_sha256", "model"
+# beside the config of the tensor model
+LABELS_FILE = "labels.txt"
+
+
+@dataclass(frozen=True)
+class TensorModel:
+    """A model file as Triton serves it.
+
+    Attributes:
+        backend: `onnxruntime` or `tensorrt`.
+        batch: the smallest batch, the one to prefer, and the largest.
+        metadata: the file's.
+        sha256: of the file.
+        details: further parameters, by name.
+    """
+
+    backend: str
+    batch: BatchRange
+    metadata: Metadata
+    sha256: str
+    details: Mapping[str, str]
+
+
+def tensor_config(name: str, model: TensorModel) -> str:
+    """Return the config of the model that maps pixels to the outputs of the graph (docs/contract.md).
+
+    Args:
+        name: of the model, and of its folder.
+        model: the file.
+    """
+    metadata, batch = model.metadata, model.batch
+    sizes = sorted({batch.opt, batch.max})
+    height, width = metadata.input_size
+    kind, dims = ("UINT8", [height, width, 3]) if metadata.input_kind == "uint8" else ("FP32", [3, height, width])
+    outputs = "".join(_tensor("output", output, *_output_type(output, metadata)) for output in metadata.outputs)
+    warmup = "".join(_warmup(size, kind, dims) for size in sorted({1, *sizes}))
+    return "".join([
+        _header(name, model.backend, batch.max),
+        "# RGB pixels; normalisation is in the graph\n" if kind == "UINT8" else "# RGB, already normalised\n",
+        _tensor("input", "images", kind, dims),
+        outputs,
+        f"dynamic_batching {{\n  preferred_batch_size: {sizes}\n{_QUEUE}}}\n",
+        "# one for each GPU, or one on the CPU where there is none\ninstance_group [ { count: 1 } ]\n",
+        _NO_TF32 if model.backend == "onnxruntime" else "",
+        "# the first batch of a size is slow: these sizes are run before the model is called ready\n",
+        warmup,
+        _parameters({**_describe(model), **model.details}),
+    ])  # fmt: skip
+
+
+def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> str:
+    """Return the config of the model that maps image files to records.
+
+    Args:
+        name: of the tensor model, which it calls; its own ends in EXPLAIN_SUFFIX.
+        model: the tensor model.
+        options: the options of decoding and of records, which can be edited in the file.
+    """
+    timeout = "none" if options.decode_timeout is None else f"{options.decode_timeout:g}"
+    return "".join([
+        _header(name + EXPLAIN_SUFFIX, "python", model.batch.max),
+        "# an image file's bytes, such as those of a .jpg\n",
+        _tensor("input", IMAGE, "STRING", [1]),
+        "# `image` of the record; empty: null\n",
+        _tensor("input", NAME, "STRING", [1], "optional: true"),
+        "# x0, y0, x1, y1 in pixels of the oriented image, to crop to first; NaN: the whole image\n",
+        _tensor("input", BOX, "FP32", [4], "optional: true"),
+        "# a record as JSON, as `opal-deploy infer` writes it; of an image that cannot be classified an error record\n",
+        _tensor("output", RECORD, "STRING", [1]),
+        f"dynamic_batching {{\n{_QUEUE}}}\n",
+        "# processes: one decodes while another waits for the tensor model\n",
+        f"instance_group [ {{ count: {EXPLAIN_INSTANCES} kind: KIND_CPU }} ]\n",
+        _parameters({
+            TENSOR_MODEL: name,
+            MODEL_SHA256: model.sha256,
+            "opal_deploy": __version__,
+            "top": str(options.top),
+            "min_margin": "none" if options.min_margin is None else f"{options.min_margin:g}",
+            "max_pixels": str(options.max_pixels),
+            "decode_workers": str(options.workers),
+            "decode_timeout": timeout,
+        }),
+    ])  # fmt: skip
+
+
+_QUEUE = f"  default_queue_policy {{ max_queue_size: {MAX_QUEUE_SIZE} }}\n"
+_NO_TF32 = """# on a GPU ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
+optimization {
+  execution_accelerators {
+    gpu_execution_accelerator: [ { name: "cuda" parameters { key: "use_tf32" value: "0" } } ]
+  }
+}
+"""
+
+
+def _header(name: str, backend: str, max_batch_size: int) -> str:
+    return f"name: {_quote(name)}\nbackend: {_quote(backend)}\nmax_batch_size: {max_batch_size}\n"
+
+
+def _tensor(field: str, name: str, kind: str, dims: Sequence[int], more: str = "") -> str:
+    end = f" {more}" if more else ""
+    return f"{field} [ {{ name: {_quote(name)} data_type: TYPE_{kind} dims: {list(dims)}{end} }} ]\n"
+
+
+def _output_type(output: str, metadata: Metadata) -> tuple[str, list[int], str]:
+    """Return the type, the shape without N and further fields of an output of the graph; docs/contract.md."""
+    top, slots = metadata.top_k or 0, metadata.prototypes_per_class
+    kind, dims = {
+        "logits": ("FP32", [metadata.num_classes]),
+        "argmax": ("INT32", [metadata.num_prototypes]),
+        "scores": ("FP32", [metadata.num_prototypes]),
+        "attention": ("FP32", [metadata.num_prototypes, *metadata.grid]),
+        "top_classes": ("INT32", [top]),
+        "top_logits": ("FP32", [top]),
+        "top_scores": ("FP32", [top, slots]),
+        "top_cells": ("INT32", [top, slots]),
+        "score_norm": ("FP32", [1]),
+    }[output]
+    # the server's tensors have a dimension beside N
+    more = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": "reshape { shape: [] }"}
+    return kind, dims, more.get(output, "")
+
+
+def _warmup(size: int, kind: str, dims: Sequence[int]) -> str:
+    tensor = f'key: "images" value {{ data_type: TYPE_{kind} dims: {list(dims)} zero_data: true }}'
+    return f'model_warmup [ {{ name: "batch {size}" batch_size: {size} inputs {{ {tensor} }} }} ]\n'
+
+
+def _describe(model: TensorModel) -> dict[str, str]:
+    """Return what a client may want to know of the model, as texts; lists are JSON."""
+    metadata = model.metadata
+    return {
+        "opal_deploy": __version__,
+        MODEL_SHA256: model.sha256,
+        "file_sha256": metadata.file_sha256,
+        "checkpoint_sha256": str(metadata.source.get("sha256") or ""),
+        "unverified": metadata.unverified,
+        "evidence": metadata.evidence,
+        "precision": metadata.precision,
+        "backbone": metadata.backbone,
+        "distance": metadata.distance,
+        "prototypes_per_class": str(metadata.prototypes_per_class),
+        "grid": json.dumps(metadata.grid),
+        "class_names": json.dumps(metadata.class_names),
+    }
+
+
+def _parameters(values: Mapping[str, str]) -> str:
+    # the server refuses a parameter without a value
+    return "".join(
+        f"parameters {{ key: {_quote(key)} value {{ string_value: {_quote(value)} }} }}\n"
+        for key, value in values.items()
+        if value
+    )
+
+
+def labels_text(class_names: Iterable[str]) -> str:
+    """Return labels.txt: a name a line, which Triton's classification extension gives with a class's logit."""
+    return "".join(" ".join(name.split()) + "\n" for name in class_names)
+
+
+def _quote(text: str) -> str:
+    """Return a string literal of protobuf's text format: printable ASCII as it is, other bytes in octal."""
+    escaped = "".join(
+        ("\\" if byte in b'"\\' else "") + chr(byte) if 0x20 <= byte < 0x7F else f"\\{byte:03o}"
+        for byte in text.encode()
+    )
+    return f'"{escaped}"'

@@ -1,0 +1,189 @@
+"""Write a Triton model repository: the tensor model and the explain model, whole or not at all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import check_engine
+from opal_deploy.artifact.files import compute_sha256, model_kind
+from opal_deploy.errors import UsageError
+from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.triton.explain_model import METADATA_FILE
+from opal_deploy.triton.model_config import (
+    EXPLAIN_SUFFIX,
+    LABELS_FILE,
+    MODEL_SHA256,
+    ONNX_BATCH,
+    TensorModel,
+    explain_config,
+    labels_text,
+    tensor_config,
+)
+
+CONFIG = "config.pbtxt"
+_VERSION = "1"
+_MODEL_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
+_MODEL_PY = '''"""Image files in, records out: what `opal-deploy infer` does, by the model {name} of this server.
+
+Triton's Python needs opal-deploy {version} or later: pip install opal-deploy
+"""
+
+from opal_deploy.triton.explain_model import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+@dataclass(frozen=True)
+class Repository:
+    """The place of two models, `NAME` and `NAME_explain`, in a Triton model repository.
+
+    Attributes:
+        folder: of the repository, which may hold other models too.
+        name: of the tensor model.
+        overwrite: replace models of these names that an earlier export wrote.
+    """
+
+    folder: Path
+    name: str = "opal"
+    overwrite: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError unless the models can be written."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+            raise UsageError(f"--name {self.name}: a model's name has letters, digits, `_`, `-` and `.`, such as birds")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UsageError(f"{self.folder}: a file; --triton takes the folder of a model repository")
+        for model in self.models:
+            path = self.folder / model
+            if not path.exists():
+                continue
+            if not _is_ours(path):
+                raise UsageError(f"{path}: a model that opal-deploy did not write; give another --name or folder")
+            if not self.overwrite:
+                raise UsageError(f"{path}: it is there already; replace it with --overwrite, or give another --name")
+
+    @property
+    def models(self) -> tuple[str, str]:
+        """The names of the two models."""
+        return self.name, self.name + EXPLAIN_SUFFIX
+
+    def write(self, path: Path, options: InferenceOptions | None = None) -> TensorModel:
+        """Write the models of a file; a server that is running reads them when it is started again or told to.
+
+        Args:
+            path: an ONNX file of ours, or an engine of TensorRT; the caller has verified it.
+            options: of decoding and records; None for the defaults.
+
+        Returns:
+            What is served.
+
+        Raises:
+            ArtifactError: the file is not ours, or damaged.
+            UsageError: Triton cannot serve the file, or the models cannot be written; nothing was changed.
+        """
+        self.check()
+        model = read_tensor_model(path)
+        tensor, explain = self.models
+        with _staging(self.folder) as staging:
+            for folder in (staging / tensor / _VERSION, staging / explain / _VERSION):
+                folder.mkdir(parents=True)
+            shutil.copyfile(path, staging / tensor / _VERSION / _MODEL_FILES[model.backend])
+            texts = {
+                f"{tensor}/{CONFIG}": tensor_config(tensor, model),
+                f"{tensor}/{LABELS_FILE}": labels_text(model.metadata.class_names),
+                f"{explain}/{CONFIG}": explain_config(tensor, model, options or InferenceOptions()),
+                f"{explain}/{_VERSION}/{METADATA_FILE}": model.metadata.to_json(),
+                f"{explain}/{_VERSION}/model.py": _MODEL_PY.format(name=tensor, version=__version__),
+            }
+            for name, text in texts.items():
+                (staging / name).write_text(text, "utf-8")
+            for name in self.models:
+                _replace(staging / name, self.folder / name, staging / f"{name}.old")
+        return model
+
+
+def read_tensor_model(path: Path) -> TensorModel:
+    """Return what Triton has to know of a model file, once its digest was checked.
+
+    Raises:
+        ArtifactError: the file is not ours, or damaged. UsageError: none of Triton's backends runs it.
+    """
+    if model_kind(path) == "engine":
+        return _read_engine(path)
+    metadata = onnx_file.read_metadata(path)
+    onnx_file.check_digest(path, metadata)
+    if metadata.precision == "bf16":
+        raise UsageError(
+            f"{path}: ONNX Runtime has no bfloat16 convolutions; build an engine from it where Triton will run "
+            "(opal-deploy export --trt), or give the fp32 or fp16 file"
+        )
+    return TensorModel("onnxruntime", ONNX_BATCH, metadata, compute_sha256(path), {})
+
+
+def _read_engine(path: Path) -> TensorModel:
+    sidecar = check_engine(path)
+    if sidecar.builder["name"] != "tensorrt":
+        raise UsageError(
+            f"{path}: an engine of TensorRT for RTX, which Triton's tensorrt backend does not run; give the ONNX file, "
+            "or an engine of TensorRT (export --trt --builder tensorrt)"
+        )
+    if sidecar.options.get("strip_weights"):
+        raise UsageError(f"{path}: its weights were left out; give an engine built without --strip-weights")
+    if sidecar.batch.min > 1:
+        raise UsageError(
+            f"{path}: it takes no batch under {sidecar.batch.min}, and Triton sends single images too; build one with "
+            f"--batch 1:{sidecar.batch.opt}:{sidecar.batch.max}"
+        )
+    details = {"tensorrt": str(sidecar.builder["version"]), "target": str(sidecar.target["sm"])}
+    return TensorModel("tensorrt", sidecar.batch, sidecar.metadata, str(sidecar.engine["sha256"]), details)
+
+
+def _is_ours(model: Path) -> bool:
+    try:
+        return f'key: "{MODEL_SHA256}"' in (model / CONFIG).read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """Yield a new hidden folder inside a repository; it is removed when the block ends, with the repository if empty.
+
+    Raises:
+        UsageError: the folder cannot be written, or the disk is full.
+    """
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=folder, prefix=".opal-", suffix=".part"))
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); choose another place") from None
+    finally:
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+
+
+def _replace(new: Path, final: Path, old: Path) -> None:
+    """Give a finished folder its name; the one that has it goes to `old`, and comes back if that fails."""
+    if final.exists():
+        final.rename(old)
+    try:
+        new.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise

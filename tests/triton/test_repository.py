@@ -1,0 +1,113 @@
+"""`export --triton`: the files of the repository, as protobuf and Triton's own description of a config read them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import write_sidecar
+from tests.builders import build_sidecar
+from tests.cli.calls import Opal, one_line
+
+model_config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
+
+
+def read_config(model: Path):
+    """Return the model's config; a field that Triton does not know raises."""
+    return text_format.Parse((model / "config.pbtxt").read_text("utf-8"), model_config.ModelConfig())
+
+
+def shapes(tensors) -> dict:
+    return {t.name: (model_config.DataType.Name(t.data_type), list(t.dims)) for t in tensors}
+
+
+def test_an_onnx_file_becomes_two_models(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+    done = opal("export", exact_model, "--triton", tmp_path / "models", "--json")
+
+    assert done.returncode == 0, done.stderr
+    tensor, explain = (tmp_path / "models" / name for name in json.loads(done.stdout)["models"])
+    config, metadata = read_config(tensor), onnx_file.read_metadata(exact_model)
+    assert (config.name, config.backend, config.max_batch_size) == ("opal", "onnxruntime", 64)
+    assert shapes(config.input) == {"images": ("TYPE_UINT8", [96, 96, 3])}
+    assert shapes(config.output) == {
+        "logits": ("TYPE_FP32", [4]),
+        "argmax": ("TYPE_INT32", [12]),
+        "scores": ("TYPE_FP32", [12]),
+    }
+    assert {sample.batch_size for sample in config.model_warmup} == {1, 8, 64}
+    assert (tensor / "1/model.onnx").read_bytes() == exact_model.read_bytes()
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    assert parameters["model_sha256"] == hashlib.sha256(exact_model.read_bytes()).hexdigest()
+    assert json.loads(parameters["class_names"]) == list(metadata.class_names)
+    assert (tensor / config.output[0].label_filename).read_text("utf-8").splitlines() == list(metadata.class_names)
+    config = read_config(explain)
+    assert (config.name, config.backend) == ("opal_explain", "python")
+    assert shapes([*config.input, *config.output]) == {
+        "image": ("TYPE_STRING", [1]),
+        "name": ("TYPE_STRING", [1]),
+        "box": ("TYPE_FP32", [4]),
+        "record": ("TYPE_STRING", [1]),
+    }
+    assert [tensor.optional for tensor in config.input] == [False, True, True]
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["opal", "opal_explain"]
+
+
+def test_models_are_replaced_only_when_asked_to_and_only_ours(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+    command = ("export", exact_model, "--triton", tmp_path, "--no-verify")
+    foreign = tmp_path / "birds"
+    foreign.mkdir()
+    (foreign / "config.pbtxt").write_text('backend: "pytorch"')
+
+    assert opal(*command).returncode == 0
+    assert "--overwrite" in one_line(opal(*command))
+    assert opal(*command, "--overwrite").returncode == 0
+    assert "opal-deploy did not write" in one_line(opal(*command, "--name", "birds", "--overwrite"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["birds", "opal", "opal_explain"]
+
+
+def test_a_failed_write_leaves_the_old_models(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.onnx"
+    damaged.write_bytes(exact_model.read_bytes()[:-1] + b"\0")
+
+    assert opal("export", exact_model, "--triton", tmp_path / "models", "--no-verify").returncode == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "models").rglob("*") if path.is_file()}
+    one_line(opal("export", damaged, "--triton", tmp_path / "models", "--no-verify", "--overwrite"))
+    one_line(opal("export", damaged, "--triton", tmp_path / "new/models", "--no-verify"))
+
+    assert {path: path.read_bytes() for path in (tmp_path / "models").rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"builder": {"name": "tensorrt-rtx", "version": "1.7.0", "cuda": 13}}, "TensorRT for RTX"),
+        ({"options": {"batch": [4, 4, 4]}}, "no batch under 4"),
+        ({"options": {"batch": [1, 2, 4], "strip_weights": True}}, "weights"),
+    ],
+)
+def test_an_engine_is_served_within_its_batch_sizes_or_refused(
+    changes: dict, reason: str | None, exact_model: Path, opal: Opal, tmp_path: Path
+) -> None:
+    engine = tmp_path / "model.engine"
+    engine.write_bytes(b"plan")
+    write_sidecar(engine, build_sidecar(engine, onnx_file.read_metadata(exact_model), **changes))
+
+    done = opal("export", engine, "--triton", tmp_path / "models", "--name", "birds")
+
+    if reason is not None:
+        assert reason in one_line(done)
+        assert not (tmp_path / "models").exists()
+        return
+    assert done.returncode == 0, done.stderr
+    config = read_config(tmp_path / "models/birds")
+    assert (config.backend, config.max_batch_size) == ("tensorrt", 4)
+    assert list(config.dynamic_batching.preferred_batch_size) == [2, 4]
+    assert (tmp_path / "models/birds/1/model.plan").read_bytes() == b"plan"
+    assert read_config(tmp_path / "models/birds_explain").parameters["model"].string_value == "birds"

@@ -1,0 +1,137 @@
+"""A repository of `export --triton` in a real tritonserver: the records of `infer`, over HTTP and gRPC.
+
+The config of the tensor model is the exported one; a stand-in under the name of NVIDIA's ONNX Runtime backend runs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from opal_deploy.preprocess.geometry import Box
+from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.cli.calls import Opal, read_results
+from tests.conftest import PictureFolder
+from tests.triton.server import Server, run_server
+
+grpc = pytest.importorskip("tritonclient.grpc")
+http = pytest.importorskip("tritonclient.http")
+PROTOCOLS = pytest.mark.parametrize("protocol", [http, grpc], ids=["http", "grpc"])
+
+
+@pytest.fixture(scope="module")
+def server(
+    exact_model: Path, map_model: Path, opal: Opal, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("triton")
+    repository = folder / "models"
+    assert opal("export", exact_model, "--triton", repository, "--no-verify").returncode == 0
+    assert opal("export", exact_model, "--triton", repository, "--name", "other", "--no-verify").returncode == 0
+    # another model's file under the same config
+    (repository / "other/1/model.onnx").write_bytes(map_model.read_bytes())
+    with run_server(repository, ["opal", "opal_explain", "other", "other_explain"], folder) as running:
+        yield running
+
+
+def as_input(protocol: ModuleType, name: str, array: np.ndarray, kind: str) -> Any:
+    tensor = protocol.InferInput(name, array.shape, kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def explain(
+    client: Any,
+    protocol: ModuleType,
+    files: Sequence[bytes],
+    names: Sequence[str] | None = None,
+    boxes: Sequence[Box] | None = None,
+    model: str = "opal_explain",
+) -> list[dict[str, Any]]:
+    """Return the records of image files."""
+    inputs = [as_input(protocol, "image", np.array(files, np.object_)[:, None], "BYTES")]
+    if names is not None:
+        encoded = [name.encode() for name in names]
+        inputs.append(as_input(protocol, "name", np.array(encoded, np.object_)[:, None], "BYTES"))
+    if boxes is not None:
+        inputs.append(as_input(protocol, "box", np.array(boxes, np.float32), "FP32"))
+    return [json.loads(line) for line in client.infer(model, inputs).as_numpy("record")[:, 0]]
+
+
+@PROTOCOLS
+def test_the_tensor_model_answers_as_onnx_runtime(
+    protocol: ModuleType, server: Server, exact_session: OnnxSession
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (3, 96, 96, 3), np.uint8)
+    with server.client(protocol) as client:
+        found = client.infer("opal", [as_input(protocol, "images", images, "UINT8")])
+        labelled = protocol.InferRequestedOutput("logits", class_count=1)
+        best = client.infer("opal", [as_input(protocol, "images", images, "UINT8")], outputs=[labelled])
+
+    expected = exact_session.run(images)
+    assert np.array_equal(found.as_numpy("logits"), expected.logits)
+    assert np.array_equal(found.as_numpy("argmax"), expected.argmax)
+    assert np.array_equal(found.as_numpy("scores"), expected.scores)
+    names = [text.decode().split(":")[2] for text in best.as_numpy("logits")[:, 0]]
+    assert names == [exact_session.metadata.class_names[row] for row in expected.logits.argmax(axis=1)]
+
+
+@PROTOCOLS
+def test_concurrent_clients_get_the_records_of_infer(
+    protocol: ModuleType, server: Server, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
+) -> None:
+    paths = make_pictures(tmp_path / "images", 24)
+    paths[5].write_bytes(b"not an image")
+    paths[17].write_bytes(paths[16].read_bytes()[:700])
+    opal("infer", tmp_path / "images", "--model", exact_model, "--out", tmp_path / "run")
+    expected = read_results(tmp_path / "run")
+    for record in expected:
+        del record["image_index"]
+    groups = [paths[start : start + size] for start, size in ((0, 1), (1, 7), (8, 2), (10, 1), (11, 13))]
+
+    with server.client(protocol) as client, ThreadPoolExecutor(len(groups)) as threads:
+        futures = [
+            threads.submit(explain, client, protocol, [path.read_bytes() for path in group], [*map(str, group)])
+            for group in groups
+        ]
+        found = [record for future in futures for record in future.result()]
+
+    assert [record["status"] for record in found].count("error") == 2
+    assert found == expected
+
+
+def test_images_may_have_no_names_and_boxes(
+    server: Server, exact_model: Path, make_pictures: PictureFolder, tmp_path: Path
+) -> None:
+    import opal_deploy
+
+    files = [path.read_bytes() for path in make_pictures(tmp_path, 3)]
+    whole = (np.nan,) * 4
+    with server.client(grpc) as client:
+        found = explain(client, grpc, files, ["a", "", "c"], [(10, 20, 60, 90), whole, (200, 0, 300, 10)])
+        unnamed = explain(client, grpc, files)
+
+    expected = opal_deploy.load(exact_model, threads=1).explain(
+        files, boxes=[(10, 20, 60, 90), None, (200, 0, 300, 10)]
+    )
+    assert [record.pop("image") for record in found] == ["a", None, "c"]
+    assert found == [{key: value for key, value in record.items() if key != "image"} for record in expected]
+    assert found[2]["error"]["code"] == "bad_box"
+    assert unnamed[1] == expected[1]
+
+
+def test_a_model_that_is_not_the_exported_one_answers_nothing(
+    server: Server, make_pictures: PictureFolder, tmp_path: Path
+) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    with (
+        server.client(grpc) as client,
+        pytest.raises(grpc.InferenceServerException, match="does not reproduce its own test vectors"),
+    ):
+        explain(client, grpc, [path.read_bytes()], model="other_explain")
