@@ -14,5 +14,6 @@ In the order in which an image passes them:
     service      images that come one by one, for servers
     explanation  records that show themselves in a notebook
     sheets       evidence sheets
+    drawings     overlays and sheets as files, drawn in worker processes
     timing       seconds by stage and by thread
 """

@@ -197,7 +197,7 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
         ("opal_deploy.inference.decoding.prepare.decode_for_input", "decoders", "decode", "pictures"),
         ("opal_deploy.inference.decoding.prepare.open_file", "decoders", "read", "pictures"),
         ("opal_deploy.inference.run.results.RecordWriter.write", "loop", "write", "disk"),
-        ("opal_deploy.inference.run.drawing_task.draw_overlay", "drawers", "draw", "drawing"),
+        ("opal_deploy.inference.drawings.draw_overlay", "drawers", "draw", "drawing"),
     ],
     ids=["session", "decoding", "reading", "writing", "drawing"],
 )

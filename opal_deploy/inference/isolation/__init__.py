@@ -5,5 +5,5 @@
     worker    the main function of a worker process
     memory    memory that processes share
 
-The work itself is a `Task`: `decoding.task` prepares images, `run.drawing_task` draws overlays and sheets.
+The work itself is a `Task`: `decoding.task` prepares images, `drawings` draws overlays and sheets.
 """

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.inference.drawings import DrawingPool, DrawTask, Part
 from opal_deploy.inference.executor import prefetch, thread_pool
-from opal_deploy.inference.isolation.pool import ProcessPool
-from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
-from opal_deploy.inference.run.drawing_task import PARTS, DrawRequest, DrawTask
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run_files import (
     OVERLAYS,
@@ -34,7 +32,7 @@ from opal_deploy.inference.run_files import (
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
-from opal_deploy.records.record import Problem, Record
+from opal_deploy.records.record import Record
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     REPORT_LIMIT,
@@ -116,21 +114,19 @@ class Drawer:
             timer: gets the times of drawing and writing, under the role `drawers`.
         """
         self._out, self._workers = out, inference.workers
-        self._thumbnails, self._timer, self._timeout = thumbnails, timer, inference.decode_timeout
+        self._thumbnails, self._timer = thumbnails, timer
         self._num_thumbnails = 0
         if report is not None:
             limit = {"embed": _MAX_THUMBNAILS, "files": 0, None: EMBED_LIMIT}[report.images]
             self._num_thumbnails = min(report.limit, limit)
         field = report.field if report is not None and report.draw_field else None
-        self._task = DrawTask(report is not None, field, sheets)
-        self._processes = None
-        if inference.isolate:
-            self._processes = ProcessPool(inference.workers, self._task, self._timeout, timer)
+        self._parts: tuple[Part, ...] = () if report is None else ("overlay", "thumbnail")
+        self._parts += () if sheets is None else ("sheet",)
+        self._pool = DrawingPool(DrawTask(field, sheets), inference, timer)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._processes is not None:
-            self._stack.enter_context(closing(self._processes))
+        self._stack.enter_context(closing(self._pool))
         self._threads = self._stack.enter_context(thread_pool(self._workers, "draw", self._timer, "drawers"))
         return self
 
@@ -155,16 +151,11 @@ class Drawer:
         record = result.record
         if record["status"] == "error":
             return record
-        drawn: dict[str, bytes] = {}
-        try:
-            drawn, error = self._draw_all(index, result)
-        except WorkerCrashed as crash:
-            error = Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
-        except WorkerTimeout:
-            reason = f"it was not drawn within {self._timeout:g} s; raise --decode-timeout"
-            error = Problem(code="drawing_timeout", message=reason)
-        except MemoryError:
-            error = Problem(code="drawing_failed", message="its image needs more memory than there is; lower --workers")
+        parts = (
+            self._parts if index < self._num_thumbnails else tuple(part for part in self._parts if part != "thumbnail")
+        )
+        drawings = self._pool.draw(result, parts)
+        drawn = drawings.files
         if "thumbnail" in drawn:
             self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
         with self._timer.stage("write"):
@@ -174,38 +165,9 @@ class Drawer:
             if "sheet" in drawn:
                 record["sheet"] = sheet_name(index, record["image"])
                 write_image_file(self._out, record["sheet"], drawn["sheet"])
-        if error is not None:
-            record["drawing_error"] = error
+        if drawings.error is not None:
+            record["drawing_error"] = drawings.error
         return record
-
-    def _draw_all(self, index: int, result: Result) -> tuple[dict[str, bytes], Problem | None]:
-        """Return the encoded drawings by their names in `PARTS`, and the reason why one is missing."""
-        # the model's input is not drawn on
-        result = replace(result, prepared=replace(result.prepared, pixels=None))
-        request = DrawRequest(result, index < self._num_thumbnails)
-        if self._processes is not None:
-            return self._processes.call(request, _read_drawings)
-        header, parts = self._task(request, self._timer)
-        return dict(zip((name for name in PARTS if name in header), parts, strict=True)), _read_problem(header)
-
-
-def _read_drawings(process: WorkerProcess, header: dict[str, Any], _: int) -> tuple[dict[str, bytes], Problem | None]:
-    drawn = {}
-    for name in PARTS:
-        if name in header:
-            data = bytearray(header[name])
-            process.read_into(memoryview(data))
-            drawn[name] = bytes(data)
-    return drawn, _read_problem(header)
-
-
-def _read_problem(header: dict[str, Any]) -> Problem | None:
-    if "stop" in header:
-        raise StoppedEarly(header["stop"])
-    if "error" not in header:
-        return None
-    code, message = header["error"]
-    return Problem(code=code, message=message)
 
 
 def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> None:

@@ -13,11 +13,11 @@ from PIL import Image
 
 from opal_deploy.cli.atlas import collect_images
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.inference.drawings import DrawRequest
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions, write_report
-from opal_deploy.inference.run.drawing_task import DrawRequest
 from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions

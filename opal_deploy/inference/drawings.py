@@ -1,0 +1,159 @@
+"""Overlays and evidence sheets as encoded files, drawn from results in worker processes.
+
+A drawing that crashes, takes too long or finds no memory costs itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from opal_deploy.artifact.receptive_field import EffectiveField
+from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly
+from opal_deploy.inference.isolation.pool import ProcessPool
+from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess, WorkerTimeout
+from opal_deploy.inference.isolation.worker import Response
+from opal_deploy.inference.sheets import SheetBuilder, get_image
+from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
+from opal_deploy.inference.types import InferenceOptions, Result
+from opal_deploy.preprocess.decode import no_claim
+from opal_deploy.records.record import Problem
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
+from opal_deploy.visualization.report import make_thumbnail
+
+# a JPEG, the report's small JPEG of it, and a PNG
+Part: TypeAlias = Literal["overlay", "thumbnail", "sheet"]
+
+
+class DrawRequest(NamedTuple):
+    """A result to draw.
+
+    Attributes:
+        result: with its image, and with outputs for a sheet; its pixels are not needed.
+        parts: what to draw of it; a thumbnail only with its overlay.
+    """
+
+    result: Result
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class DrawTask:
+    """Draws results.
+
+    Attributes:
+        field: the effective receptive field to draw on overlays; None for none.
+        sheets: draws evidence sheets; None where none is drawn.
+    """
+
+    field: EffectiveField | None = None
+    sheets: SheetBuilder | None = None
+
+    def __call__(self, request: DrawRequest, timer: StageTimer, claim: Callable[[int], None] = no_claim) -> Response:
+        """Return the encoded drawings, in the header their names with their sizes under `drawn`, in order.
+
+        What could not be drawn is absent; then the header has `error`, a code and a message, or `stop`, the reason why
+        no other image can be drawn either. Nothing is claimed: images to draw on are small.
+        """
+        drawn: list[tuple[Part, int]] = []
+        header: dict[str, Any] = {"drawn": drawn}
+        files: list[bytes] = []
+
+        def add(part: Part, data: bytes) -> None:
+            drawn.append((part, len(data)))
+            files.append(data)
+
+        result, parts = request
+        try:
+            with timer.stage("draw"):
+                if "overlay" in parts:
+                    overlay = draw_overlay(get_image(result.prepared), result.record, self.field)
+                    add("overlay", encode_jpeg(overlay))
+                    if "thumbnail" in parts:
+                        add("thumbnail", make_thumbnail(overlay, result.record))
+                if "sheet" in parts and self.sheets is not None:
+                    add("sheet", self.sheets.build(result).encode())
+        except ImageError as error:
+            header["error"] = ["drawing_failed", str(error)]
+        except MemoryError:
+            header["error"] = ["drawing_failed", "drawing it needs more memory than there is; lower --workers"]
+        except ArtifactError as error:
+            header["stop"] = str(error)
+        return header, files
+
+
+@dataclass(frozen=True)
+class Drawings:
+    """The drawings of one result.
+
+    Attributes:
+        files: the encoded ones by name.
+        error: the reason why one is missing.
+    """
+
+    files: dict[Part, bytes] = field(default_factory=dict)
+    error: Problem | None = None
+
+
+class DrawingPool:
+    """Has results drawn, with `isolate` in worker processes; every method but `close` may be called from any thread."""
+
+    def __init__(self, task: DrawTask, inference: InferenceOptions, timer: StageTimer = NO_OP_TIMER) -> None:
+        """Start nothing yet.
+
+        Args:
+            task: draws.
+            inference: `workers` processes draw at a time, each result for at most `decode_timeout`.
+            timer: gets the times of the stage `draw`.
+        """
+        self._task, self._timeout, self._timer = task, inference.decode_timeout, timer
+        self._processes = None
+        if inference.isolate:
+            self._processes = ProcessPool(inference.workers, task, self._timeout, timer)
+
+    def draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
+        """Return the drawings of an answered image.
+
+        Raises:
+            StoppedEarly: no process can be started, or a file that every drawing needs is damaged.
+        """
+        # the model's input is not drawn on
+        request = DrawRequest(replace(result, prepared=replace(result.prepared, pixels=None)), tuple(parts))
+        try:
+            if self._processes is not None:
+                return self._processes.call(request, _read_drawings)
+            header, files = self._task(request, self._timer)
+            return _build_drawings(header, files)
+        except WorkerCrashed as crash:
+            error = Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
+        except WorkerTimeout:
+            reason = f"it was not drawn within {self._timeout:g} s; raise --decode-timeout"
+            error = Problem(code="drawing_timeout", message=reason)
+        except MemoryError:
+            error = Problem(code="drawing_failed", message="its image needs more memory than there is; lower --workers")
+        return Drawings(error=error)
+
+    def close(self) -> None:
+        """End the processes; nothing may be drawn any more."""
+        if self._processes is not None:
+            self._processes.close()
+
+
+def _read_drawings(process: WorkerProcess, header: dict[str, Any], _: int) -> Drawings:
+    files = []
+    for _name, size in header["drawn"]:
+        data = bytearray(size)
+        process.read_into(memoryview(data))
+        files.append(bytes(data))
+    return _build_drawings(header, files)
+
+
+def _build_drawings(header: dict[str, Any], files: list[bytes]) -> Drawings:
+    if "stop" in header:
+        raise StoppedEarly(header["stop"])
+    error = None
+    if "error" in header:
+        code, message = header["error"]
+        error = Problem(code=code, message=message)
+    return Drawings({name: data for (name, _), data in zip(header["drawn"], files, strict=True)}, error)
