@@ -89,7 +89,7 @@ def serve(
                 name, path, sessions, options, max_wait=max_wait / 1e3,
                 capacity=queue or _QUEUED_BATCHES * options.batch, print_message=print_message,
             )  # fmt: skip
-            stack.callback(model.service.close)
+            stack.callback(model.close)
             served.append(model)
             print_message(f"{name}: {path} in {sessions[0].description}, batches of {options.batch}")
         limits = Limits(
@@ -101,7 +101,7 @@ def serve(
         state = ServerState(served, limits)
         shown = f"[{host}]" if ":" in host else host
         print_message(f"Listening on http://{shown}:{listener.getsockname()[1]}")
-        serve_app(create_app(state), state, address, listener, print_message)
+        serve_app(create_app(state, drawers=workers or default_workers()), state, address, listener, print_message)
 
 
 def parse_models(models: Sequence[str]) -> dict[str, Path]:

@@ -14,6 +14,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from opal_deploy._version import __version__
+from opal_deploy.server.explain import (
+    FORMATS,
+    DrawingThreads,
+    check_format,
+    choose_format,
+    explain,
+    read_upload,
+    record_response,
+)
 from opal_deploy.server.inference import infer_pixels, infer_records
 from opal_deploy.server.limits import Gate, HttpError, Limits
 from opal_deploy.server.models import EXPLAIN_INPUTS, EXPLAIN_OUTPUTS, EXPLAIN_SUFFIX, ServedModel
@@ -60,8 +69,14 @@ class ServerState:
         raise HttpError(HTTPStatus.NOT_FOUND, f"model {name[:80]!r} found, one of {known} expected")
 
 
-def create_app(state: ServerState) -> Starlette:
-    """Return the application."""
+def create_app(state: ServerState, *, drawers: int = 2) -> Starlette:
+    """Return the application.
+
+    Args:
+        state: what its requests share.
+        drawers: pictures that are drawn at a time.
+    """
+    people = _PeopleRoutes(state, drawers)
     v2 = _ProtocolRoutes(state)
     model = "/v2/models/{name}"
     versioned = model + "/versions/{version}"
@@ -73,6 +88,7 @@ def create_app(state: ServerState) -> Starlette:
         *(Route(f"{prefix}/ready", v2.model_ready) for prefix in (model, versioned)),
         *(Route(f"{prefix}/infer", v2.infer, methods=["POST"]) for prefix in (model, versioned)),
         Route("/v2/repository/index", v2.repository_index, methods=["POST"]),
+        Route("/explain", people.explain, methods=["POST"]),
     ]
     return Starlette(
         routes=routes,
@@ -147,6 +163,27 @@ class _ProtocolRoutes:
         return self._state.find(request.path_params["name"])
 
 
+class _PeopleRoutes:
+    """The answers for people."""
+
+    def __init__(self, state: ServerState, drawers: int) -> None:
+        self._state, self._threads = state, DrawingThreads(drawers)
+
+    async def explain(self, request: Request) -> Response:
+        name = request.query_params.get("model", self._state.models[0].name)
+        model, _ = self._state.find(name)
+        chosen = choose_format(request)
+        check_format(model, chosen)
+        seconds = self._state.limits.request_timeout
+        async with self._state.gate.enter(request) as body:
+            upload = await read_upload(request, body)
+            result = await explain(model, upload, drawn=chosen != "record", seconds=seconds)
+            if "error" in result.record or chosen == "record":
+                return record_response(result)
+            drawing = await self._threads.draw(model, result, "sheet" if chosen == "sheet" else "overlay", seconds)
+        return Response(drawing, media_type=FORMATS[chosen])
+
+
 def _specs(model: ServedModel, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
     return (EXPLAIN_INPUTS, EXPLAIN_OUTPUTS) if explains else (model.inputs, model.outputs)
 
@@ -173,7 +210,7 @@ def error_response(status: int, message: str, headers: dict[str, str] | None = N
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
-    return error_response(error.status, str(error), error.headers)
+    return error_response(error.status, str(error), error.headers, code=error.code)
 
 
 async def _refuse_body(request: Request, error: Exception) -> Response:

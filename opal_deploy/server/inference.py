@@ -64,7 +64,7 @@ async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> lis
     except ValueError as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{error}; send several requests") from None
     except RuntimeError:
-        raise _unavailable("the server stops") from None
+        raise unavailable("the server stops") from None
     try:
         async with asyncio.timeout(seconds):
             # leaving the block cancels what has not begun
@@ -72,10 +72,11 @@ async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> lis
     except TimeoutError:
         raise HttpError(HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {seconds:g} s") from None
     except StoppedEarly as error:
-        raise _unavailable(str(error)) from None
+        raise unavailable(str(error)) from None
 
 
-def _unavailable(reason: str) -> HttpError:
+def unavailable(reason: str) -> HttpError:
+    """Return the error of a server that cannot answer now, or ever."""
     return HttpError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
 
 
@@ -87,10 +88,15 @@ def _read_requests(request: InferRequest) -> list[Request]:
         if tensor is not None and len(tensor) != len(images):
             raise BadRequest(f"input {name!r}: {len(tensor)} rows found, {len(images)} expected, one an image")
     rows: list[Any] = [None] * len(images) if boxes is None else [_read_box(row) for row in boxes]
-    return [Request(_read_name(name), bytes(image), box) for image, name, box in zip(images, names, rows, strict=True)]
+    return [Request(read_name(name), bytes(image), box) for image, name, box in zip(images, names, rows, strict=True)]
 
 
-def _read_name(name: bytes) -> str | None:
+def read_name(name: bytes) -> str | None:
+    """Return an image's name as its record shows it; None for an empty one.
+
+    Raises:
+        BadRequest: it is too long, or no UTF-8.
+    """
     if len(name) > _MAX_NAME_BYTES:
         raise BadRequest(f"input 'name': {len(name)} bytes found, {_MAX_NAME_BYTES} at most expected")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.inference.drawings import DrawingPool, DrawTask
 from opal_deploy.inference.service import Service, ServiceObserver
+from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.session import Session
@@ -38,7 +40,7 @@ class ServedModel:
         sessions: one a device.
         options: how images are decoded, batched and predicted.
         service: classifies images as they come.
-        labels: what metrics call the classes.
+        drawings: draws on them.
     """
 
     name: str
@@ -46,7 +48,12 @@ class ServedModel:
     sessions: Sequence[Session]
     options: InferenceOptions
     service: Service
-    labels: tuple[str, ...] = field(default=())
+    drawings: DrawingPool
+
+    def close(self) -> None:
+        """Finish the images in work, and end threads and processes."""
+        self.service.close()
+        self.drawings.close()
 
     @property
     def metadata(self) -> Metadata:
@@ -106,7 +113,12 @@ def start_model(
         sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer,
         print_message=print_message,
     )  # fmt: skip
-    return ServedModel(name, path, sessions, options, service)
+    metadata = sessions[0].metadata
+    sheets = None
+    if metadata.evidence == "exact":
+        sheets = SheetBuilder(metadata, SheetOptions(names=options.slot_names, min_margin=options.min_margin))
+    drawings = DrawingPool(DrawTask(sheets=sheets), options, timer)
+    return ServedModel(name, path, sessions, options, service, drawings)
 
 
 def warm_up(session: Session, batch: int) -> None:

@@ -50,7 +50,7 @@ def _serving(
         models = []
         for name, session in sessions.items():
             model = start_model(name, path, [session], inference, max_wait=max_wait, capacity=capacity)
-            stack.callback(model.service.close)
+            stack.callback(model.close)
             models.append(model)
         state = ServerState(models, Limits(**(limits or {})))
         listener = stack.enter_context(Address(port=0).bind())

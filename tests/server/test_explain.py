@@ -1,0 +1,111 @@
+"""A picture in; its record, overlay or sheet out."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+import opal_deploy
+from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.inference.bright import BrightSession
+
+
+@pytest.fixture(scope="module")
+def server(serving: Callable, exact_session: OnnxSession) -> Iterator[Any]:
+    # processes, as `serve` has them
+    with serving({"trees": exact_session}, isolate=True, max_pixels=100_000) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def picture(make_pictures: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("pictures"), 1)[0]
+
+
+def png(width: int, height: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("1", (width, height)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def test_a_picture_gives_the_record_of_explain(server: Any, picture: Path, exact_model: Path) -> None:
+    expected = opal_deploy.load(exact_model, device="cpu", threads=1).explain(picture)
+    expected["model_sha256"] = None
+    data = picture.read_bytes()
+    body = httpx.post(f"{server.url}/explain", content=data)
+    assert body.json() == {**expected, "image": None}
+    assert body.headers["content-type"] == "application/json"
+    form = httpx.post(f"{server.url}/explain", params={"model": "trees"}, files={"image": ("../a.png", data)})
+    # it is called as the client says, and no file of that name is ever opened
+    assert form.json() == {**expected, "image": "../a.png"}
+
+
+@pytest.mark.parametrize(
+    ("drawing", "kind", "accept"), [("sheet", "PNG", "image/png"), ("overlay", "JPEG", "image/jpeg")]
+)
+def test_a_picture_gives_its_drawing_by_format_or_accept(
+    server: Any, picture: Path, drawing: str, kind: str, accept: str
+) -> None:
+    data = picture.read_bytes()
+    by_name = httpx.post(f"{server.url}/explain", params={"format": drawing}, content=data)
+    by_type = httpx.post(f"{server.url}/explain", headers={"Accept": accept}, content=data)
+    assert by_name.headers["content-type"] == by_type.headers["content-type"] == accept
+    assert by_name.content == by_type.content
+    assert Image.open(io.BytesIO(by_name.content)).format == kind
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "code"),
+    [
+        (b"no picture", 415, "not_an_image"),
+        (b"", 422, "empty_file"),
+        (png(400, 400), 413, "too_many_pixels"),
+        (png(300, 300)[:60], 422, "truncated_image"),
+    ],
+    ids=["text", "empty", "too large", "cut off"],
+)
+@pytest.mark.parametrize("drawing", ["record", "sheet"])
+def test_a_bad_picture_is_refused_with_the_code_of_its_error_record(
+    server: Any, data: bytes, status: int, code: str, drawing: str
+) -> None:
+    response = httpx.post(f"{server.url}/explain", params={"format": drawing}, content=data)
+    assert response.status_code == status
+    document = response.json()
+    assert document["code"] == document["record"]["error"]["code"] == code
+    assert document["error"] == document["record"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"params": {"model": "none"}, "content": b"x"}, "model 'none' found"),
+        ({"params": {"format": "svg"}, "content": b"x"}, "format 'svg' found; expected record, overlay, sheet"),
+        ({"data": {"a": "b"}, "headers": {"content-type": "multipart/form-data"}}, "the form cannot be read"),
+        ({"files": {"a": (None, b"text")}}, "the form has no file"),
+        ({"files": [("a", ("a", b"1")), ("b", ("b", b"2"))]}, "Too many files"),
+    ],
+    ids=["model", "format", "form", "no file", "two files"],
+)
+def test_a_wrong_call_is_refused_with_its_reason(server: Any, how: dict[str, Any], reason: str) -> None:
+    response = httpx.post(f"{server.url}/explain", **how)
+    assert response.status_code in (400, 404)
+    assert reason in response.json()["error"]
+
+
+def test_a_model_without_evidence_draws_nothing(serving: Callable, picture: Path) -> None:
+    session = BrightSession()
+    session.metadata = replace(session.metadata, evidence="none")
+    with serving({"linear": session}) as running:
+        record = httpx.post(f"{running.url}/explain", content=picture.read_bytes()).json()
+        assert record["status"] == "ok"
+        for drawing, reason in (("sheet", "no single cell is its evidence"), ("overlay", "it has no anchors")):
+            response = httpx.post(f"{running.url}/explain", params={"format": drawing}, content=picture.read_bytes())
+            assert response.status_code == 400
+            assert reason in response.json()["error"]
