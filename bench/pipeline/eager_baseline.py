@@ -77,7 +77,7 @@ class EagerBaseline:
             tensors = []
             for item in items[first : first + batch]:
                 try:
-                    with Image.open(item.path) as image:
+                    with Image.open(Path(str(item.path))) as image:
                         tensors.append(self._transform(image.convert("RGB")))
                 except Exception:  # Pillow raises many classes; a script would leave the image out too
                     continue

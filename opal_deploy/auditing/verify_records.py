@@ -19,6 +19,7 @@ from opal_deploy.inference.run_files import overlay_name
 from opal_deploy.inference.sources.annotations import Boxes, Labels
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.types import InferenceOptions, Request, Result, build_requests
+from opal_deploy.preprocess.decode import parse_source
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
@@ -194,8 +195,9 @@ def _build_request(record: Record, check: CheckOptions) -> Request:
         return Request(None, b"", error=ImageError("not_found", "the record names no image"))
     item = check.sources.find(record)
     if item is None:
-        item = Item(Path(unescape_name(name)), Path(unescape_name(name)).name)
-        source: Any = check.root / item.path
+        path = parse_source(unescape_name(name))
+        item = Item(path, path.name)
+        source: Any = check.root / path if isinstance(path, Path) else path
     else:
         source = item.source
     (request,) = build_requests([item], check.boxes)

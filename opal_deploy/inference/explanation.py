@@ -132,10 +132,10 @@ def load_record_image(record: Record, source: Source, max_pixels: int = MAX_PIXE
     """
     if isinstance(source, Image.Image | np.ndarray):
         return None
-    data, digest = read_small_file(source)
-    if digest is None or digest != record.get("file_sha256"):
-        return None
     try:
+        data, digest = read_small_file(source)
+        if digest is None or digest != record.get("file_sha256"):
+            return None
         image = decode(data, max_pixels=max_pixels)
     except ImageError:
         return None

@@ -39,6 +39,8 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.decode_errors import decode_error, is_heic
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url
 
 # a truncated file is an error record, whatever another library has switched on in this process
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -58,15 +60,10 @@ _MAX_PLAIN_PIXELS, _MAX_PLAIN_BYTES = 25_000_000, 32_000_000
 
 @runtime_checkable
 class FileSource(Protocol):
-    """An encoded image that is not a file of its own, such as a member of an archive.
+    """An encoded image that is not a file of this machine's, such as a member of an archive or an object in a bucket.
 
     It can be pickled, so that a decode worker opens it.
     """
-
-    @property
-    def size(self) -> int:
-        """The size in bytes, as the container records it."""
-        ...
 
     def open(self) -> BinaryIO:
         """Open a seekable stream of the bytes.
@@ -103,9 +100,24 @@ def parse_decoding(text: str) -> Decoding:
     return Decoding(text)
 
 
-# whatever can be decoded, and what of it has to be opened first
+# whatever can be decoded, and what of it has to be opened first; a text is a path or a URL
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
 PathOrSource: TypeAlias = Path | FileSource
+
+
+def parse_source(source: str | os.PathLike[str]) -> Path | RemoteFile:
+    """Return what a text names: a path, or the file of a URL.
+
+    Raises:
+        ImageError: unreadable: a URL of a scheme that is not read, or what reads it is not installed.
+    """
+    text = os.fspath(source)
+    if not is_url(text):
+        return Path(text)
+    try:
+        return RemoteFile.parse(text)
+    except UsageError as error:
+        raise ImageError("unreadable", str(error)) from None
 
 
 def open_file(source: PathOrSource) -> BinaryIO:
@@ -201,11 +213,10 @@ def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple
         return _load(source, options)
     if isinstance(source, bytes):
         return _from_stream(io.BytesIO(source), len(source), options)
-    if isinstance(source, str | os.PathLike):
-        with options.open_file(Path(source)) as stream:
-            return _from_stream(stream, os.fstat(stream.fileno()).st_size, options)
-    with options.open_file(source) as stream:
-        return _from_stream(stream, source.size, options)
+    with options.open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        return _from_stream(stream, size, options)
 
 
 def _from_stream(stream: BinaryIO, size: int, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:

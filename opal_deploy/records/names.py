@@ -11,6 +11,9 @@ import os
 import re
 from pathlib import Path
 
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url, redact
+
 _SURROGATE_BASE = 0xDC00
 _ESCAPED = re.compile(r"\\(\\|x([0-9a-f]{2}))")
 
@@ -41,8 +44,11 @@ def unescape_name(text: str) -> str:
 
 
 def source_name(source: object) -> str | None:
-    """Return the name in the record of an argument for `decode`: a path as text, None for anything else."""
-    return escape_name(str(Path(source))) if isinstance(source, str | os.PathLike) else None
+    """Return the name in the record of an argument for `decode`: a path or URL as text, None for else."""
+    if isinstance(source, str | os.PathLike):
+        text = os.fspath(source)
+        return escape_name(redact(text) if is_url(text) else str(Path(text)))
+    return escape_name(source.shown) if isinstance(source, RemoteFile) else None
 
 
 def readable_name(image: str | None) -> str:

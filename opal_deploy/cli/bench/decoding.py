@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from opal_deploy.cli.bench.options import Images, Json, find_items
 from opal_deploy.cli.console import print_json, print_message
+from opal_deploy.errors import UsageError
 
 
 def decoding(
@@ -20,7 +22,9 @@ def decoding(
     from opal_deploy.bench.decoding import compare_paths
     from opal_deploy.bench.machine import provenance
 
-    files = [item.path for item in find_items(images, limit)]
+    files = [item.path for item in find_items(images, limit) if isinstance(item.path, Path)]
+    if not files:
+        raise UsageError("bench decoding compares files of this machine; download the images first")
     results = compare_paths(files, (size, size))
     for r in results:
         print_message(

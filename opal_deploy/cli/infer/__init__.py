@@ -26,7 +26,8 @@ def infer(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Folders (with subfolders), files, globs, tar and zip archives; - or @FILE for a list of paths."
+            help="Folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://, "
+            "https://); - or @FILE for a list."
         ),
     ],
     model: Annotated[
@@ -156,6 +157,7 @@ def infer(
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import parse_decoding
     from opal_deploy.records.tables import check_formats
+    from opal_deploy.storage.urls import redact
 
     with handle_signals(print_message) as interrupt:
         # everything that the call may have wrong is checked before the model is loaded
@@ -202,7 +204,7 @@ def infer(
         )  # fmt: skip
         # the options that decide the records and drawings: a run with other ones is another run
         config = {
-            IMAGES: images,
+            IMAGES: list(map(redact, images)),
             "model": loaded.fingerprint,
             "explain": explain,
             "boxes": setup.fingerprint_file(boxes),

@@ -22,6 +22,7 @@ from opal_deploy.inference.run_files import REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.records.tables import TABLES, Format, write_table
 from opal_deploy.runtime.session import Session
+from opal_deploy.storage.urls import redact
 
 
 def report_facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) -> list[tuple[str, str]]:
@@ -68,7 +69,7 @@ def format_command(*, short: bool = False) -> str:
     arguments = sys.argv[1:]
     if short:
         arguments = [_short(argument) for argument in arguments]
-    return shlex.join([Path(sys.argv[0]).name, *arguments])
+    return redact(shlex.join([Path(sys.argv[0]).name, *arguments]))
 
 
 def _short(argument: str) -> str:
@@ -82,7 +83,7 @@ def resume_hint() -> str:
     if restarting.isdisjoint(sys.argv):
         return f"the same command resumes: {format_command()}"
     name, *arguments = sys.argv
-    return f"resume with: {shlex.join([Path(name).name, *(a for a in arguments if a not in restarting)])}"
+    return f"resume with: {redact(shlex.join([Path(name).name, *(a for a in arguments if a not in restarting)]))}"
 
 
 def progress_note(summary: Summary) -> str:

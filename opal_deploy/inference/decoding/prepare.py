@@ -32,6 +32,7 @@ from opal_deploy.preprocess.decode import (
     decode_for_input,
     no_claim,
     open_file,
+    parse_source,
 )
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_display, to_input
@@ -70,12 +71,15 @@ def prepare(
         out: uint8 [H0, W0, 3] that gets the pixels, which `Prepared` then does not hold; None: it holds them.
     """
     open_timed = timed_open(timer)
-    source, digest = request.source, None
+    source, digest, unreadable = request.source, None, None
     if not isinstance(source, Image.Image | np.ndarray):
-        with timer.stage("read"):
-            source, digest = read_small_file(source, open_timed)
-    if request.error is not None:
-        return Prepared(request, error=request.error, file_sha256=digest)
+        try:
+            with timer.stage("read"):
+                source, digest = read_small_file(source, open_timed)
+        except ImageError as error:
+            unreadable = _without_frames(error)
+    if request.error is not None or unreadable is not None:
+        return Prepared(request, error=request.error or unreadable, file_sha256=digest)
     try:
         with timer.stage("decode"):
             if request.box is None:
@@ -118,9 +122,10 @@ def _without_frames(error: ImageError) -> ImageError:
 
 
 def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File, str | None]:
-    """Return a file's bytes and their sha256; the source itself and None where they are too many.
+    """Return a file's bytes and their sha256; the source itself and None where they are too many, or change.
 
-    A file that cannot be read is returned as it is too: decoding meets the same problem, and raises its ImageError.
+    Raises:
+        ImageError: it cannot be read.
     """
     if not isinstance(source, bytes):
         try:
@@ -128,7 +133,9 @@ def read_small_file(source: File, open_file: OpenFile = open_file) -> tuple[File
                 if size > MAX_READ_BYTES:
                     return source, None
                 data = stream.read(size + 1)
-        except Exception:  # an archive's reader may raise anything
+        except ImageError:
+            raise
+        except Exception:  # an archive's reader may raise anything; decoding meets it too, and says what it means
             return source, None
         # the file is still being written, or its container is wrong about it
         if len(data) != size:
@@ -165,7 +172,7 @@ def content_sha256(source: Source) -> str:
         return hashlib.sha256(source).hexdigest()
     if isinstance(source, str | Path | FileSource):
         digest = hashlib.sha256()
-        with open_file(Path(source) if isinstance(source, str) else source) as stream:
+        with open_file(parse_source(source) if isinstance(source, str) else source) as stream:
             try:
                 while chunk := stream.read(_CHUNK):
                     digest.update(chunk)
@@ -180,12 +187,10 @@ def content_sha256(source: Source) -> str:
 @contextmanager
 def _open_sized(source: str | Path | FileSource, open_file: OpenFile) -> Iterator[tuple[BinaryIO, int]]:
     """Yield the stream and the number of bytes that its file system or container claims for it."""
-    if isinstance(source, str | os.PathLike):
-        with open_file(Path(source)) as stream:
-            yield stream, os.fstat(stream.fileno()).st_size
-    else:
-        with open_file(source) as stream:
-            yield stream, source.size
+    with open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        yield stream, size
 
 
 def timed_open(timer: StageTimer) -> OpenFile:

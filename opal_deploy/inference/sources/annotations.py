@@ -25,6 +25,7 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.preprocess.geometry import Box
+from opal_deploy.storage.urls import is_url, redact
 
 T = TypeVar("T")
 
@@ -66,8 +67,8 @@ class PathLookup(Generic[T]):
 
 
 def _normalize(name: str) -> str:
-    """Return a name as that of an image is written: without `.` and double slashes."""
-    return PurePosixPath(name).as_posix()
+    """Return a name as that of an image is written: a path without `.` and double slashes, a URL without secrets."""
+    return redact(name) if is_url(name) else PurePosixPath(name).as_posix()
 
 
 class Boxes:
@@ -219,7 +220,9 @@ class FolderLabels:
     identity = FOLDERS
 
     def find(self, path: str) -> str | None:
-        """Return the name of the image's folder; None for a bare file name."""
+        """Return the name of the image's folder; None for a bare file name. A bucket or a server is no folder."""
+        if is_url(path):
+            path = path.partition("://")[2].partition("/")[2]
         folder = path.rpartition("/")[0].rpartition("/")[2]
         return folder if folder not in ("", ".", "..") else None
 

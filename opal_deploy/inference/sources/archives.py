@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.sources.byte_ranges import LOCAL_SIGNATURE
-from opal_deploy.inference.sources.items import Item, Skipped, container_error, no_images_error
+from opal_deploy.inference.sources.byte_ranges import LOCAL_SIGNATURE, open_archive
+from opal_deploy.inference.sources.items import Item, Location, Skipped, container_error, no_images_error
 from opal_deploy.inference.sources.members import ArchiveError
 from opal_deploy.inference.sources.tar import DECOMPRESSORS, is_tar, read_tar
 from opal_deploy.inference.sources.zip import read_zip
-from opal_deploy.preprocess.decode import open_file
 
 _ZIP_SUFFIX = ".zip"
 _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", _ZIP_SUFFIX)
@@ -31,7 +29,7 @@ def is_archive_name(name: str) -> bool:
     return name.lower().endswith((*_SUFFIXES, *_UNSUPPORTED_SUFFIXES))
 
 
-def archive_items(archive: Path, skipped: Skipped) -> Iterator[Item]:
+def archive_items(archive: Location, skipped: Skipped) -> Iterator[Item]:
     """Yield an archive's images in its order, then an item with a problem if it is damaged or holds none."""
     if archive.name.lower().endswith(_UNSUPPORTED_SUFFIXES):
         message = "an archive of this kind is not read; expected .tar, .tar.gz, .tar.bz2, .tar.xz or .zip"
@@ -41,7 +39,7 @@ def archive_items(archive: Path, skipped: Skipped) -> Iterator[Item]:
     others = Skipped()
     problem: Item | None = None
     try:
-        with open_file(archive) as stream:
+        with open_archive(archive) as stream:
             for item in _read_archive(archive, stream, others):
                 empty = False
                 yield item
@@ -58,7 +56,7 @@ def archive_items(archive: Path, skipped: Skipped) -> Iterator[Item]:
         yield no_images_error(archive, others, recursive=False)
 
 
-def _read_archive(archive: Path, stream: BinaryIO, skipped: Skipped) -> Iterator[Item]:
+def _read_archive(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[Item]:
     """Yield an archive's images, whatever kind its name claims.
 
     Raises:

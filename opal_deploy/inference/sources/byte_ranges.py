@@ -7,32 +7,49 @@ a zip are not opened with `zipfile`, which would read the directory of the whole
 from __future__ import annotations
 
 import io
-import os
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from opal_deploy.errors import ImageError
+from opal_deploy.inference.sources.items import Location
 from opal_deploy.preprocess.decode import open_file
+from opal_deploy.storage.files import READ_AHEAD_BYTES, FileFingerprint
 
 # APPNOTE 4.3.7: signature, flags, method, CRC-32, packed size, size, lengths of name and extra field
 _LOCAL_HEADER = struct.Struct("<4s2xHH4xLLLHH")
 LOCAL_SIGNATURE = b"PK\x03\x04"
+# the header itself, a name and an extra field of ordinary length; a member of more bytes is read by two requests
+_HEADER_SLACK, _MAX_AHEAD = 1024, 64 << 20
 
 
-class FileFingerprint(NamedTuple):
-    """Size in bytes and time of the last change of a file: another fingerprint, another content."""
+def open_archive(
+    archive: Location, fingerprint: FileFingerprint | None = None, read_ahead: int = READ_AHEAD_BYTES
+) -> BinaryIO:
+    """Open an archive; one that has a URL is read by ranges.
 
-    size: int
-    mtime_ns: int
+    Args:
+        archive: its path or URL.
+        fingerprint: when it was listed; None: it is listed now.
+        read_ahead: bytes that a request asks for at least, where it has a URL.
 
-    @classmethod
-    def read(cls, stream: BinaryIO) -> FileFingerprint:
-        """Return the fingerprint of an opened file."""
-        status = os.fstat(stream.fileno())
-        return cls(status.st_size, status.st_mtime_ns)
+    Raises:
+        ImageError: not_found, not_a_file, unreadable: also where it is no longer the one that was listed.
+    """
+    if not isinstance(archive, Path):
+        return replace(archive, fingerprint=fingerprint or archive.fingerprint).open_ranges(read_ahead)
+    stream = open_file(archive)
+    if fingerprint is not None and FileFingerprint.read(stream) != fingerprint:
+        stream.close()
+        raise changed(archive)
+    return stream
+
+
+def changed(archive: Location) -> ImageError:
+    """Return the error of an archive whose members may be others than were listed."""
+    return ImageError("unreadable", f"{archive.name} was changed while its members were read")
 
 
 class ZipLocalHeader(NamedTuple):
@@ -68,7 +85,7 @@ class ByteRange:
     """An image's bytes inside an archive.
 
     Attributes:
-        path: the archive.
+        path: the archive, or its URL.
         fingerprint: of the archive when it was listed.
         offset: of the first byte; of the local header for a zip's member.
         length: bytes in the archive, without the header.
@@ -78,7 +95,7 @@ class ByteRange:
         crc: CRC-32 of the bytes that `open` gives; None where the archive has no checksum.
     """
 
-    path: Path
+    path: Location
     fingerprint: FileFingerprint
     offset: int
     length: int
@@ -95,9 +112,9 @@ class ByteRange:
                 the bytes might be those of another image), truncated_image, corrupt_image.
             OSError: reading failed.
         """
-        with open_file(self.path) as stream:
-            if FileFingerprint.read(stream) != self.fingerprint:
-                raise ImageError("unreadable", f"{self.path.name} was changed while its members were read")
+        # with what follows the header of a zip's member, all of it comes by one request
+        ahead = self.length + _HEADER_SLACK if self.zipped else 1
+        with open_archive(self.path, self.fingerprint, min(ahead, _MAX_AHEAD)) as stream:
             stream.seek(self.offset + (self._header_length(stream) if self.zipped else 0))
             data = stream.read(self.length)
         if len(data) < self.length:

@@ -1,8 +1,9 @@
 """Discovery of images: from the inputs of a call to a stream of items.
 
 Everything is found lazily and in a fixed order: inputs in that of the call, files of a folder (depth first, one
-folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own.
-Links to folders are followed as torchvision's ImageFolder does, except to a folder that the link lies in.
+folder's names in memory at a time) and of a glob sorted by their names' bytes, those of an archive or list in its own;
+`buckets` finds those that URLs name. Links to folders are followed as torchvision's ImageFolder does, except to a
+folder that the link lies in.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, TextIO, cast
 
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RESULTS, SHEETS
+from opal_deploy.inference.sources import buckets
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.items import (
     CONTAINER_CODES,
     Item,
+    Location,
     Skipped,
     container_error,
     is_image_name,
     no_images_error,
 )
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url
 
 STDIN, LIST_MARK = "-", "@"
 
@@ -38,8 +43,8 @@ def discover(
 
     Args:
         inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; also what a glob matches), `-` for
-            one path a line on `stdin`, or `@list.txt` for one path a line in that file. A line names a file or an
-            archive. What exists under the very name given is that file, whatever it looks like.
+            one path a line on `stdin`, or `@list.txt` for one path a line in that file; all of them may be URLs. A line
+            names a file or an archive. What exists under the very name given is that file, whatever it looks like.
         skipped: counts the other files in folders and archives.
         stdin: the stream that `-` reads.
         recursive: whether to look into subfolders.
@@ -76,6 +81,9 @@ def check_inputs(inputs: Iterable[str]) -> None:
             "no images given; expected folders, files, globs, or - for a list on standard input, @FILE for a list in it"
         )
     for text in texts:
+        if is_url(text.removeprefix(LIST_MARK)):
+            buckets.check_input(text, LIST_MARK)
+            continue
         if text == STDIN or os.path.lexists(text) or glob.has_magic(text):
             continue
         if not text.startswith(LIST_MARK):
@@ -94,6 +102,11 @@ def _input_items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, 
         # os.path: unlike pathlib's it is False, not an error, where the answer is refused
         if text == STDIN:
             yield from _list_items(stdin_lines(stdin), Path("-"), "standard input", skipped)
+        elif is_url(text):
+            yield from buckets.url_items(text, skipped, recursive=recursive)
+        elif is_url(text.removeprefix(LIST_MARK)):
+            remote = RemoteFile.parse(text.removeprefix(LIST_MARK))
+            yield from _list_items(remote_lines(remote), remote, "the list", skipped)
         elif os.path.isdir(text):
             yield from folder_items(Path(text), skipped, recursive=recursive)
         elif os.path.lexists(text):
@@ -116,10 +129,13 @@ def _file_items(path: Path, skipped: Skipped) -> Iterator[Item]:
         yield Item(path, path.name)
 
 
-def _list_items(lines: Iterator[str], origin: Path, called: str, skipped: Skipped) -> Iterator[Item]:
+def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Skipped) -> Iterator[Item]:
     found = False
     for line in lines:
         found = True
+        if is_url(line):
+            yield from buckets.line_items(line, skipped)
+            continue
         path = Path(line)
         if is_archive_name(path.name):
             yield from _file_items(path, skipped)
@@ -198,7 +214,7 @@ def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
         if entry is None:
             stack.pop()
         elif isinstance(entry, Item):
-            yield Item(entry.path, entry.path.relative_to(folder).as_posix(), entry.problem)
+            yield Item(entry.path, cast(Path, entry.path).relative_to(folder).as_posix(), entry.problem)
         else:
             is_link = entry.is_symlink()
             real_path = os.path.realpath(entry) if is_link else os.path.join(stack[-1].real_path, entry.name)
@@ -274,6 +290,21 @@ def file_lines(path: Path) -> Iterator[str]:
     except OSError as error:
         raise UsageError(
             f"@{path}: the list cannot be read ({error.strerror or error}); expected a text file with a path a line"
+        ) from None
+
+
+def remote_lines(file: RemoteFile) -> Iterator[str]:
+    """Yield the paths and URLs in a UTF-8 text file that has a URL, as `file_lines` does.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        with io.TextIOWrapper(file.open(), encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
+            yield from _read_names(stream)
+    except ImageError as error:
+        raise UsageError(
+            f"@{file}: the list cannot be read: {error}; expected a text file with a path a line"
         ) from None
 
 

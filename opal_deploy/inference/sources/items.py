@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
+from opal_deploy.storage.files import RemoteFile
 
 # these are images, also where no decoder may know them: a HEIC file gets its error record, not silence
 IMAGE_SUFFIXES = frozenset(
     [".apng", ".avif", ".bmp", ".dib", ".gif", ".heic", ".heif", ".ico", ".j2k", ".jfif", ".jp2", ".jpe", ".jpeg",
      ".jpg", ".jxl", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
 )  # fmt: skip
+
+# where an image lies: a path, or a URL
+Location: TypeAlias = Path | RemoteFile
 
 # problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
 CONTAINER_CODES = frozenset(["no_images", "unreadable", "corrupt_archive", "unsupported_archive"])
@@ -25,15 +30,15 @@ class Item:
     """One image to explain.
 
     Attributes:
-        path: as a person would open it from the working directory. Of an archive's member: the archive's, a slash, and
-            the member's name, `shards/a.tar/dir/x.jpg`: a label for people and for boxes, never opened.
+        path: as a person would open it from the working directory, or its URL. Of an archive's member: the archive's, a
+            slash, and the member's name, `shards/a.tar/dir/x.jpg`: a label for people and for boxes, never opened.
         relative: the path from the folder or archive that was searched; the file's name for one named directly.
         problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
         content: where a member's bytes are; None for a file of its own.
         index: position among all that the inputs name, from 0; None where it did not come from `discover`.
     """
 
-    path: Path
+    path: Location
     relative: str
     problem: ImageError | None = None
     content: Source | None = None
@@ -66,7 +71,7 @@ class Skipped:
     folder_links: int = 0
     folder_link_examples: list[str] = field(default_factory=list)
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Location) -> None:
         """Count one more; the first few names are kept."""
         self.count += 1
         if len(self.examples) < 3:
@@ -91,12 +96,12 @@ def is_image_name(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-def container_error(path: Path, code: str, message: str) -> Item:
+def container_error(path: Location, code: str, message: str) -> Item:
     """Return an item that stands for a whole folder, list or archive and says what is wrong with it."""
     return Item(path, path.name, ImageError(code, message))
 
 
-def no_images_error(path: Path, others: Skipped, *, recursive: bool) -> Item:
+def no_images_error(path: Location, others: Skipped, *, recursive: bool) -> Item:
     """Return the item of a folder (`recursive`: and its subfolders) or archive without images."""
     more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
     where = "in it or below" if recursive else "in it"

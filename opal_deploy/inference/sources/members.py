@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from opal_deploy.errors import ImageError
-from opal_deploy.inference.sources.items import Item, Skipped, is_image_name
+from opal_deploy.inference.sources.items import Item, Location, Skipped, is_image_name
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
 
@@ -30,18 +30,18 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith(".") and part not in (".", "..") for part in re.split(r"[/\\]", name))
 
 
-def member_items(archive: Path, name: str, content: Source | ImageError | None, skipped: Skipped) -> Iterator[Item]:
+def member_items(archive: Location, name: str, content: Source | ImageError | None, skipped: Skipped) -> Iterator[Item]:
     """Yield a member as an item; count it where it is none: a link to a folder, or to a file but no image by its name.
 
     A member's name is only a label: `..`, a leading slash or a NUL lead nowhere.
 
     Args:
-        archive: its path.
+        archive: its path or URL.
         name: of the member.
         content: where its bytes are, or what is wrong with it; None: it is a link to a folder in the archive.
         skipped: counts what is no item.
     """
-    path = Path(f"{archive}/{name}")
+    path = Path(f"{archive}/{name}") if isinstance(archive, Path) else archive.child(name)
     if content is None:
         skipped.add_folder_link(Path(name))
     elif isinstance(content, ImageError):

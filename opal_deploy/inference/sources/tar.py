@@ -18,8 +18,8 @@ from typing import IO, BinaryIO, NamedTuple, TypeAlias, cast
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
-from opal_deploy.inference.sources.byte_ranges import ByteRange, FileFingerprint
-from opal_deploy.inference.sources.items import Item, Skipped, is_image_name
+from opal_deploy.inference.sources.byte_ranges import ByteRange, changed, open_archive
+from opal_deploy.inference.sources.items import Item, Location, Skipped, is_image_name
 from opal_deploy.inference.sources.members import (
     ArchiveError,
     Link,
@@ -30,8 +30,9 @@ from opal_deploy.inference.sources.members import (
     parents,
     resolve_link,
 )
-from opal_deploy.preprocess.decode import Source, open_file
+from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
+from opal_deploy.storage.files import FileFingerprint
 
 Decompressor = Callable[[BinaryIO], object]
 DECOMPRESSORS: tuple[Decompressor, ...] = (gzip.open, bz2.open, lzma.open)
@@ -68,9 +69,15 @@ def _open_tar(reader: _HeaderReader) -> tarfile.TarFile:
 
 
 def is_tar(stream: BinaryIO, decompress: Decompressor | None) -> bool:
-    """Return whether a stream is a tar, once it is decompressed."""
+    """Return whether a stream is a tar, once it is decompressed.
+
+    Raises:
+        ImageError: unreadable: a bucket did not give it.
+    """
     try:
         _open_tar(_HeaderReader(_decompressed(stream, decompress)))
+    except ImageError:
+        raise
     except Exception:  # parsers and decompressors raise nearly anything for another kind of file
         return False
     return True
@@ -113,7 +120,7 @@ def _members_from(stream: BinaryIO, start: int) -> Iterator[tarfile.TarInfo]:
             # TarFile keeps every header that it has read
             tar.members.clear()  # type: ignore[attr-defined]
             yield member
-    except ArchiveError:
+    except (ArchiveError, ImageError):
         raise
     except Exception as error:  # as in `is_tar`
         raise ArchiveError(str(error) or type(error).__name__) from None
@@ -135,7 +142,7 @@ def _find_block(stream: BinaryIO) -> int | None:
     return None
 
 
-def read_tar(archive: Path, file: BinaryIO, decompress: Decompressor | None, skipped: Skipped) -> Iterator[Item]:
+def read_tar(archive: Location, file: BinaryIO, decompress: Decompressor | None, skipped: Skipped) -> Iterator[Item]:
     """Yield a tar's images in its order; what is no image by its name is counted in `skipped`.
 
     Raises:
@@ -170,7 +177,7 @@ def read_tar(archive: Path, file: BinaryIO, decompress: Decompressor | None, ski
                 content = targets.find(member, link)
             # a byte range compares it itself
             if decompress is not None and FileFingerprint.read(file) != fingerprint:
-                raise _changed(archive)
+                raise changed(archive)
             yield from member_items(archive, member.name, content, skipped)
 
 
@@ -178,7 +185,7 @@ def _read_link(member: tarfile.TarInfo) -> Link | None:
     return Link(member.linkname, hard=member.islnk()) if member.islnk() or member.issym() else None
 
 
-def _locate(archive: Path, member: tarfile.TarInfo, fingerprint: FileFingerprint) -> ByteRange | ImageError:
+def _locate(archive: Location, member: tarfile.TarInfo, fingerprint: FileFingerprint) -> ByteRange | ImageError:
     if not member.isreg():
         return ImageError("unsupported_member", "it is a device, a pipe or a part of a file, not a whole file")
     if member.issparse():
@@ -206,7 +213,7 @@ class _LinkTargets:
 
     def __init__(
         self,
-        archive: Path,
+        archive: Location,
         decompress: Decompressor | None,
         fingerprint: FileFingerprint,
         spool: IO[bytes] | None,
@@ -230,9 +237,7 @@ class _LinkTargets:
         # of the paths that links lead to
         self._folders = {""}
         self._spool, self._spooled_bytes = spool, 0
-        with open_file(archive) as file:
-            if FileFingerprint.read(file) != fingerprint:
-                raise _changed(archive)
+        with open_archive(archive, fingerprint) as file:
             stream = _decompressed(file, decompress)
             self._read_targets(stream, self._read_links(stream))
 
@@ -296,14 +301,12 @@ class _LinkTargets:
         return _Spooled(offset, member.size)
 
 
-def _changed(archive: Path) -> ImageError:
-    return ImageError("unreadable", f"{archive.name} was changed while its members were read")
-
-
 def _read_member(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
     try:
         stream.seek(member.offset_data)
         data = stream.read(member.size)
+    except ImageError:
+        raise
     except Exception as error:  # as in `is_tar`
         raise ArchiveError(f"inside {escape_name(member.name)}: {error}") from None
     if len(data) < member.size:
@@ -321,6 +324,8 @@ def _check_checksums(stream: BinaryIO) -> None:
         stream.seek(0)
         while stream.read(_CHUNK):
             pass
+    except ImageError:
+        raise
     except Exception as error:  # as in `is_tar`
         reason = str(error).rstrip(".") or type(error).__name__
         raise ArchiveError(f"{reason}; any of its images may be altered, so none is answered") from None

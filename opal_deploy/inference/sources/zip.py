@@ -15,8 +15,8 @@ from typing import BinaryIO
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources import members
-from opal_deploy.inference.sources.byte_ranges import ByteRange, FileFingerprint, ZipLocalHeader
-from opal_deploy.inference.sources.items import Item, Skipped, is_image_name
+from opal_deploy.inference.sources.byte_ranges import ByteRange, ZipLocalHeader
+from opal_deploy.inference.sources.items import Item, Location, Skipped, is_image_name
 from opal_deploy.inference.sources.members import (
     MAX_PATH,
     ArchiveError,
@@ -29,13 +29,14 @@ from opal_deploy.inference.sources.members import (
     resolve_link,
 )
 from opal_deploy.preprocess.decode import Source
+from opal_deploy.storage.files import FileFingerprint
 
 _ENCRYPTED, _SIZE_FOLLOWS, _UTF8_NAME = 1 << 0, 1 << 3, 1 << 11
 _UNIX = 3
 _METHODS = {9: "deflate64", 12: "bzip2", 14: "LZMA", 93: "Zstandard", 95: "xz", 98: "PPMd", 99: "AES"}
 
 
-def read_zip(archive: Path, stream: BinaryIO, skipped: Skipped) -> Iterator[Item]:
+def read_zip(archive: Location, stream: BinaryIO, skipped: Skipped) -> Iterator[Item]:
     """Yield a zip's images in its directory's order; what is no image by its name is counted in `skipped`.
 
     Raises:
@@ -47,7 +48,7 @@ def read_zip(archive: Path, stream: BinaryIO, skipped: Skipped) -> Iterator[Item
     try:
         with zipfile.ZipFile(stream) as directory:
             entries = directory.infolist()
-    except OSError:
+    except (OSError, ImageError):
         raise
     except Exception as error:  # parsers raise nearly anything for a damaged file
         damage = ArchiveError(f"the directory of its members cannot be read: {error}")
@@ -77,7 +78,7 @@ def read_zip(archive: Path, stream: BinaryIO, skipped: Skipped) -> Iterator[Item
 class _LinkTargets:
     """What the links of a zip lead to."""
 
-    def __init__(self, archive: Path, entries: list[zipfile.ZipInfo], fingerprint: FileFingerprint) -> None:
+    def __init__(self, archive: Location, entries: list[zipfile.ZipInfo], fingerprint: FileFingerprint) -> None:
         """Read where the links lead; what cannot be read is found again by `find`."""
         self._archive, self._fingerprint = archive, fingerprint
         self._links: dict[str, Link] = {}
@@ -144,7 +145,7 @@ def _entry_name(entry: zipfile.ZipInfo) -> str:
     return name if entry.flag_bits & _UTF8_NAME else name.encode("cp437").decode("utf-8", "surrogateescape")
 
 
-def _check_entry(archive: Path, entry: zipfile.ZipInfo, fingerprint: FileFingerprint) -> ByteRange | ImageError:
+def _check_entry(archive: Location, entry: zipfile.ZipInfo, fingerprint: FileFingerprint) -> ByteRange | ImageError:
     method, size, packed_size = entry.compress_type, entry.file_size, entry.compress_size
     if entry.flag_bits & _ENCRYPTED:
         return ImageError("encrypted_member", "it is encrypted; unpack it with its password")

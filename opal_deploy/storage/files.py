@@ -1,0 +1,261 @@
+"""A file by its URL: its bytes as a whole, or a part of them that certainly belongs to the file that was listed."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from opal_deploy.errors import ImageError
+from opal_deploy.storage.filesystem import open_filesystem, retry
+from opal_deploy.storage.urls import is_bucket_url, parse_scheme, redact
+
+# a file up to this size is read at once
+MAX_WHOLE_BYTES = 64 << 20
+# of a part of a file, so that the next small read is answered from memory
+READ_AHEAD_BYTES = 1 << 20
+# what storages call the version of an object: another value, another content
+_VERSIONS = ("ETag", "etag", "generation", "LastModified", "Last-Modified", "last_modified", "updated", "mtime")
+_CHANGED = "it was changed while it was read"
+
+
+class FileFingerprint(NamedTuple):
+    """Size in bytes, time of the last change, and version of a file: another fingerprint, another content.
+
+    A local file has no version, an object no time.
+    """
+
+    size: int
+    mtime_ns: int
+    version: str = ""
+
+    @classmethod
+    def read(cls, stream: BinaryIO) -> FileFingerprint:
+        """Return the fingerprint of an opened file."""
+        raw = getattr(stream, "raw", stream)
+        if isinstance(raw, RemoteStream):
+            return raw.fingerprint
+        status = os.fstat(stream.fileno())
+        return cls(status.st_size, status.st_mtime_ns)
+
+    @classmethod
+    def from_info(cls, info: Mapping[str, Any]) -> FileFingerprint:
+        """Return the fingerprint in what fsspec says of a file.
+
+        Raises:
+            ImageError: unreadable: it has no size.
+        """
+        size = info.get("size", info.get("Size"))
+        if size is None:
+            raise ImageError("unreadable", "the server does not say how long it is, so no part of it can be read")
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+        return cls(int(size), 0, version)
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file by its URL; small, and picklable, so that a decode worker reads it.
+
+    Attributes:
+        url: with whatever lets in; only to open it.
+        shown: for records, messages and look-ups: the URL without credentials.
+        fingerprint: when it was listed; None for one that was not.
+    """
+
+    url: str
+    shown: str
+    fingerprint: FileFingerprint | None = None
+
+    @staticmethod
+    def parse(url: str) -> RemoteFile:
+        """Return the file of a URL, without asking the storage.
+
+        Raises:
+            UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
+        """
+        parse_scheme(url)
+        return RemoteFile(url, redact(url))
+
+    def __str__(self) -> str:
+        return self.shown
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        path = self.shown if is_bucket_url(self.shown) else urlsplit(self.shown).path
+        return path.rstrip("/").rpartition("/")[2]
+
+    def as_posix(self) -> str:
+        """Return the URL without credentials, as `Path.as_posix` returns a path."""
+        return self.shown
+
+    def child(self, name: str, fingerprint: FileFingerprint | None = None) -> RemoteFile:
+        """Return the file `name` in this folder, or the label of a member of this archive."""
+        return RemoteFile(f"{self.url.rstrip('/')}/{name}", f"{self.shown.rstrip('/')}/{name}", fingerprint)
+
+    def open(self) -> BinaryIO:
+        """Return a seekable stream of the bytes: in memory where these are few, else by ranges of one version.
+
+        Raises:
+            ImageError: not_found, unreadable, also where its length is another than was listed.
+        """
+        if self.fingerprint is None or self.fingerprint.size <= MAX_WHOLE_BYTES:
+            data = self._read_whole()
+            if data is not None:
+                if self.fingerprint is not None and len(data) != self.fingerprint.size:
+                    raise ImageError("unreadable", "it was changed since it was listed: its length is another")
+                return io.BytesIO(data)
+        return self.open_ranges()
+
+    def open_ranges(self, read_ahead: int = READ_AHEAD_BYTES) -> BinaryIO:
+        """Return a seekable stream that asks for parts of the file as they are read.
+
+        Raises:
+            ImageError: as `open`; every read raises it too: unreadable where the file is no longer the one listed.
+        """
+        pinned = self if self.fingerprint is not None else replace(self, fingerprint=self.read_fingerprint())
+        return cast(BinaryIO, io.BufferedReader(RemoteStream(pinned), max(1, read_ahead)))
+
+    def read_fingerprint(self) -> FileFingerprint:
+        """Ask the storage for size and version.
+
+        Raises:
+            ImageError: not_found, not_a_file, unreadable.
+        """
+        filesystem = open_filesystem(self.url)
+        info = retry(lambda: filesystem.info(self.url))
+        if info.get("type") == "directory":
+            raise ImageError("not_a_file", "it is a folder, not a file")
+        return FileFingerprint.from_info(info)
+
+    def _read_whole(self) -> bytes | None:
+        """Return all bytes, by one request; None where there are too many."""
+        filesystem = open_filesystem(self.url)
+        if not is_bucket_url(self.url):
+            data = retry(lambda: _get(filesystem, self.url, MAX_WHOLE_BYTES + 1))
+            return None if len(data) > MAX_WHOLE_BYTES else data
+        if self.fingerprint is not None:
+            # an object without bytes has no range
+            return self._read_range(0, self.fingerprint.size + 1) if self.fingerprint.size else b""
+        data = self._read_range(0, MAX_WHOLE_BYTES + 1)
+        return None if len(data) > MAX_WHOLE_BYTES else data
+
+    def _read_range(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to before `end`, of whatever version."""
+        filesystem = open_filesystem(self.url)
+
+        def read() -> bytes:
+            try:
+                return bytes(filesystem.cat_file(self.url, start=start, end=end))
+            except OSError as error:
+                # some storages refuse any range of an object without bytes
+                if start == 0 and not isinstance(error, FileNotFoundError | PermissionError):
+                    response = getattr(error.__cause__, "response", None)
+                    if isinstance(response, dict) and response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
+                        return b""
+                raise
+
+        return retry(read)
+
+    def read_range(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to before `end` of the version that was listed.
+
+        Raises:
+            ImageError: not_found, unreadable: also where it was changed, or the server gives no parts of files.
+        """
+        assert self.fingerprint is not None  # `open_ranges` asked for it
+        if start >= end:
+            return b""
+        filesystem = open_filesystem(self.url)
+        if hasattr(filesystem, "call_s3") and self.fingerprint.version:
+            version = self.fingerprint.version
+            data = retry(lambda: _get_s3_range(filesystem, self.url, start, end, version))
+        else:
+            data = self._read_range(start, end)
+            # the version after the read is that of the bytes: an older one never comes back
+            if self.read_fingerprint() != self.fingerprint:
+                raise ImageError("unreadable", _CHANGED)
+        if len(data) != end - start:
+            raise ImageError("unreadable", "the server gives no parts of files, or it was changed while it was read")
+        return data
+
+
+class RemoteStream(io.RawIOBase):
+    """A stream of the bytes of one version of a file; every read is a request."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        assert file.fingerprint is not None
+        self._file, self._position, self.fingerprint = file, 0, file.fingerprint
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer).cast("B")
+        end = min(self._position + len(target), self.fingerprint.size)
+        data = self._file.read_range(self._position, end) if end > self._position else b""
+        target[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.fingerprint.size}[whence]
+        if base + offset < 0:
+            raise OSError(f"negative seek position {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+
+def _get(filesystem: Any, url: str, limit: int) -> bytes:
+    """Return the body of a web page, at most `limit` bytes of it."""
+    from fsspec.asyn import sync
+
+    async def get() -> bytes:
+        session = await filesystem.set_session()
+        async with session.get(filesystem.encode_url(url), **filesystem.kwargs) as response:
+            response.raise_for_status()
+            pieces, size = [], 0
+            async for piece in response.content.iter_any():
+                pieces.append(piece)
+                size += len(piece)
+                if size >= limit:
+                    break
+            return b"".join(pieces)[:limit]
+
+    return cast(bytes, sync(filesystem.loop, get))
+
+
+def _get_s3_range(filesystem: Any, url: str, start: int, end: int, version: str) -> bytes:
+    """Return a part of an object, by a request that S3 refuses if it is no longer the one with this ETag.
+
+    Raises:
+        ImageError: unreadable: it was changed.
+    """
+    from fsspec.asyn import sync
+
+    bucket, key, version_id = filesystem.split_path(url)
+    named = {"VersionId": version_id} if version_id else {}
+
+    async def get() -> bytes:
+        response = await filesystem._call_s3(
+            "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", IfMatch=version, **named
+        )
+        async with response["Body"] as body:
+            return cast(bytes, await body.read())
+
+    try:
+        return cast(bytes, sync(filesystem.loop, get))
+    except Exception as error:
+        response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+        if isinstance(response, dict) and response.get("Error", {}).get("Code") in ("PreconditionFailed", "412"):
+            raise ImageError("unreadable", _CHANGED) from None
+        raise

@@ -1,0 +1,143 @@
+"""The file systems of URLs, by fsspec: opened once a process, with retries of what may pass, and errors in one line.
+
+Credentials are found as the storage's own libraries find them: environment, profiles, roles of the machine, and
+fsspec's configuration files (https://filesystem-spec.readthedocs.io/en/latest/features.html#configuration).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from opal_deploy.errors import ImageError, first_line
+from opal_deploy.storage.urls import parse_scheme, redact
+
+T = TypeVar("T")
+
+# an operation that fails for the moment is repeated for so long after it was begun, with waits that double
+PATIENCE_SECONDS = 20.0
+_FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
+# until a connection is there, and between two pieces of an answer
+_CONNECT_SECONDS, _READ_SECONDS = 5, 15
+_BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
+
+# by process, so that the child of a fork opens its own, and scheme
+_filesystems: dict[tuple[int, str], Any] = {}
+_lock = threading.Lock()
+
+
+def open_filesystem(url: str) -> Any:
+    """Return fsspec's file system of a URL, which any thread of this process may use.
+
+    Raises:
+        UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
+    """
+    scheme = parse_scheme(url)
+    # the account of abfs://container@account.dfs.core.windows.net is an option of its file system
+    account = url.partition("://")[2].partition("/")[0] if "@" in url and scheme.startswith(("abfs", "az")) else ""
+    key = (os.getpid(), f"{scheme}://{account}")
+    with _lock:
+        if key not in _filesystems:
+            import fsspec
+
+            _filesystems[key], _ = fsspec.url_to_fs(url, **_options(scheme))
+        return _filesystems[key]
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    # a listing that is remembered would hide what changed
+    options: dict[str, Any] = {"use_listings_cache": False}
+    if scheme in ("s3", "s3a"):
+        from fsspec.config import conf
+
+        config = {
+            "retries": {"mode": "standard", "max_attempts": 3},
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+        }
+        options["config_kwargs"] = {**config, **conf.get("s3", {}).get("config_kwargs", {})}
+    elif scheme in ("http", "https"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+        # URLs stay as they are given: a signature is over the very characters
+        options |= {"client_kwargs": {"timeout": timeout}, "encoded": True}
+    return options
+
+
+def retry(operation: Callable[[], T]) -> T:
+    """Return what an operation returns, repeating it while it fails for the moment.
+
+    Raises:
+        ImageError: not_found, unreadable; the message holds no URL and nothing of an answer but its code.
+    """
+    began, wait = time.monotonic(), _FIRST_WAIT
+    while True:
+        try:
+            return operation()
+        except ImageError:
+            raise
+        except Exception as error:  # the libraries of the storages have no common class of errors
+            if not is_temporary(error) or time.monotonic() - began + wait > PATIENCE_SECONDS:
+                raise to_image_error(error) from None
+        time.sleep(wait * random.uniform(0.5, 1))
+        wait = min(2 * wait, _LONGEST_WAIT)
+
+
+def _response_code(error: BaseException) -> tuple[int | None, str]:
+    """Return the HTTP status and the storage's own code of an error; None and "" where it has none."""
+    for cause in (error, error.__cause__):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):  # botocore
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return (int(status) if status else None), str(response.get("Error", {}).get("Code", ""))
+        for name in ("status", "status_code", "code"):  # aiohttp, Azure, gcsfs
+            value = getattr(cause, name, None)
+            if isinstance(value, int):
+                return value, ""
+    return None, ""
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Return whether the same operation may succeed soon: throttling, an internal error, a lost connection."""
+    status, code = _response_code(error)
+    if status is not None:
+        return status in (408, 425, 429) or status >= 500 or code in ("SlowDown", "RequestTimeout")
+    if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError | asyncio.IncompleteReadError):
+        return True
+    if isinstance(error, OSError) and error.errno in _BUSY_ERRNOS:
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, OSError) and error.__cause__ is not None and error.__cause__ is not error:
+        return is_temporary(error.__cause__)
+    # aiohttp, botocore, azure-core, fsspec; none of them is imported only to name its errors
+    return not names.isdisjoint(
+        ("ClientConnectionError", "ClientPayloadError", "HTTPClientError", "ConnectionClosedError", "FSTimeoutError",
+         "ResponseParserError", "IncompleteReadError", "ServiceRequestError", "ServiceResponseError")
+    )  # fmt: skip
+
+
+def to_image_error(error: BaseException) -> ImageError:
+    """Return the ImageError of what a storage's library raised."""
+    status, code = _response_code(error)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        bucket = " bucket" if code == "NoSuchBucket" else " object"
+        return ImageError("not_found", f"no such{bucket}")
+    if not names.isdisjoint(("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")):
+        return ImageError("unreadable", "no credentials were found; give them as the storage's own tools take them")
+    answer = code or (f"status {status}" if status is not None else "")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return ImageError("unreadable", f"access is refused ({answer or 'permission denied'})")
+    if is_temporary(error):
+        what = answer or type(error).__name__
+        return ImageError("unreadable", f"the storage did not answer within {PATIENCE_SECONDS:g} s ({what})")
+    return ImageError("unreadable", f"cannot be read: {answer or redact(first_line(Exception(str(error))))}")

@@ -1,0 +1,60 @@
+"""A real S3 API: moto's server, which s3fs talks to over HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+_KEYS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    # nothing of who runs the tests
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+}
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """The URL of the server."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def use_endpoint(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let this process, and those that it starts, find S3 at an endpoint."""
+    from opal_deploy.storage import filesystem
+
+    def use(endpoint: str) -> None:
+        for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(filesystem, "_filesystems", {})
+
+    return use
+
+
+@pytest.fixture
+def s3(s3_endpoint: str, use_endpoint: Any, request: pytest.FixtureRequest) -> Any:
+    """botocore's client, with a bucket `photos` of this test's own."""
+    import botocore.session
+
+    use_endpoint(s3_endpoint)
+    client = botocore.session.get_session().create_client("s3", endpoint_url=s3_endpoint)
+    client.create_bucket(Bucket="photos")
+    yield client
+    for page in client.get_paginator("list_objects_v2").paginate(Bucket="photos"):
+        for entry in page.get("Contents", ()):
+            client.delete_object(Bucket="photos", Key=entry["Key"])
+    client.delete_bucket(Bucket="photos")
+    client.close()

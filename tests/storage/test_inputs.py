@@ -1,0 +1,94 @@
+"""Images in a bucket and on a web server: the same records as from a disk."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Opal, PictureFolder
+
+
+@pytest.fixture
+def photos(s3: Any, make_pictures: PictureFolder, tmp_path: Path) -> Path:
+    """A local folder of pictures with a text file, and the same in the bucket, below `in/`, and as archives."""
+    folder = tmp_path / "in"
+    make_pictures(folder / "b", 3)
+    make_pictures(folder / "a", 2)
+    (folder / "a" / "note.txt").write_text("no image")
+    (folder / "a" / "broken.jpg").write_bytes(b"\xff\xd8\xff no more")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        s3.put_object(Bucket="photos", Key=path.relative_to(tmp_path).as_posix(), Body=path.read_bytes())
+    for name, mode in (("in.tar", "w"), ("in.tgz", "w:gz")):
+        with tarfile.open(tmp_path / name, mode) as tar:  # type: ignore[call-overload]
+            tar.add(folder, "in")
+    with zipfile.ZipFile(tmp_path / "in.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in files:
+            archive.write(path, path.relative_to(tmp_path))
+    for name in ("in.tar", "in.tgz", "in.zip"):
+        s3.put_object(Bucket="photos", Key=name, Body=(tmp_path / name).read_bytes())
+    return folder
+
+
+def _records(out: Path, above: str) -> list[dict[str, Any]]:
+    """Return a run's records, with their images' names relative to what they lie in."""
+    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert all(record["image"].startswith(above) for record in records), (above, records[0]["image"])
+    return [{**record, "image": record["image"].removeprefix(above)} for record in records]
+
+
+@pytest.mark.parametrize("name", ["in/", "in", "in.tar", "in.tgz", "in.zip"])
+def test_records_of_a_bucket_are_those_of_a_disk(
+    name: str, photos: Path, exact_model: Path, opal: Opal, tmp_path: Path
+) -> None:
+    local = opal("infer", tmp_path / name, "--model", exact_model, "--out", tmp_path / "local")
+    remote = opal("infer", f"s3://photos/{name}", "--model", exact_model, "--out", tmp_path / "remote")
+    assert (local.returncode, remote.returncode) == (3, 3), remote.stderr
+    expected = _records(tmp_path / "local", f"{tmp_path}/")
+    assert len(expected) == 6
+    assert _records(tmp_path / "remote", "s3://photos/") == expected
+
+
+def test_lists_globs_and_single_objects(photos: Path, s3: Any, exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+    lines = ["s3://photos/in/b/002.png", str(photos / "a/000.png"), "s3://photos/none.jpg", "s3://photos/in.zip"]
+    s3.put_object(Bucket="photos", Key="list.txt", Body="\n".join(lines).encode())
+    inputs = ["@s3://photos/list.txt", "s3://photos/in/**/00?.png", "s3://photos/in/b/001.png"]
+    result = opal("infer", *inputs, "--labels", "folders", "--model", exact_model, "--out", tmp_path / "out")
+    assert result.returncode == 3, result.stderr
+    records = _records(tmp_path / "out", "")
+    names = [record["image"].removeprefix("s3://photos/") for record in records]
+    members = [f"in.zip/in/{name}" for name in ("a/000.png", "a/001.png", "a/broken.jpg", *_B)]
+    assert names[:3] == ["in/b/002.png", lines[1], "none.jpg"]
+    assert names[3:] == [*members, "in/a/000.png", "in/a/001.png", *(f"in/{name}" for name in _B), "in/b/001.png"]
+    assert records[2]["error"]["code"] == "not_found"
+    assert "truth" not in records[2]
+    assert records[-1]["truth"] == "b"
+
+
+_B = ("b/000.png", "b/001.png", "b/002.png")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("s3://photos/nothing", "s3://photos/nothing: no such object"),
+        ("s3://nobucket/", "s3://nobucket/: no such bucket"),
+        ("@s3://photos/none.txt", "s3://photos/none.txt: the list cannot be read: no such object"),
+        ("s3://me:hidden@photos/a.jpg", "s3://photos/a.jpg: credentials inside the URL are not used"),
+        ("file:///a.jpg", "file:///a.jpg: file:// is not read; give the path itself"),
+        ("ftp://host/a.jpg", "ftp://host/a.jpg: ftp:// is not read"),
+    ],
+)
+def test_a_url_that_is_wrong_is_refused_in_one_line(
+    text: str, message: str, s3: Any, exact_model: Path, opal: Opal, tmp_path: Path
+) -> None:
+    result = opal("infer", text, "--model", exact_model, "--out", tmp_path / "out")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "hidden" not in result.stderr
