@@ -1,21 +1,40 @@
 """The images that records were made of, found again.
 
 An image of its own is found by its name, below a root. A member of an archive is found among the images that the same
-inputs name now, and so is what stands for a whole folder, list or archive.
+inputs name now, and so is what stands for a whole folder, list or archive. Members of a compressed tar, which can only
+be read from beginning to end, wait in a temporary file.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import tempfile
+import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.records.names import escape_name, unescape_name
 from opal_deploy.records.record import Record
+
+
+class _SpooledImage(NamedTuple):
+    """The bytes of an image in the temporary file; a `FileSource` that cannot be pickled."""
+
+    spool: BinaryIO
+    offset: int
+    size: int
+
+    def open(self) -> BinaryIO:
+        """See `FileSource.open`."""
+        self.spool.seek(self.offset)
+        return io.BytesIO(self.spool.read(self.size))
 
 
 class RecordSources:
@@ -27,20 +46,50 @@ class RecordSources:
     """
 
     def __init__(self, items: Iterable[Item] = (), records: Iterable[Record] | None = None) -> None:
-        """Keep the images that `records` may mean; None: all."""
+        """Keep the images that `records` may mean; None: all.
+
+        Raises:
+            UsageError: there is no room for the images of a compressed tar.
+        """
         wanted = None if records is None else list(records)
         names = None if wanted is None else {record["image"] for record in wanted}
         indices = None if wanted is None else {record.get("image_index") for record in wanted}
         self._by_name: dict[str, list[Item]] = {}
         self._by_index: dict[int, Item] = {}
+        self._spool: BinaryIO | None = None
         for item in items:
-            if names is None or item.name in names:
+            named = names is None or item.name in names
+            indexed = item.index is not None and (indices is None or item.index in indices)
+            if isinstance(item.content, bytes) and (named or indexed):
+                item = replace(item, content=self._write(item.content))
+            if named:
                 self._by_name.setdefault(item.name, []).append(item)
-            if item.index is not None and (indices is None or item.index in indices):
+            if item.index is not None and indexed:
                 self._by_index[item.index] = item
 
     def find(self, record: Record) -> Item | None:
         """Return the image of a record, in which may be anything that JSON can hold; None if it is not among them."""
+        item = self._find(record)
+        if item is None or not isinstance(item.content, _SpooledImage):
+            return item
+        # whoever decodes it cannot open the temporary file
+        return replace(item, content=item.content.open().read())
+
+    def _write(self, content: bytes) -> _SpooledImage:
+        try:
+            if self._spool is None:
+                self._spool = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115  it lives as long as this
+                weakref.finalize(self, self._spool.close)
+            offset = self._spool.seek(0, io.SEEK_END)
+            self._spool.write(content)
+        except OSError as error:
+            reason = (
+                f"{tempfile.gettempdir()}: images of a compressed tar cannot be kept here ({error.strerror or error})"
+            )
+            raise UsageError(f"{reason}; give a folder with room by TMPDIR, or unpack the tar") from None
+        return _SpooledImage(self._spool, offset, len(content))
+
+    def _find(self, record: Record) -> Item | None:
         name, index = record["image"], record.get("image_index")
         if not isinstance(name, str):
             return None
