@@ -56,8 +56,12 @@ class MissingExtra(UsageError):
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        self.package, self.extra = package, extra
+        self.package, self.extra, self.purpose = package, extra, purpose
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'opal-deploy[{extra}]'")
+
+    def __reduce__(self) -> tuple[type[MissingExtra], tuple[str, str, str]]:
+        # or it would be unpickled from its message alone
+        return type(self), (self.package, self.extra, self.purpose)
 
 
 class ArtifactError(UsageError):
@@ -81,6 +85,10 @@ class ImageError(OpalError):
     def __init__(self, code: str, message: str) -> None:
         self.code = code
         super().__init__(" ".join(message.split()))
+
+    def __reduce__(self) -> tuple[type[ImageError], tuple[str, str]]:
+        # or it would be unpickled from its message alone
+        return type(self), (self.code, str(self))
 
 
 class VerificationError(OpalError):

@@ -29,14 +29,17 @@ def default_batch(session: Session) -> int:
     return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
 
 
-def default_workers() -> int:
-    """Return the default number of images prepared at a time: all cores of this process but two, at least two of them.
+def default_workers(cores: int | None = None) -> int:
+    """Return the default number of images prepared at a time: all cores but two, at least two of them.
 
     Two are left to the sessions' threads and to the one that builds and writes records.
+
+    Args:
+        cores: that there are; None: all that this process may use.
     """
     from opal_deploy.runtime.devices import available_cpus
 
-    cores = available_cpus()
+    cores = cores or available_cpus()
     return max(cores - 2, min(cores, 2))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,14 +139,32 @@ class AttentionSession(Session, Protocol):
 
 @contextmanager
 def pinned(session: Session, images: ImageBatch) -> Iterator[None]:
-    """Let a session's device copy from this memory directly until the block is left; for other sessions, do nothing."""
+    """Let a session's device copy from this memory directly until the block is left; for other sessions, do nothing.
+
+    Of several blocks for the same memory, the last one that is left unlocks it.
+    """
+    if not isinstance(session, PinningSession):
+        yield
+        return
     address = images.ctypes.data
-    registered = isinstance(session, PinningSession) and session.register_buffer(address, images.nbytes)
+    with _PINNED_LOCK:
+        blocks = _PINNED.setdefault(session, Counter())
+        if blocks[address] or session.register_buffer(address, images.nbytes):
+            blocks[address] += 1
+        registered = blocks[address] > 0
     try:
         yield
     finally:
-        if registered and isinstance(session, PinningSession):
-            session.unregister_buffer(address)
+        if registered:
+            with _PINNED_LOCK:
+                blocks[address] -= 1
+                if not blocks[address]:
+                    session.unregister_buffer(address)
+
+
+# by session, the number of blocks that need each address locked
+_PINNED: WeakKeyDictionary[PinningSession, Counter[int]] = WeakKeyDictionary()
+_PINNED_LOCK = threading.Lock()
 
 
 def check_batch(images: ImageBatch, metadata: Metadata) -> None:

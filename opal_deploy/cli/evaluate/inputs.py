@@ -114,10 +114,11 @@ def read_model_metadata(path: Path) -> Metadata:
     """
     from opal_deploy.artifact import engine_file, onnx_file
     from opal_deploy.artifact.files import model_kind
-    from opal_deploy.model import checkpoint
 
     kind = model_kind(path)
     if kind == "checkpoint":
+        from opal_deploy.model import checkpoint
+
         return checkpoint.build_metadata(checkpoint.load(path))
     if kind == "engine":
         return engine_file.read_sidecar(path).metadata

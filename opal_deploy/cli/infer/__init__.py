@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -129,6 +130,16 @@ def infer(
         str | None, typer.Option("--expect-sha256", help="Expected SHA-256 of the model's file; any other is refused.")
     ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict with actors of a Ray cluster: auto (on one of its nodes), HOST:PORT, or local to start one.",
+            show_default=False,
+        ),
+    ] = None,
+    ray_cpus: Annotated[
+        int | None, typer.Option(min=1, help="CPU actors of so many cores; default: one actor a GPU.")
+    ] = None,
     shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,
     report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 10_000,
     report_images: Annotated[
@@ -146,7 +157,7 @@ def infer(
     --sheets an evidence sheet an image, as `opal-deploy explain` draws it.
     A run that ended early, however it ended, goes on when the same command is given again.
     """
-    from opal_deploy.cli.infer import output, setup
+    from opal_deploy.cli.infer import cluster, output, setup
     from opal_deploy.cli.infer import sheets as sheet_setup
     from opal_deploy.inference.run.backend import LocalBackend, RunOptions
     from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
@@ -159,7 +170,7 @@ def infer(
     from opal_deploy.records.tables import check_formats
     from opal_deploy.storage.urls import redact
 
-    with handle_signals(print_message) as interrupt:
+    with handle_signals(print_message) as interrupt, ExitStack() as stack:
         # everything that the call may have wrong is checked before the model is loaded
         inputs = setup.Inputs.read(images, shard=shard, recursive=recursive, boxes=boxes, labels=labels)
         decoding = parse_decoding(decode)
@@ -168,13 +179,17 @@ def infer(
         error_limit = None if max_errors is None else ErrorLimit.parse(max_errors)
         if overwrite and out is None:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
+        cluster.check_options(ray, ray_cpus, device)
         setup.raise_pillow_limit(max_pixels)
-        num_workers = workers or default_workers()
 
-        loaded = setup.load_model(
-            model, device=device, threads=threads, cuda_graphs=cuda_graphs, expect_sha256=expect_sha256,
-            runtime=runtime,
-        )  # fmt: skip
+        plan = None if ray is None else stack.enter_context(cluster.open_cluster(ray, ray_cpus))
+        if plan is not None:
+            loaded = cluster.describe_model(model, plan, expect_sha256, runtime)
+        else:
+            loaded = setup.load_model(
+                model, device=device, threads=threads, cuda_graphs=cuda_graphs, expect_sha256=expect_sha256,
+                runtime=runtime,
+            )  # fmt: skip
         metadata = loaded.metadata
         setup.check_model(
             loaded.path,
@@ -197,11 +212,18 @@ def infer(
         )
         sessions = drawing.sessions
         inference = InferenceOptions(
-            batch=batch or default_batch(sessions[0]), fixed_batch=True,
-            workers=num_workers, max_pixels=max_pixels, decode=decoding,
+            batch=batch or (default_batch(sessions[0]) if plan is None else cluster.default_batch(plan)),
+            fixed_batch=True,
+            workers=workers or default_workers(None if plan is None else plan.cpus),
+            max_pixels=max_pixels, decode=decoding,
             isolate=isolate, decode_timeout=decode_timeout or None,
             top=top, min_margin=margin, model_sha256=loaded.fingerprint["sha256"], slot_names=drawing.slot_names,
         )  # fmt: skip
+        backend: Backend
+        if plan is None:
+            backend = LocalBackend(sessions)
+        else:
+            backend = cluster.open_backend(plan, loaded, runtime, threads, cuda_graphs, heatmap, atlas)
         # the options that decide the records and drawings: a run with other ones is another run
         config = {
             IMAGES: list(map(redact, images)),
@@ -232,9 +254,9 @@ def infer(
                 # before anything is written; a finished run needs none of it
                 if not overwrite:
                     setup.prepare_batch_size(loaded.path, sessions, inference.batch, runtime)
-                described = output.describe_runtime(sessions)
+                described = backend.description
                 print_message(f"Explaining with {loaded.path} in {described}, batches of {inference.batch}")
-                facts = tuple(output.report_facts(loaded.path, metadata, sessions))
+                facts = tuple(output.report_facts(loaded.path, metadata, described))
                 evidence = output.describe_evidence(loaded.path, metadata) if explain else ""
                 if evidence:
                     print_message(f"Evidence: {evidence}")
@@ -249,8 +271,10 @@ def infer(
                 summary = Summary()
                 if inputs.labels is not None:
                     summary.accuracy = Accuracy(frozenset(metadata.class_names))
-                context = output.summary_context(loaded.fingerprint, sessions)
-                document = _run(requests, LocalBackend(sessions), options, summary, directory, interrupt, context)
+                document = _run(
+                    requests, backend, options, summary, directory, interrupt,
+                    lambda: output.summary_context(loaded.fingerprint, backend),
+                )  # fmt: skip
                 output.print_summary(summary, skipped, options)
         if as_json:
             print_json(document)
@@ -265,7 +289,7 @@ def _run(
     summary: Summary,
     directory: RunDirectory,
     interrupt: Interrupt,
-    context: dict[str, object],
+    context: Callable[[], dict[str, object]],
 ) -> dict[str, object]:
     """Run, and write summary.json, however the run ends; return its document.
 
@@ -283,15 +307,15 @@ def _run(
         with progress("images") as advance:
             run(
                 requests, backend, options, summary=summary, interrupt=interrupt,
-                report_progress=lambda done: advance(done.total, note=output.progress_note(done)),
+                report_progress=lambda done: advance(done.total, note=output.progress_note(done, backend)),
             )  # fmt: skip
         if not interrupt.stopped:
-            return directory.write_summary(summary, context)
+            return directory.write_summary(summary, context())
     except KeyboardInterrupt:
         pass
     except StoppedEarly as error:
-        output.write_early_summary(directory, summary, context, str(error))
+        output.write_early_summary(directory, summary, context(), str(error))
         raise StoppedEarly(f"{error}; {output.resume_hint()}") from None
-    output.write_early_summary(directory, summary, context, "interrupted")
+    output.write_early_summary(directory, summary, context(), "interrupted")
     print_message(f"Interrupted: {summary.total} records are in {directory.root}; {output.resume_hint()}")
     raise typer.Exit(ExitCode.INTERRUPTED)

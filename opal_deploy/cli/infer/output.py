@@ -14,23 +14,22 @@ from opal_deploy.artifact.evaluation import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import one_line, print_message
 from opal_deploy.errors import UsageError
-from opal_deploy.inference.run.backend import RunOptions
+from opal_deploy.inference.run.backend import Backend, RunOptions
 from opal_deploy.inference.run.directory import RunDirectory
 from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.summary import Accuracy, Summary
 from opal_deploy.inference.run_files import REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.sources.items import Skipped
 from opal_deploy.records.tables import TABLES, Format, write_table
-from opal_deploy.runtime.session import Session
 from opal_deploy.storage.urls import redact
 
 
-def report_facts(path: Path, metadata: Metadata, sessions: Sequence[Session]) -> list[tuple[str, str]]:
+def report_facts(path: Path, metadata: Metadata, runtime: str) -> list[tuple[str, str]]:
     """Return the (name, value) pairs at the head of the report."""
     head = [
         ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
          f"{metadata.prototypes_per_class} slots a class, distance {metadata.distance}"),
-        ("Runtime", describe_runtime(sessions)),
+        ("Runtime", runtime),
     ]  # fmt: skip
     if metadata.file_sha256.strip("0"):
         head.append(("Model digest", metadata.file_sha256))
@@ -54,14 +53,10 @@ def describe_evidence(path: Path, metadata: Metadata) -> str:
     return one_line(describe_evaluation(metadata.evaluation, path, metadata.receptive_field, export_of=export_of))
 
 
-def summary_context(model: Mapping[str, str], sessions: Sequence[Session]) -> dict[str, object]:
-    """Return what summary.json holds beside its counts: model, runtime and command."""
-    return {"model": model, "runtime": describe_runtime(sessions), "command": format_command(short=True)}
-
-
-def describe_runtime(sessions: Sequence[Session]) -> str:
-    """Return the engines and devices in one line."""
-    return "; ".join(session.description for session in sessions)
+def summary_context(model: Mapping[str, str], backend: Backend) -> dict[str, object]:
+    """Return what summary.json holds beside its counts: model, runtime, backend and command."""
+    runtime = {"runtime": backend.description, **backend.summarize()}
+    return {"model": model, **runtime, "command": format_command(short=True)}
 
 
 def format_command(*, short: bool = False) -> str:
@@ -86,10 +81,10 @@ def resume_hint() -> str:
     return f"resume with: {redact(shlex.join([Path(name).name, *(a for a in arguments if a not in restarting)]))}"
 
 
-def progress_note(summary: Summary) -> str:
+def progress_note(summary: Summary, backend: Backend) -> str:
     """Return the text beside the progress bar."""
     failed = summary.statuses["error"]
-    return f"{failed} failed" if failed else ""
+    return "; ".join(filter(None, [backend.describe_progress(), f"{failed} failed" if failed else ""]))
 
 
 def write_early_summary(directory: RunDirectory, summary: Summary, context: Mapping[str, object], stopped: str) -> None:

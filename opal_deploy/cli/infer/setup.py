@@ -99,18 +99,15 @@ class LoadedModel:
 
     Attributes:
         path: its file.
-        sessions: one a device.
+        sessions: one a device; none where the actors of a cluster open it.
         fingerprint: name and digest of its file.
+        metadata: the model's.
     """
 
     path: Path
     sessions: list[Session]
     fingerprint: dict[str, str]
-
-    @property
-    def metadata(self) -> Metadata:
-        """The model's metadata."""
-        return self.sessions[0].metadata
+    metadata: Metadata
 
 
 def load_model(
@@ -135,7 +132,7 @@ def load_model(
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
     sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
-    return LoadedModel(path, sessions, fingerprint_model(path))
+    return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
 
 
 def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runtime: Runtime) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
 from opal_deploy.inference.executor import predict_batches, release_each
@@ -62,6 +62,19 @@ class RunOptions:
 class Backend(Protocol):
     """Turns requests into records."""
 
+    @property
+    def description(self) -> str:
+        """The engines and devices in one line."""
+        ...
+
+    def describe_progress(self) -> str:
+        """Return in a few words what a person may want to know beside the number of images; empty for nothing."""
+        ...
+
+    def summarize(self) -> dict[str, Any]:
+        """Return what summary.json holds of the backend, beside its description."""
+        ...
+
     def predict(
         self,
         requests: Iterator[Request],
@@ -99,6 +112,19 @@ class LocalBackend:
             open_decoders: see `predict_batches`.
         """
         self._sessions, self._open_decoders = sessions, open_decoders
+
+    @property
+    def description(self) -> str:
+        """See `Backend.description`."""
+        return "; ".join(session.description for session in self._sessions)
+
+    def describe_progress(self) -> str:
+        """See `Backend.describe_progress`."""
+        return ""
+
+    def summarize(self) -> dict[str, Any]:
+        """See `Backend.summarize`."""
+        return {}
 
     @contextmanager
     def predict(

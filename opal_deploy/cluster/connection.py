@@ -1,0 +1,166 @@
+"""The connection to a Ray cluster, quiet on the terminal, and the size of the actors that its nodes take."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from opal_deploy.errors import UsageError, first_line, require
+
+LOCAL = "local"
+# a CPU actor's cores, where nobody says how many: more actors of fewer cores keep these busier than fewer of more
+_DEFAULT_CPUS = 4
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the cluster.
+
+    Attributes:
+        key: its id in Ray.
+        address: its IP address.
+        cpus: cores that Ray may give away there, whether or not they are taken.
+        gpus: likewise.
+    """
+
+    key: str
+    address: str
+    cpus: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class ActorPlan:
+    """The size of all actors of a run.
+
+    Attributes:
+        gpus: 1 or 0 an actor.
+        cpus: cores an actor.
+    """
+
+    gpus: int
+    cpus: int
+
+    def count_places(self, node: Node) -> int:
+        """Return how many actors a node takes."""
+        if self.gpus:
+            return min(node.gpus, node.cpus // self.cpus)
+        return node.cpus // self.cpus
+
+    def __str__(self) -> str:
+        return f"a GPU and {self.cpus} CPUs" if self.gpus else f"{self.cpus} CPUs"
+
+
+@contextmanager
+def connect(address: str) -> Iterator[None]:
+    """Connect this process to a cluster while the block runs.
+
+    Args:
+        address: `local` starts Ray on this machine, to the end of the block; `auto` takes the cluster that this machine
+            belongs to; else HOST:PORT of its head.
+
+    Raises:
+        MissingExtra: ray is not installed. UsageError: there is no such cluster.
+    """
+    require("ray", "ray", "--ray")
+    if "://" in address:
+        raise UsageError(
+            f"--ray {address}: Ray Client holds no run of this kind; run opal-deploy on a node of the cluster with "
+            "--ray auto, for instance as `ray job submit -- opal-deploy infer ... --ray auto`"
+        )
+    _keep_quiet()
+    import ray
+
+    if ray.is_initialized():
+        raise UsageError("--ray: this process is connected to a Ray cluster already; call ray.shutdown() first")
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": True, "logging_level": logging.CRITICAL}
+    if address == LOCAL:
+        options |= {"address": "local", "include_dashboard": False}
+    else:
+        options["address"] = address
+        host = address.partition(":")[0]
+        if host.startswith("127."):
+            # Ray takes this machine's outer address otherwise, at which such a cluster has no node
+            options["_node_ip_address"] = host
+    try:
+        with _signal_handlers_kept():
+            ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+        raise UsageError(
+            f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
+            "HOST:PORT of its head from such a node"
+        ) from None
+    try:
+        yield
+    finally:
+        with _signal_handlers_kept():
+            ray.shutdown()
+
+
+def list_nodes() -> list[Node]:
+    """Return the living nodes of the connected cluster, by their addresses."""
+    import ray
+
+    nodes = [
+        Node(
+            str(node["NodeID"]),
+            str(node["NodeManagerAddress"]),
+            int(node["Resources"].get("CPU", 0)),
+            int(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.address, node.key))
+
+
+def plan_actors(nodes: list[Node], cpus: int | None) -> ActorPlan:
+    """Return the size of the actors for a cluster's nodes.
+
+    Args:
+        nodes: of the cluster.
+        cpus: cores of a CPU actor; None: one actor a GPU where there are GPUs, with its share of the cores, and else
+            CPU actors of four cores, or of the smallest node's.
+
+    Raises:
+        UsageError: no node has room for an actor.
+    """
+    largest = max((node.cpus for node in nodes), default=0)
+    with_gpu = [node for node in nodes if node.gpus and node.cpus]
+    if cpus is None and with_gpu:
+        return ActorPlan(1, max(1, min(node.cpus // node.gpus for node in with_gpu)))
+    if cpus is None and largest:
+        cpus = min(_DEFAULT_CPUS, *(node.cpus for node in nodes if node.cpus))
+    if cpus is None or cpus > largest:
+        found = f"the largest of {len(nodes)} nodes has {largest} CPUs"
+        wanted = "neither a GPU nor a CPU to give" if cpus is None else f"no room for actors of {cpus} CPUs"
+        raise UsageError(f"--ray: the cluster has {wanted} ({found}); start nodes first, or give a smaller --ray-cpus")
+    return ActorPlan(0, cpus)
+
+
+def _keep_quiet() -> None:
+    """Tell Ray, before it is imported, to print nothing here: what a user should know, the run prints in one line."""
+    # pages of a dead node's log, on stdout
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    """Put the handlers of SIGINT and SIGTERM back, which Ray replaces."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

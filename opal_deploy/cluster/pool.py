@@ -1,0 +1,243 @@
+"""The actors of a run: one for every free place on every living node, replaced when they die or nodes come back."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from opal_deploy._version import __version__
+from opal_deploy.cluster.actor import IN_FLIGHT, ActorConfig, ShardActor, ShardResult
+from opal_deploy.cluster.connection import ActorPlan, Node, list_nodes
+from opal_deploy.cluster.shards import Shard
+from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
+
+# a place whose actors end before they answered anything is given up after so many
+_MAX_STARTS = 3
+# without an actor and without a node to start one on, a run ends after this; a node that restarts takes its time
+_PATIENCE_SECONDS = 60.0
+_LIST_SECONDS = 1.0
+_CLOSE_SECONDS = 10.0
+
+Ref: TypeAlias = "ray.ObjectRef[Any]"
+
+
+@dataclass
+class Actor:
+    """An actor as the driver sees it.
+
+    Attributes:
+        handle: Ray's.
+        node: where it runs.
+        version: reference to the version there, until it is opened.
+        opening: reference to what `open` returns, until it is opened.
+        shards: in work, by the reference to their results.
+    """
+
+    handle: Any
+    node: Node
+    version: Ref | None
+    opening: Ref | None = None
+    shards: dict[Ref, Shard] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes shards."""
+        return self.version is None and self.opening is None
+
+    @property
+    def room(self) -> int:
+        """The number of shards that it takes now; one that killed another actor is alone."""
+        if not self.is_open or any(shard.deaths for shard in self.shards.values()):
+            return 0
+        return IN_FLIGHT - len(self.shards)
+
+    def submit(self, shard: Shard) -> None:
+        """Send it a shard."""
+        self.shards[self.handle.predict.remote(shard)] = shard
+
+
+@dataclass
+class NodeStatistics:
+    """What became of one node's actors.
+
+    Attributes:
+        address: the node's.
+        runtime: of its actors, and their device.
+        images: answered there.
+        started: when its first actor was open, by `time.monotonic`.
+        seconds: from then to the last answer.
+        lost: actors that died.
+    """
+
+    address: str
+    runtime: str
+    started: float
+    images: int = 0
+    seconds: float = 0.0
+    lost: int = 0
+
+    @property
+    def images_per_second(self) -> float:
+        """The rate from the first actor's start to the last answer."""
+        return self.images / self.seconds if self.seconds else 0.0
+
+
+class ActorPool:
+    """Starts actors, hands out shards' results, and replaces actors; used by one thread."""
+
+    def __init__(self, plan: ActorPlan, config: ActorConfig, print_message: Callable[[str], None]) -> None:
+        """Start nothing yet."""
+        self._plan, self._print_message = plan, print_message
+        self._config = ray.put(config)
+        self._class: Any = ray.remote(ShardActor)
+        self.actors: list[Actor] = []
+        self.statistics: dict[str, NodeStatistics] = {}
+        self.num_opened = 0
+        # starts that failed in a row, by node
+        self._failures: Counter[str] = Counter()
+        self._listed = self._alive = time.monotonic() - _LIST_SECONDS
+        self._nodes: list[Node] = []
+
+    def maintain(self) -> None:
+        """Start actors where there is a place for one.
+
+        Raises:
+            StoppedEarly: there is no actor, and for a minute there was no place to start one.
+        """
+        now = time.monotonic()
+        if now - self._listed >= _LIST_SECONDS:
+            self._nodes, self._listed = list_nodes(), now
+            for node in self._nodes:
+                there = sum(actor.node.key == node.key for actor in self.actors)
+                if self._failures[node.key] < _MAX_STARTS:
+                    for _ in range(self._plan.count_places(node) - there):
+                        self._start(node)
+        if self.actors:
+            self._alive = now
+        elif now - self._alive > _PATIENCE_SECONDS:
+            raise StoppedEarly(
+                f"no actor is left, and none of {len(self._nodes)} nodes has room for one of {self._plan}; "
+                "bring nodes back and run again"
+            )
+
+    def _start(self, node: Node) -> None:
+        place = NodeAffinitySchedulingStrategy(node.key, soft=False)
+        handle = self._class.options(
+            num_cpus=self._plan.cpus,
+            num_gpus=self._plan.gpus,
+            max_concurrency=IN_FLIGHT + 1,
+            max_restarts=0,
+            scheduling_strategy=place,
+        ).remote()
+        self.actors.append(Actor(handle, node, handle.get_version.remote()))
+
+    def wait(self, seconds: float) -> list[tuple[Shard, ShardResult | OpalError | None]]:
+        """Wait until something happens, and return the shards that are done.
+
+        Args:
+            seconds: to wait at most.
+
+        Returns:
+            Each shard with its result; with None where its actor died, and with an error after which its actor is
+            replaced.
+
+        Raises:
+            UsageError: a node has another version, or cannot open the model.
+        """
+        refs = [ref for actor in self.actors for ref in (actor.version, actor.opening, *actor.shards) if ref]
+        if not refs:
+            time.sleep(min(seconds, _LIST_SECONDS))
+            return []
+        ray.wait(refs, num_returns=1, timeout=seconds)
+        ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+        done: list[tuple[Shard, ShardResult | OpalError | None]] = []
+        for actor in list(self.actors):
+            if ready & {actor.version, actor.opening}:
+                self._continue_opening(actor)
+            for ref in [ref for ref in actor.shards if ref in ready]:
+                if ref in actor.shards:  # the actor did not turn out to be dead meanwhile
+                    done += self._collect(actor, ref)
+        return done
+
+    def _collect(self, actor: Actor, ref: Ref) -> list[tuple[Shard, ShardResult | OpalError | None]]:
+        try:
+            result: ShardResult | OpalError = ray.get(ref)
+        except RayTaskError:
+            raise  # a bug of ours
+        except RayError:
+            return self._bury(actor)
+        shard = actor.shards.pop(ref)
+        if isinstance(result, OpalError):
+            return [(shard, result), *self._bury(actor)]
+        self._failures[actor.node.key] = 0
+        statistics = self.statistics[actor.node.address]
+        statistics.images += len(shard)
+        statistics.seconds = time.monotonic() - statistics.started
+        for message in result.messages:
+            self._print_message(f"{actor.node.address}: {message}")
+        return [(shard, result)]
+
+    def _bury(self, actor: Actor) -> list[tuple[Shard, ShardResult | OpalError | None]]:
+        """Forget an actor that died or cannot go on, and return the shards that it had."""
+        self.actors.remove(actor)
+        ray.kill(actor.handle)
+        if (statistics := self.statistics.get(actor.node.address)) is not None:
+            statistics.lost += 1
+        again = f"; its {len(actor.shards)} shards are tried again" if actor.shards else ""
+        self._print_message(f"{actor.node.address}: an actor was lost{again}")
+        shards, actor.shards = list(actor.shards.values()), {}
+        return [(shard, None) for shard in shards]
+
+    def _continue_opening(self, actor: Actor) -> None:
+        address = actor.node.address
+        try:
+            if actor.version is not None:
+                if (version := ray.get(actor.version)) != __version__:
+                    raise UsageError(
+                        f"node {address}: it has opal-deploy {version}, and this is {__version__}; install the same "
+                        "version on all nodes"
+                    )
+                actor.version, actor.opening = None, actor.handle.open.remote(self._config)
+                return
+            assert actor.opening is not None  # it is ready
+            opened = ray.get(actor.opening)
+        except RayTaskError as error:
+            if isinstance(error.cause, RuntimeError) and "failed to import on the worker" in str(error.cause):
+                reason = str(error.cause).strip().splitlines()[-1]
+                raise UsageError(
+                    f"node {address}: opal-deploy cannot be imported there ({reason}); install version {__version__} "
+                    "with the extra ray on all nodes, in the environment that Ray runs in"
+                ) from None
+            raise
+        except RayError as error:
+            self._failures[actor.node.key] += 1
+            if self._failures[actor.node.key] == _MAX_STARTS:
+                self._print_message(f"{address}: no actor starts there any more ({first_line(error)})")
+            self._bury(actor)
+            return
+        if isinstance(opened, OpalError):
+            raise type_like(opened, f"node {address}: {opened}")
+        actor.opening = None
+        self.num_opened += 1
+        self.statistics.setdefault(address, NodeStatistics(address, opened, time.monotonic()))
+
+    def close(self) -> None:
+        """End all actors, those that are open in good order."""
+        closing = [actor.handle.close.remote() for actor in self.actors if actor.is_open and not actor.shards]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_SECONDS)
+        for actor in self.actors:
+            ray.kill(actor.handle)
+        self.actors = []
+
+
+def type_like(error: OpalError, message: str) -> OpalError:
+    """Return an error with the exit code of another one, and another message."""
+    return (StoppedEarly if isinstance(error, StoppedEarly) else UsageError)(message)

@@ -1,0 +1,172 @@
+"""`infer --ray` on a cluster of three nodes on this machine: its files are those of one machine, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.calls import MAIN, one_line, read_results
+
+ray = pytest.importorskip("ray")
+
+IMAGES = 40
+# a dead node is noticed within seconds
+HEALTH = {"period_ms": "500", "timeout_ms": "500", "initial_delay_ms": "500", "failure_threshold": "3"}
+# in place of a decoder or a runtime that ends its process: decoding is not isolated in these tests
+KILLER = """
+import os, signal
+from PIL import Image
+opened = Image.open
+def open(file, *how):
+    image = opened(file, *how)
+    if image.info.get("killer"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return image
+Image.open = open
+"""
+
+
+class Nodes:
+    """The cluster: a head that only keeps the books, and nodes of one CPU each."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.folder = folder
+        self._cluster = Cluster()
+        self._last = 1
+        self._add(num_cpus=0)
+        self.nodes = [self.add() for _ in range(3)]
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add(self) -> Any:
+        return self._add(num_cpus=1)
+
+    def _add(self, num_cpus: int) -> Any:
+        self._last += 1
+        return self._cluster.add_node(
+            wait=False, node_ip_address=f"127.0.0.{self._last}", num_cpus=num_cpus, include_dashboard=False,
+            object_store_memory=80 << 20,
+        )  # fmt: skip
+
+    def kill(self, node: Any) -> None:
+        """Kill a node's raylet, and with it everything that runs there."""
+        self.nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def shut_down(self) -> None:
+        self._cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "sitecustomize.py").write_text(KILLER)
+    # the path of a socket has 107 characters at most
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        patch.setenv("PYTHONPATH", str(modules), prepend=os.pathsep)
+        for name, value in HEALTH.items():
+            patch.setenv(f"RAY_health_check_{name}", value)
+        cluster = Nodes(folder)
+        try:
+            yield cluster
+        finally:
+            cluster.shut_down()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory, make_pictures: Callable) -> Path:
+    """Images, one of them broken."""
+    folder = tmp_path_factory.mktemp("images")
+    make_pictures(folder, IMAGES)[7].write_bytes(b"no")
+    return folder
+
+
+class Infer:
+    """`infer` on some images, on one machine or on the cluster."""
+
+    def __init__(self, cwd: Path, model: Path, images: Path) -> None:
+        self.cwd = cwd
+        (cwd / "in").symlink_to(images)
+        self._fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
+
+    def start(self, out: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", MAIN, "infer", *self._fixed, "--out", out, *arguments],
+            cwd=self.cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, out: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(out, *arguments)
+        stdout, stderr = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def wait_for(self, out: str, count: int, process: subprocess.Popen[str]) -> None:
+        """Wait until there are so many records."""
+        path = self.cwd / out / "results.jsonl"
+        deadline = time.monotonic() + 60
+        while not path.exists() or path.read_bytes().count(b"\n") < count:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def files(self, out: str) -> dict[str, bytes]:
+        """Return the files of a run, without those that name times and commands."""
+        left_out = ("run.json", "summary.json", "report.html", ".lock")
+        root = self.cwd / out
+        paths = [path for path in root.rglob("*") if path.is_file() and path.name not in left_out]
+        return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+    def ray_summary(self, out: str) -> dict[str, Any]:
+        return json.loads((self.cwd / out / "summary.json").read_text())["ray"]
+
+
+@pytest.fixture
+def infer(tmp_path: Path, exact_model: Path, images: Path) -> Infer:
+    return Infer(tmp_path, exact_model, images)
+
+
+def test_a_cluster_writes_the_files_of_one_machine_and_prints_as_much(infer: Infer, nodes: Nodes) -> None:
+    drawings = ("--explain", "--sheets", "--format", "csv", "--shard", "2/2")
+    one, ray = infer("one", *drawings), infer("ray", *drawings, "--ray", nodes.address, "--ray-cpus", "1")
+    assert (one.returncode, ray.returncode) == (3, 3), ray.stderr
+    assert infer.files("ray") == infer.files("one")
+    assert (infer.cwd / "ray/report.html").read_text().count("<article") == IMAGES // 2
+    assert len(ray.stderr.splitlines()) == len(one.stderr.splitlines()) + 1, ray.stderr
+    assert not ray.stdout
+    assert sum(node["images"] for node in infer.ray_summary("ray")["nodes"]) == IMAGES // 2
+    assert not list(nodes.folder.glob("opal-deploy-*/*"))
+
+
+def test_a_node_that_is_killed_costs_no_record(infer: Infer, nodes: Nodes) -> None:
+    infer("one")
+    process = infer.start("ray", "--ray", nodes.address, "--ray-cpus", "1")
+    infer.wait_for("ray", 4, process)
+    nodes.kill(nodes.nodes[0])
+    nodes.nodes.append(nodes.add())
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3, stderr
+    assert infer.files("ray") == infer.files("one")
+    assert not stdout
