@@ -24,7 +24,7 @@ from opal_deploy.cluster.model_files import local_model
 from opal_deploy.cluster.shards import Shard
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
-from opal_deploy.inference.executor import predict_batches
+from opal_deploy.inference.executor import predict_batches, release_each
 from opal_deploy.inference.run.backend import RunOptions
 from opal_deploy.inference.run.drawing import Drawer
 from opal_deploy.inference.sheets import with_attention
@@ -159,7 +159,7 @@ class ShardActor:
             open_decoders=self._share_decoders,
         )
         with closing(batches):
-            padded = itertools.chain.from_iterable(batches)
+            padded = release_each(batches)
             results = itertools.islice(padded, shard.count_padding(batch), None)
             if self._drawer is not None:
                 return list(self._drawer.draw_all(results, shard.first))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.calls import MAIN, one_line, read_results
+from tests.cli.calls import MAIN
 
 ray = pytest.importorskip("ray")
 
