@@ -85,6 +85,7 @@ def atlas(
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.cli.infer import setup
     from opal_deploy.datasets.samples import recorded_validation
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.sheets import check_exact_evidence
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.runtime.select import open_sessions
@@ -95,7 +96,7 @@ def atlas(
         raise UsageError(f"{data}: no such file or folder")
     check_out_dir(out, overwrite=overwrite)
     path = model or setup.find_default_model(device)
-    setup.raise_pillow_limit(max_pixels)
+    raise_pillow_limit(max_pixels)
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
     check_exact_evidence(metadata, str(path))

@@ -64,11 +64,11 @@ def diff(
     from opal_deploy.auditing.model_diff import KINDS, compare_results
     from opal_deploy.auditing.model_diff_page import render_page
     from opal_deploy.auditing.results_reader import RecordIndex, find_results, is_results
-    from opal_deploy.cli.infer import setup
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
 
     if fail_on is not None and fail_on not in (*KINDS[:-1], "any"):
         raise UsageError(f"--fail-on {fail_on!r}: expected {', '.join(KINDS[:-1])} or any")
-    setup.raise_pillow_limit(max_pixels)
+    raise_pillow_limit(max_pixels)
     sides: list[Path] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))

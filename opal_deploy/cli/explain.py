@@ -74,6 +74,7 @@ def explain(
     from opal_deploy.artifact.files import check_sha256
     from opal_deploy.cli.infer import setup
     from opal_deploy.cli.infer import sheets as sheet_setup
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.executor import predict_stream
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_effective_field, with_attention
     from opal_deploy.inference.sources import discovery
@@ -86,7 +87,7 @@ def explain(
     output = _Output.parse(images, out, file_format, overwrite=overwrite)
     crops = read_boxes(boxes) if boxes else None
     path = model or setup.find_default_model(device)
-    setup.raise_pillow_limit(max_pixels)
+    raise_pillow_limit(max_pixels)
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
     sessions = open_sessions(path, device=device, threads=threads)[:1]

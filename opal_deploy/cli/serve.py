@@ -60,7 +60,8 @@ def serve(
     """
     for package in ("uvicorn", "starlette"):
         require(package, "serve", "serve")
-    from opal_deploy.cli.infer.setup import fingerprint_model, raise_pillow_limit
+    from opal_deploy.cli.infer.setup import fingerprint_model
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import parse_decoding
     from opal_deploy.runtime.select import open_sessions

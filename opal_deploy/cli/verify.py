@@ -147,7 +147,7 @@ def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) ->
     from opal_deploy.artifact.files import check_sha256, compute_sha256
     from opal_deploy.auditing.results_reader import find_results, read_run_options
     from opal_deploy.auditing.verify_records import sample_lines, verify_records
-    from opal_deploy.cli.infer import setup
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.runtime.select import open_sessions
 
     path = find_results(target)
@@ -163,7 +163,7 @@ def _verify_results(target: Path, options: _ResultsOptions, *, as_json: bool) ->
     expected = options.expected_sha256
     sha256 = compute_sha256(options.model) if expected is None else check_sha256(options.model, expected)
     inference = _inference_options(run_options, options, session)
-    setup.raise_pillow_limit(inference.max_pixels)
+    raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {options.seed})"
     print_message(f"{path}: computing {which} again with {options.model} in {session.description}")
     check = _check_options(sha256, path, run_options, options, session.metadata, inference, sources)

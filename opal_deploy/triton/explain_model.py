@@ -8,6 +8,7 @@ one image. An image that cannot be classified is answered by an error record; an
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
+from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions, Request
@@ -114,7 +116,7 @@ class TritonPythonModel:
     """The class that Triton's Python backend looks for: one instance of the explain model."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Read config and metadata; Triton calls this once, and its log has the reason of a failure.
+        """Open the model; Triton calls this once, and its log has the reason of a failure.
 
         Args:
             args: of the Python backend: `model_config`, `model_repository`, `model_version`, ...
@@ -122,19 +124,27 @@ class TritonPythonModel:
         import triton_python_backend_utils as backend
 
         self._backend = backend
+        try:
+            self._open(args)
+        except OpalError as error:
+            raise backend.TritonModelException(str(error)) from None
+
+    def _open(self, args: Mapping[str, str]) -> None:
+        """Read the files.
+
+        Raises:
+            OpalError: they are damaged, or of another version.
+        """
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         folder = Path(args["model_repository"]) / args["model_version"]
-        try:
-            metadata = read_metadata(folder / METADATA_FILE)
-            options = parse_options(parameters, int(config["max_batch_size"]))
-            self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
-            where = f"Triton, model {self._model}, version {self._version}"
-            session = TensorModelSession(metadata, self._infer, options.batch, where)
-            self._outputs = list(metadata.outputs)
-            self._explainer = Explainer(session, options)
-        except OpalError as error:
-            raise backend.TritonModelException(str(error)) from None
+        metadata = read_metadata(folder / METADATA_FILE)
+        options = parse_options(parameters, int(config["max_batch_size"]))
+        raise_pillow_limit(options.max_pixels)
+        self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
+        self._outputs = list(metadata.outputs)
+        where = f"Triton, model {self._model}, version {self._version}"
+        self._explainer = Explainer(TensorModelSession(metadata, self._infer, options.batch, where), options)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return a response for each request, with a record for each of its images."""
@@ -217,17 +227,17 @@ def parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions
     def parse(name: str, convert: Callable[[str], Any], expected: str) -> Any:
         text = parameters.get(name, "")
         try:
-            return None if text == "none" else convert(text)
+            return convert(text)
         except ValueError:
             raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; expected {expected}") from None
 
     return InferenceOptions(
         batch=batch,
         top=parse("top", _positive, "a positive number of classes"),
-        min_margin=parse("min_margin", float, "a margin, or none"),
+        min_margin=parse("min_margin", _optional_number, "a margin, or none"),
         max_pixels=parse("max_pixels", _positive, "a positive number of pixels"),
         workers=parse("decode_workers", _positive, "a positive number of processes"),
-        decode_timeout=parse("decode_timeout", float, "seconds, or none"),
+        decode_timeout=parse("decode_timeout", _optional_number, "seconds, or none"),
         isolate=True,
         model_sha256=parameters.get(MODEL_SHA256),
     )
@@ -236,6 +246,15 @@ def parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError
+    return value
+
+
+def _optional_number(text: str) -> float | None:
+    if text == "none":
+        return None
+    value = float(text)
+    if not math.isfinite(value):
         raise ValueError
     return value
 

@@ -30,7 +30,7 @@ class Server:
     def client(self, protocol: ModuleType) -> Any:
         """Return a client of `tritonclient.http` or `tritonclient.grpc`."""
         name = protocol.__name__.rpartition(".")[2]
-        options = {"concurrency": 8, "network_timeout": 60.0, "connection_timeout": 60.0} if name == "http" else {}
+        options = {"network_timeout": 60.0, "connection_timeout": 60.0} if name == "http" else {}
         return protocol.InferenceServerClient(f"127.0.0.1:{self._ports[name]}", **options)
 
     @property
@@ -39,7 +39,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def run_server(repository: Path, models: Sequence[str], folder: Path) -> Iterator[Server]:
+def run_server(repository: Path, models: Sequence[str], folder: Path, environment: Path = VENV) -> Iterator[Server]:
     """Start a server with the models of a repository that are named, and stop it when the block ends.
 
     Args:

@@ -27,15 +27,19 @@ PROTOCOLS = pytest.mark.parametrize("protocol", [http, grpc], ids=["http", "grpc
 
 
 @pytest.fixture(scope="module")
-def server(
-    exact_model: Path, map_model: Path, opal: Opal, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(exact_model: Path, opal: Opal, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with the models of `exact_model`, and two more that must be refused."""
     folder = tmp_path_factory.mktemp("triton")
     repository = folder / "models"
-    assert opal("export", exact_model, "--triton", repository, "--no-verify").returncode == 0
-    assert opal("export", exact_model, "--triton", repository, "--name", "other", "--no-verify").returncode == 0
-    # another model's file under the same config
-    (repository / "other/1/model.onnx").write_bytes(map_model.read_bytes())
+    for name in ("opal", "other", "newer"):
+        assert opal("export", exact_model, "--triton", repository, "--name", name, "--no-verify").returncode == 0
+    # as if the tensor model were another one than the one that was exported with it
+    path = repository / "other_explain/1/metadata.json"
+    metadata = json.loads(path.read_text("utf-8"))
+    metadata["test_vectors"]["pictures"].reverse()
+    path.write_text(json.dumps(metadata))
+    path = repository / "newer_explain/1/metadata.json"
+    path.write_text(path.read_text("utf-8").replace('"schema": 1', '"schema": 2'))
     with run_server(repository, ["opal", "opal_explain", "other", "other_explain"], folder) as running:
         yield running
 
@@ -95,12 +99,13 @@ def test_concurrent_clients_get_the_records_of_infer(
         del record["image_index"]
     groups = [paths[start : start + size] for start, size in ((0, 1), (1, 7), (8, 2), (10, 1), (11, 13))]
 
-    with server.client(protocol) as client, ThreadPoolExecutor(len(groups)) as threads:
-        futures = [
-            threads.submit(explain, client, protocol, [path.read_bytes() for path in group], [*map(str, group)])
-            for group in groups
-        ]
-        found = [record for future in futures for record in future.result()]
+    def ask(group: list[Path]) -> list[dict[str, Any]]:
+        # a client belongs to one thread
+        with server.client(protocol) as client:
+            return explain(client, protocol, [path.read_bytes() for path in group], [*map(str, group)])
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        found = [record for group in threads.map(ask, groups) for record in group]
 
     assert [record["status"] for record in found].count("error") == 2
     assert found == expected
@@ -135,3 +140,26 @@ def test_a_model_that_is_not_the_exported_one_answers_nothing(
         pytest.raises(grpc.InferenceServerException, match="does not reproduce its own test vectors"),
     ):
         explain(client, grpc, [path.read_bytes()], model="other_explain")
+
+
+def test_metadata_of_another_version_is_refused_when_the_model_is_loaded(server: Server) -> None:
+    with (
+        server.client(grpc) as client,
+        pytest.raises(grpc.InferenceServerException, match="schema 2 found, 1 expected"),
+    ):
+        client.load_model("newer_explain")
+
+
+def test_a_broken_request_harms_no_other(server: Server, make_pictures: PictureFolder, tmp_path: Path) -> None:
+    (path,) = make_pictures(tmp_path, 1)
+    lengthless = http.InferInput("image", [1, 1], "BYTES")
+    lengthless._raw_data = b"\xff\xff\xff\x7fpicture"
+    lengthless._parameters["binary_data_size"] = len(lengthless._raw_data)
+    many = [path.read_bytes()] * 65
+    with server.client(http) as client:
+        with pytest.raises(http.InferenceServerException, match="incomplete"):
+            client.infer("opal_explain", [lengthless])
+        with pytest.raises(http.InferenceServerException, match=r"must be <= 64"):
+            explain(client, http, many)
+
+        assert [record["status"] for record in explain(client, http, [path.read_bytes()])] == ["ok"]

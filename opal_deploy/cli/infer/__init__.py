@@ -159,6 +159,7 @@ def infer(
     """
     from opal_deploy.cli.infer import cluster, output, setup
     from opal_deploy.cli.infer import sheets as sheet_setup
+    from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.run.backend import LocalBackend, RunOptions
     from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
     from opal_deploy.inference.run.drawing import ReportOptions
@@ -180,7 +181,7 @@ def infer(
         if overwrite and out is None:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
         cluster.check_options(ray, ray_cpus, device)
-        setup.raise_pillow_limit(max_pixels)
+        raise_pillow_limit(max_pixels)
 
         plan = None if ray is None else stack.enter_context(cluster.open_cluster(ray, ray_cpus))
         if plan is not None:

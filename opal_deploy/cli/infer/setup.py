@@ -150,15 +150,6 @@ def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runti
             session.add_batch_size(size)
 
 
-def raise_pillow_limit(max_pixels: int) -> None:
-    """Let Pillow decode images that --max-pixels allows."""
-    from PIL import Image
-
-    # Pillow refuses twice its own limit before --max-pixels is checked
-    if Image.MAX_IMAGE_PIXELS is not None:
-        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
-
-
 def find_default_model(device: str, runtime: Runtime = Runtime.auto) -> Path:
     """Return the best model of the working directory that this machine can run, of those that the runtime runs."""
     from opal_deploy.runtime.onnx_session import cuda_is_usable

@@ -1,4 +1,4 @@
-"""A budget of the pixels of large images that are decoded at a time, shared by everything that decodes them."""
+"""Bounds of pixels: of one image for Pillow, and of the large images that are decoded at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from PIL import Image
+
+
+def raise_pillow_limit(max_pixels: int) -> None:
+    """Let Pillow decode images of up to `max_pixels`, in this process and in those that decode for it."""
+    # Pillow refuses twice its own limit before `max_pixels` is checked
+    if Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, max_pixels)
 
 
 class PixelBudget:
