@@ -8,7 +8,9 @@ From the inside out:
     explain    a picture in; its record, overlay or evidence sheet out
     limits     what keeps a client from taking the server down: bytes, numbers, seconds
     metrics    counters for Prometheus
-    requests   around every request: its id, who may, its log line
+    logs       a line a request
+    state      what all requests share
+    middleware around every request: its id, who may ask, its log line
     app        which address is answered by what
     process    the process: listens, warms up, stops in good order
 

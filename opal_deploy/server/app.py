@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from starlette.applications import Starlette
@@ -12,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from opal_deploy._version import __version__
 from opal_deploy.server.explain import (
@@ -23,53 +21,27 @@ from opal_deploy.server.explain import (
     read_upload,
     record_response,
 )
-from opal_deploy.server.inference import infer_pixels, infer_records
-from opal_deploy.server.limits import Gate, HttpError, Limits
-from opal_deploy.server.models import EXPLAIN_INPUTS, EXPLAIN_OUTPUTS, EXPLAIN_SUFFIX, ServedModel
-from opal_deploy.server.tensors import BadRequest, TensorSpec, build_response, parse_request
+from opal_deploy.server.inference import infer_pixels, infer_records, until_disconnected
+from opal_deploy.server.limits import HttpError, error_response
+from opal_deploy.server.metrics import CONTENT_TYPE
+from opal_deploy.server.middleware import RequestMiddleware
+from opal_deploy.server.models import EXPLAIN_SUFFIX, ServedModel
+from opal_deploy.server.state import ServerState
+from opal_deploy.server.tensors import BadRequest, build_response, parse_request
 
 VERSION = "1"
+# what Triton's clients may ask beside the protocol, by a part of the address
+_NOT_SUPPORTED = {
+    "stats": "statistics are at /metrics, for Prometheus",
+    "load": "models are given on the command line",
+    "sharedmemory": "there is no shared memory; send tensors in the request",
+    "trace": "nothing is traced",
+    "logging": "the log is set on the command line",
+}
 _JSON_SIZE = "Inference-Header-Content-Length"
 
 
-@dataclass
-class ServerState:
-    """What requests share.
-
-    Attributes:
-        models: in the order in which they were given.
-        limits: of requests.
-        gate: lets requests in.
-        problem: why no requests are to be sent here any more; empty while all is well.
-        failed: whether a restart alone can help.
-    """
-
-    models: Sequence[ServedModel]
-    limits: Limits
-    gate: Gate = field(init=False)
-    problem: str = ""
-    failed: bool = False
-
-    def __post_init__(self) -> None:
-        self.gate = Gate(self.limits)
-        self._by_name = {model.name: model for model in self.models}
-
-    def find(self, name: str) -> tuple[ServedModel, bool]:
-        """Return the model of a name, and whether the name is that of its explain model.
-
-        Raises:
-            HttpError: there is none.
-        """
-        if name in self._by_name:
-            return self._by_name[name], False
-        base = name.removesuffix(EXPLAIN_SUFFIX)
-        if base != name and base in self._by_name:
-            return self._by_name[base], True
-        known = ", ".join(f"{known}, {known}{EXPLAIN_SUFFIX}" for known in self._by_name)
-        raise HttpError(HTTPStatus.NOT_FOUND, f"model {name[:80]!r} found, one of {known} expected")
-
-
-def create_app(state: ServerState, *, drawers: int = 2) -> Starlette:
+def create_app(state: ServerState, *, drawers: int = 2) -> ASGIApp:
     """Return the application.
 
     Args:
@@ -85,12 +57,15 @@ def create_app(state: ServerState, *, drawers: int = 2) -> Starlette:
         Route("/v2/health/live", v2.live),
         Route("/v2/health/ready", v2.ready),
         *(Route(prefix, v2.model_metadata) for prefix in (model, versioned)),
+        *(Route(f"{prefix}/config", v2.model_config) for prefix in (model, versioned)),
         *(Route(f"{prefix}/ready", v2.model_ready) for prefix in (model, versioned)),
         *(Route(f"{prefix}/infer", v2.infer, methods=["POST"]) for prefix in (model, versioned)),
         Route("/v2/repository/index", v2.repository_index, methods=["POST"]),
+        Route("/v2/{rest:path}", v2.not_supported, methods=["GET", "POST"]),
+        Route("/metrics", v2.metrics),
         Route("/explain", people.explain, methods=["POST"]),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         exception_handlers={
             HttpError: _refuse,
@@ -100,6 +75,7 @@ def create_app(state: ServerState, *, drawers: int = 2) -> Starlette:
             Exception: _report_bug,
         },
     )
+    return RequestMiddleware(app, state)
 
 
 class _ProtocolRoutes:
@@ -125,7 +101,7 @@ class _ProtocolRoutes:
 
     async def model_metadata(self, request: Request) -> Response:
         model, explains = self._find(request)
-        inputs, outputs = _specs(model, explains=explains)
+        inputs, outputs = model.specs(explains=explains)
         return JSONResponse(
             {
                 "name": request.path_params["name"],
@@ -136,6 +112,18 @@ class _ProtocolRoutes:
             }
         )
 
+    async def model_config(self, request: Request) -> Response:
+        model, explains = self._find(request)
+        return JSONResponse(model.config(explains=explains))
+
+    async def not_supported(self, request: Request) -> Response:
+        path = request.path_params["rest"]
+        reason = next((reason for part, reason in _NOT_SUPPORTED.items() if part in path), "no such address")
+        return error_response(HTTPStatus.NOT_FOUND, f"{request.method} /v2/{path[:200]}: {reason}")
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._state.metrics.render(), media_type=CONTENT_TYPE)
+
     async def repository_index(self, request: Request) -> Response:
         state = "UNAVAILABLE" if self._state.problem else "READY"
         names = [name for model in self._state.models for name in (model.name, model.name + EXPLAIN_SUFFIX)]
@@ -144,13 +132,16 @@ class _ProtocolRoutes:
     async def infer(self, request: Request) -> Response:
         model, explains = self._find(request)
         async with self._state.gate.enter(request) as body:
-            inputs, outputs = _specs(model, explains=explains)
+            inputs, outputs = model.specs(explains=explains)
             parsed = parse_request(body, _read_json_size(request), inputs, outputs)
             seconds = self._state.limits.request_timeout
+            request.state.images = len(next(iter(parsed.inputs.values())))
             if explains:
-                answer, _ = await infer_records(model, parsed, seconds)
+                answer, results = await until_disconnected(request, infer_records(model, parsed, seconds))
+                for result in results:
+                    self._state.metrics.count_record(model.name, result.record)
             else:
-                answer = await infer_pixels(model, parsed, seconds)
+                answer = await until_disconnected(request, infer_pixels(model, parsed, seconds))
             content, json_size = build_response(request.path_params["name"], parsed, answer)
         if json_size is None:
             return Response(content, media_type="application/json")
@@ -160,7 +151,9 @@ class _ProtocolRoutes:
         version = request.path_params.get("version", VERSION)
         if version != VERSION:
             raise HttpError(HTTPStatus.NOT_FOUND, f"version {version[:20]} found, {VERSION} expected")
-        return self._state.find(request.path_params["name"])
+        found = self._state.find(request.path_params["name"])
+        request.state.model = request.path_params["name"]
+        return found
 
 
 class _PeopleRoutes:
@@ -172,20 +165,20 @@ class _PeopleRoutes:
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)
         model, _ = self._state.find(name)
+        request.state.model, request.state.images = name, 1
         chosen = choose_format(request)
         check_format(model, chosen)
         seconds = self._state.limits.request_timeout
         async with self._state.gate.enter(request) as body:
             upload = await read_upload(request, body)
-            result = await explain(model, upload, drawn=chosen != "record", seconds=seconds)
+            result = await until_disconnected(
+                request, explain(model, upload, drawn=chosen != "record", seconds=seconds)
+            )
+            self._state.metrics.count_record(model.name, result.record)
             if "error" in result.record or chosen == "record":
                 return record_response(result)
             drawing = await self._threads.draw(model, result, "sheet" if chosen == "sheet" else "overlay", seconds)
         return Response(drawing, media_type=FORMATS[chosen])
-
-
-def _specs(model: ServedModel, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-    return (EXPLAIN_INPUTS, EXPLAIN_OUTPUTS) if explains else (model.inputs, model.outputs)
 
 
 def _read_json_size(request: Request) -> int | None:
@@ -203,13 +196,9 @@ def _health(problem: str) -> Response:
     return Response(status_code=HTTPStatus.OK)
 
 
-def error_response(status: int, message: str, headers: dict[str, str] | None = None, **more: object) -> JSONResponse:
-    """Return the protocol's error, one line under the key `error`."""
-    return JSONResponse({"error": " ".join(message.split()), **more}, status, headers)
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HttpError)
+    request.state.code = error.code
     return error_response(error.status, str(error), error.headers, code=error.code)
 
 
@@ -224,7 +213,6 @@ async def _refuse_address(request: Request, error: Exception) -> Response:
 
 
 async def _leave(request: Request, error: Exception) -> Response:
-    await asyncio.sleep(0)
     # nobody reads it; nginx logs this number too
     return Response(status_code=499)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import numpy as np
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly
@@ -36,6 +38,8 @@ async def infer_pixels(model: ServedModel, request: InferRequest, seconds: float
     assert isinstance(pixels, np.ndarray)  # its spec says so
     rows = await run_jobs(lambda: model.service.submit_pixels(pixels, wait=False), seconds)
     arrays = Outputs.concatenate(rows).to_arrays() if len(rows) > 1 else rows[0].to_arrays()
+    # every spec has a dimension beside N
+    arrays = {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
     return {spec.name: (spec, arrays[spec.name], arrays[spec.name].shape) for spec in model.outputs}
 
 
@@ -73,6 +77,28 @@ async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> lis
         raise HttpError(HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {seconds:g} s") from None
     except StoppedEarly as error:
         raise unavailable(str(error)) from None
+
+
+async def until_disconnected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work for a client, which is cancelled when the client goes away.
+
+    Args:
+        request: whose body was read.
+        work: is cancelled then.
+
+    Raises:
+        ClientDisconnect: it went away.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
 
 
 def unavailable(reason: str) -> HttpError:

@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-# read and thrown away before a refusal, so that the client gets to read the reason
-_DISCARD_SECONDS = 2.0
 # how many of the largest bodies may be in memory at a time
 _LARGEST_BODIES = 8
 # gzip or zlib, whichever the data begins with
@@ -72,7 +71,7 @@ class Gate:
 
         Raises:
             HttpError: there are too many requests, the body is too large, too slow, or not what its headers say.
-            ClientDisconnect: the client went away.
+            starlette.requests.ClientDisconnect: the client went away.
         """
         if self.requests >= self._limits.max_requests:
             raise busy(f"{self.requests} requests are in work; try again later")
@@ -102,7 +101,6 @@ class Gate:
         limit, seconds = self._limits.max_body, self._limits.upload_timeout
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > limit:
-            await discard(request)
             raise _too_large(f"{int(announced):,} bytes found", limit)
         encoding = request.headers.get("content-encoding", "identity").strip().lower()
         if encoding not in ("", "identity", *_WBITS):
@@ -117,7 +115,6 @@ class Gate:
                     size += len(chunk)
                     if size > limit:
                         chunks.clear()
-                        await discard(request)
                         raise _too_large(f"more than {limit:,} bytes found", limit)
                     held.add(len(chunk))
                     chunks.append(chunk)
@@ -167,14 +164,9 @@ def inflate(data: bytes, encoding: str, limit: int) -> bytes:
     return inflated
 
 
-async def discard(request: Request) -> None:
-    """Read on for a moment: a client that is still sending when the connection closes never reads the response."""
-    try:
-        async with asyncio.timeout(_DISCARD_SECONDS):
-            while (await request.receive()).get("more_body"):
-                pass
-    except (TimeoutError, ClientDisconnect):
-        pass
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None, **more: object) -> Response:
+    """Return the protocol's error, one line under the key `error`."""
+    return JSONResponse({"error": " ".join(message.split()), **more}, status, headers)
 
 
 def _too_large(found: str, limit: int) -> HttpError:

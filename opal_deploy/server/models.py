@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from opal_deploy._version import __version__
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.inference.drawings import DrawingPool, DrawTask
 from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.runtime.session import Session
 from opal_deploy.server.tensors import TensorSpec
 
@@ -65,6 +70,43 @@ class ServedModel:
         """The engine, in the protocol's words."""
         return _PLATFORMS.get(self.path.suffix, "pytorch_libtorch")
 
+    def facts(self) -> dict[str, str]:
+        """Return what a client may want to know of the model, as texts; lists are JSON."""
+        metadata = self.metadata
+        return {
+            "opal_deploy": __version__,
+            "file": self.path.name,
+            "model_sha256": self.options.model_sha256 or "",
+            "session": self.sessions[0].description,
+            "evidence": metadata.evidence,
+            "precision": metadata.precision,
+            "backbone": metadata.backbone,
+            "unverified": metadata.unverified,
+        }
+
+    def config(self, *, explains: bool) -> dict[str, Any]:
+        """Return the config of the model, or of its explain model, as Triton's clients ask for it."""
+
+        def describe(spec: TensorSpec) -> dict[str, Any]:
+            kind = {"BYTES": "STRING"}.get(spec.datatype, spec.datatype)
+            described = {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape[1:])}
+            return described | ({"optional": True} if spec.optional else {})
+
+        inputs, outputs = self.specs(explains=explains)
+        facts = self.facts() | {"class_names": json.dumps(self.metadata.class_names)}
+        return {
+            "name": self.name + (EXPLAIN_SUFFIX if explains else ""),
+            "platform": "opal_explain" if explains else self.platform,
+            "max_batch_size": self.service.capacity,
+            "input": [describe(spec) for spec in inputs],
+            "output": [describe(spec) for spec in outputs],
+            "parameters": {name: {"string_value": text} for name, text in facts.items() if text},
+        }
+
+    def specs(self, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+        """Return inputs and outputs of the model, or of its explain model."""
+        return (EXPLAIN_INPUTS, EXPLAIN_OUTPUTS) if explains else (self.inputs, self.outputs)
+
     @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """The input of the model: pixels, which the session normalises where the graph does not."""
@@ -85,7 +127,8 @@ class ServedModel:
             "top_logits": ("FP32", (-1, k)),
             "top_scores": ("FP32", (-1, k, m)),
             "top_cells": ("INT32", (-1, k, m)),
-            "score_norm": ("FP32", (-1,)),
+            # as Triton has it, whose tensors have a dimension beside N
+            "score_norm": ("FP32", (-1, 1)),
         }
         return tuple(TensorSpec(name, *known[name]) for name in metadata.outputs)
 
@@ -117,8 +160,18 @@ def start_model(
     sheets = None
     if metadata.evidence == "exact":
         sheets = SheetBuilder(metadata, SheetOptions(names=options.slot_names, min_margin=options.min_margin))
+    _start_decoders(service, options.workers)
     drawings = DrawingPool(DrawTask(sheets=sheets), options, timer)
     return ServedModel(name, path, sessions, options, service, drawings)
+
+
+def _start_decoders(service: Service, workers: int) -> None:
+    """Have each decode process start, by giving it something to do."""
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "PNG")
+    blank = Request(None, stream.getvalue())
+    for future in service.submit_requests([blank] * min(workers, service.capacity)):
+        future.result()
 
 
 def warm_up(session: Session, batch: int) -> None:

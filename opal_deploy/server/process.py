@@ -8,16 +8,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import uvicorn
 from h11 import IDLE
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.server.app import ServerState
+from opal_deploy.server.state import ServerState
 
 # until a connection that sends has sent the head of its request
 _HEAD_SECONDS = 10.0
@@ -59,38 +59,33 @@ class Address:
         return listener
 
 
-def serve(
-    app: Starlette, state: ServerState, address: Address, listener: socket.socket, print_message: Callable[[str], None]
-) -> None:
+def serve(app: ASGIApp, state: ServerState, address: Address, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C; then finish those in work, and return.
 
     Raises:
         StoppedEarly: a device was lost.
     """
-    asyncio.run(create_server(app, state, address.drain, print_message).serve([listener]))
+    asyncio.run(create_server(app, state, address.drain).serve([listener]))
     if state.failed:
         raise StoppedEarly(state.problem)
 
 
-def create_server(
-    app: Starlette, state: ServerState, drain: float = 0.0, print_message: Callable[[str], None] = lambda _: None
-) -> Server:
+def create_server(app: ASGIApp, state: ServerState, drain: float = 0.0) -> Server:
     """Return the server, which does not run yet; see `Address` for `drain`."""
     config = uvicorn.Config(
         app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         date_header=False, timeout_keep_alive=75, backlog=1024,
     )  # fmt: skip
-    return Server(config, state, drain, print_message)
+    state.log.take_over_libraries()
+    return Server(config, state, drain)
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, which stops as `serve` says."""
 
-    def __init__(
-        self, config: uvicorn.Config, state: ServerState, drain: float, print_message: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, drain: float) -> None:
         super().__init__(config)
-        self._state, self._drain, self._print_message = state, drain, print_message
+        self._state, self._drain = state, drain
         self._stopping: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -110,9 +105,9 @@ class Server(uvicorn.Server):
 
     def _stop(self) -> None:
         if self._stopping is not None:
-            self._print_message("Stopped again: ending at once")
+            self._state.log.message("Stopped again: ending at once")
             os._exit(ExitCode.INTERRUPTED)
-        self._print_message("Stopping: requests in work are finished first (again: end at once)")
+        self._state.log.message("Stopping: requests in work are finished first (again: end at once)")
         self._state.problem = self._state.problem or "the server stops"
         self._stopping = asyncio.get_running_loop().create_task(self._leave())
 

@@ -13,10 +13,13 @@ import pytest
 
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.session import Session
-from opal_deploy.server.app import ServerState, create_app
+from opal_deploy.server.app import create_app
 from opal_deploy.server.limits import Limits
+from opal_deploy.server.logs import ServerLog
+from opal_deploy.server.metrics import MetricsTimer
 from opal_deploy.server.models import start_model
 from opal_deploy.server.process import Address, create_server
+from opal_deploy.server.state import ServerState
 
 Serve = Callable[..., Any]
 
@@ -43,16 +46,26 @@ def _serving(
     capacity: int = 64,
     max_wait: float = 0.005,
     limits: dict[str, Any] | None = None,
+    token: str | None = None,
+    log: ServerLog | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
     with ExitStack() as stack:
-        models = []
+        state = ServerState(Limits(**(limits or {})), token=token, log=log)
         for name, session in sessions.items():
-            model = start_model(name, path, [session], inference, max_wait=max_wait, capacity=capacity)
+            model = start_model(
+                name,
+                path,
+                [session],
+                inference,
+                max_wait=max_wait,
+                capacity=capacity,
+                timer=MetricsTimer(state.metrics, name),
+                observer=state.observer(name),
+            )
             stack.callback(model.close)
-            models.append(model)
-        state = ServerState(models, Limits(**(limits or {})))
+            state.add(model)
         listener = stack.enter_context(Address(port=0).bind())
         server = create_server(create_app(state), state, 0.0)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
