@@ -134,7 +134,7 @@ class ShardActor:
         if config.options.draws:
             options = config.options
             drawer = Drawer(
-                options.out, options.report, options.sheets, self._inference, thumbnails={}, timer=NO_OP_TIMER
+                options.drawings_out, options.report, options.sheets, self._inference, thumbnails={}, timer=NO_OP_TIMER
             )
             self._drawer = self._stack.enter_context(drawer)
         return self._sessions[0].description

@@ -98,7 +98,7 @@ class RayBackend:
         batch = options.inference.batch
         size = BATCHES_PER_SHARD * batch
         with _probe(out) as probe:
-            if options.draws:
+            if options.draws and options.remote is None:
                 visible.append(str(probe))
             config = ActorConfig(
                 digests,

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.writing import write_bytes
 
 # what the run is, its records, what came of it, and the page that shows it
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
-# folders of drawings
-OVERLAYS, SHEETS = "overlays", "sheets"
+# folders of drawings, and, of a run in a bucket that is not finished, of its records
+OVERLAYS, SHEETS, PARTS = "overlays", "sheets", "parts"
 # no folder holds millions of files: from the ten-thousandth image on they lie in subfolders
 FILES_PER_FOLDER = 10_000
 
@@ -42,12 +44,20 @@ def _name(kind: str, index: int, image: str | None) -> str:
     return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"
 
 
-def write_image_file(out: Path, name: str, encoded: bytes) -> None:
+def write_image_file(out: Path | RemoteFile, name: str, encoded: bytes) -> None:
     """Write `out/name`; a process that is killed meanwhile leaves no half image under that name.
 
+    Args:
+        out: the run directory, or its URL.
+        name: of the file in it.
+        encoded: its bytes.
+
     Raises:
-        StoppedEarly: the disk is full or gone.
+        StoppedEarly: the disk is full or gone, or the bucket does not take it.
     """
+    if isinstance(out, RemoteFile):
+        write_bytes(out.child(name), encoded)
+        return
     path = out / name
     temporary = path.with_name(f".{path.name}.part")
     try:

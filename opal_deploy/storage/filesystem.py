@@ -90,7 +90,7 @@ def retry(operation: Callable[[], T]) -> T:
         wait = min(2 * wait, _LONGEST_WAIT)
 
 
-def _response_code(error: BaseException) -> tuple[int | None, str]:
+def response_code(error: BaseException) -> tuple[int | None, str]:
     """Return the HTTP status and the storage's own code of an error; None and "" where it has none."""
     for cause in (error, error.__cause__):
         response = getattr(cause, "response", None)
@@ -106,9 +106,10 @@ def _response_code(error: BaseException) -> tuple[int | None, str]:
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether the same operation may succeed soon: throttling, an internal error, a lost connection."""
-    status, code = _response_code(error)
+    status, code = response_code(error)
     if status is not None:
-        return status in (408, 425, 429) or status >= 500 or code in ("SlowDown", "RequestTimeout")
+        codes = ("SlowDown", "RequestTimeout", "ConditionalRequestConflict")
+        return status in (408, 425, 429) or (status >= 500 and status != 501) or code in codes
     if isinstance(error, FileNotFoundError | PermissionError | FileExistsError):
         return False
     if isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError | asyncio.IncompleteReadError):
@@ -127,7 +128,7 @@ def is_temporary(error: BaseException) -> bool:
 
 def to_image_error(error: BaseException) -> ImageError:
     """Return the ImageError of what a storage's library raised."""
-    status, code = _response_code(error)
+    status, code = response_code(error)
     names = {kind.__name__ for kind in type(error).__mro__}
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         bucket = " bucket" if code == "NoSuchBucket" else " object"
@@ -140,4 +141,4 @@ def to_image_error(error: BaseException) -> ImageError:
     if is_temporary(error):
         what = answer or type(error).__name__
         return ImageError("unreadable", f"the storage did not answer within {PATIENCE_SECONDS:g} s ({what})")
-    return ImageError("unreadable", f"cannot be read: {answer or redact(first_line(Exception(str(error))))}")
+    return ImageError("unreadable", f"the storage answers {answer or redact(first_line(Exception(str(error))))}")

@@ -65,9 +65,10 @@ def infer(
         ),
     ] = None,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Output folder; default: the matching interrupted run's, else explanations, explanations-2, ..."
+            help="Output folder, or its URL in a bucket; default: the matching interrupted run's, else explanations, "
+            "explanations-2, ..."
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in --out.")] = False,
@@ -161,7 +162,7 @@ def infer(
     from opal_deploy.cli.infer import sheets as sheet_setup
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.run.backend import LocalBackend, RunOptions
-    from opal_deploy.inference.run.directory import IMAGES, acquire_run_dir
+    from opal_deploy.inference.run.directory import IMAGES
     from opal_deploy.inference.run.drawing import ReportOptions
     from opal_deploy.inference.run.interrupt import handle_signals
     from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
@@ -178,6 +179,7 @@ def infer(
         tables = check_formats(formats or [])
         embedding = setup.parse_report_images(report_images)
         error_limit = None if max_errors is None else ErrorLimit.parse(max_errors)
+        out_path, remote = output.parse_out(out)
         if overwrite and out is None:
             raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
         cluster.check_options(ray, ray_cpus, device)
@@ -248,7 +250,7 @@ def infer(
         if overwrite:
             # what cannot be compiled removes no earlier run
             setup.prepare_batch_size(loaded.path, sessions, inference.batch, runtime)
-        with acquire_run_dir(out, config, resume=resume, overwrite=overwrite) as directory:
+        with output.open_run_dir(out_path, remote, config, resume=resume, overwrite=overwrite) as directory:
             if directory.state == "finished":
                 document = output.print_finished(directory, tables)
             else:
@@ -267,7 +269,7 @@ def infer(
                         facts, report_limit, embedding, evidence, metadata.effective_field, receptive_field
                     ) if explain else None,
                     sheets=drawing.sheets, formats=tables, max_errors=error_limit,
-                    resume=directory.state == "unfinished", print_message=print_message,
+                    resume=directory.state == "unfinished", remote=remote, print_message=print_message,
                 )  # fmt: skip
                 summary = Summary()
                 if inputs.labels is not None:
@@ -306,9 +308,14 @@ def _run(
     gc.set_threshold(20_000)
     try:
         with progress("images") as advance:
+
+            def report_progress(done: Summary) -> None:
+                advance(done.total, note=output.progress_note(done, backend))
+                directory.save_progress()
+
             run(
                 requests, backend, options, summary=summary, interrupt=interrupt,
-                report_progress=lambda done: advance(done.total, note=output.progress_note(done, backend)),
+                report_progress=report_progress,
             )  # fmt: skip
         if not interrupt.stopped:
             return directory.write_summary(summary, context())
@@ -318,5 +325,5 @@ def _run(
         output.write_early_summary(directory, summary, context(), str(error))
         raise StoppedEarly(f"{error}; {output.resume_hint()}") from None
     output.write_early_summary(directory, summary, context(), "interrupted")
-    print_message(f"Interrupted: {summary.total} records are in {directory.root}; {output.resume_hint()}")
+    print_message(f"Interrupted: {summary.total} records are in {directory.location}; {output.resume_hint()}")
     raise typer.Exit(ExitCode.INTERRUPTED)

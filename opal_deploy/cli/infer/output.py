@@ -7,21 +7,46 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.evaluation import describe_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import one_line, print_message
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.backend import Backend, RunOptions
-from opal_deploy.inference.run.directory import RunDirectory
-from opal_deploy.inference.run.results import read_records
+from opal_deploy.inference.run.directory import RunConfig, RunDirectory, acquire_run_dir
 from opal_deploy.inference.run.summary import Accuracy, Summary
 from opal_deploy.inference.run_files import REPORT, RESULTS, SHEETS, SUMMARY
 from opal_deploy.inference.sources.items import Skipped
-from opal_deploy.records.tables import TABLES, Format, write_table
-from opal_deploy.storage.urls import redact
+from opal_deploy.records.tables import TABLES, Format
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url, redact
+
+
+def parse_out(text: str | None) -> tuple[Path | None, RemoteFile | None]:
+    """Return the run directory that --out names, as a path or as a URL.
+
+    Raises:
+        UsageError: a URL that cannot be written to. MissingExtra: what writes to it is not installed.
+    """
+    from opal_deploy.storage.writing import parse_output
+
+    if text is not None and is_url(text):
+        return None, parse_output(text)
+    return None if text is None else Path(text), None
+
+
+def open_run_dir(
+    out: Path | None, remote: RemoteFile | None, config: RunConfig, *, resume: bool, overwrite: bool
+) -> AbstractContextManager[RunDirectory]:
+    """Acquire the run directory, on this machine's disk or in a bucket; see `acquire_run_dir`."""
+    from opal_deploy.inference.run.bucket import acquire_bucket_run_dir
+
+    if remote is not None:
+        return acquire_bucket_run_dir(remote, config, resume=resume, overwrite=overwrite)
+    return acquire_run_dir(out, config, resume=resume, overwrite=overwrite)
 
 
 def report_facts(path: Path, metadata: Metadata, runtime: str) -> list[tuple[str, str]]:
@@ -89,7 +114,7 @@ def progress_note(summary: Summary, backend: Backend) -> str:
 
 def write_early_summary(directory: RunDirectory, summary: Summary, context: Mapping[str, object], stopped: str) -> None:
     """Write summary.json of a run that ended early, if the disk has space for it."""
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(UsageError, StoppedEarly):
         directory.write_summary(summary, context, stopped)
 
 
@@ -114,13 +139,14 @@ def print_summary(summary: Summary, skipped: Skipped, options: RunOptions) -> No
             "Links not followed, to a folder around them or to one whose images come under its own name: "
             f"{skipped.folder_links} ({examples})"
         )
-    print_message(f"Records: {options.out / RESULTS}")
+    out = options.drawings_out
+    print_message(f"Records: {out}/{RESULTS}")
     for kind in options.formats:
-        print_message(f"Table: {options.out / TABLES[kind]}")
+        print_message(f"Table: {out}/{TABLES[kind]}")
     if options.sheets is not None:
-        print_message(f"Sheets: {options.out / SHEETS}")
+        print_message(f"Sheets: {out}/{SHEETS}")
     if options.report is not None:
-        print_message(f"Report: {options.out / REPORT}")
+        print_message(f"Report: {out}/{REPORT}")
 
 
 def _print_accuracy(accuracy: Accuracy) -> None:
@@ -146,12 +172,12 @@ def print_finished(directory: RunDirectory, formats: Sequence[Format]) -> dict[s
     """
     document = directory.read_summary()
     print_message(
-        f"{directory.root}: this run is finished ({document['images']} images, ended {document['ended']}); "
+        f"{directory.location}: this run is finished ({document['images']} images, ended {document['ended']}); "
         "nothing is computed again, unless with --overwrite"
     )
     for kind in formats:
-        if not (directory.root / TABLES[kind]).exists():
-            write_table(read_records(directory.root / RESULTS), directory.root, kind)
-            print_message(f"Table: {directory.root / TABLES[kind]}")
-    print_message(f"Summary: {directory.root / SUMMARY}")
+        if not directory.has(TABLES[kind]):
+            directory.write_table(kind)
+            print_message(f"Table: {directory.location}/{TABLES[kind]}")
+    print_message(f"Summary: {directory.location}/{SUMMARY}")
     return document

@@ -22,6 +22,7 @@ from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
 from opal_deploy.records.tables import Format
 from opal_deploy.runtime.session import Session
+from opal_deploy.storage.files import RemoteFile
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class RunOptions:
         formats: tables to write at the end.
         max_errors: end the run when more images failed; None: never.
         resume: keep the records that are in `out`, and go on after them; else they are replaced.
+        remote: where `out` is uploaded to: drawings are written there at once, and not to `out`; None: nowhere.
         print_message: is called, from any thread, with what a person should know.
     """
 
@@ -46,7 +48,13 @@ class RunOptions:
     formats: tuple[Format, ...] = ()
     max_errors: ErrorLimit | None = None
     resume: bool = False
+    remote: RemoteFile | None = None
     print_message: Callable[[str], None] = lambda _: None
+
+    @property
+    def drawings_out(self) -> Path | RemoteFile:
+        """What the names of drawings are relative to."""
+        return self.out if self.remote is None else self.remote
 
     @property
     def draws(self) -> bool:
@@ -147,6 +155,8 @@ class LocalBackend:
             if not options.draws:
                 yield ([result.record for result in results] for results in batches)
                 return
-            drawer = Drawer(options.out, options.report, options.sheets, inference, thumbnails=thumbnails, timer=timer)
+            drawer = Drawer(
+                options.drawings_out, options.report, options.sheets, inference, thumbnails=thumbnails, timer=timer
+            )
             stack.enter_context(drawer)
             yield ([record] for record in drawer.draw_all(release_each(batches), first))

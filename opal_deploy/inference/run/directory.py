@@ -20,9 +20,11 @@ from typing import Any, Literal, cast
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import lock_directory, remove_temporary_files, write_json
 from opal_deploy.errors import UsageError
+from opal_deploy.inference.run.results import read_records
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHEETS, SUMMARY, remove_image_files
-from opal_deploy.records.tables import TABLES
+from opal_deploy.records.tables import TABLES, Format, write_table
+from opal_deploy.storage.files import RemoteFile
 
 SCHEMA = 1
 DEFAULT_OUT = "explanations"
@@ -47,6 +49,8 @@ class RunDirectory:
         state: of the run that is there already.
         started: time when the run was begun, ISO 8601.
         resumed: times when it was resumed.
+        remote: where its files are uploaded to; None: they stay in `root`.
+        details: more for run.json.
     """
 
     root: Path
@@ -54,6 +58,13 @@ class RunDirectory:
     state: State = "new"
     started: str = ""
     resumed: list[str] = field(default_factory=list)
+    remote: RemoteFile | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def location(self) -> str:
+        """Where a person finds it."""
+        return str(self.root if self.remote is None else self.remote)
 
     def write_config(self) -> None:
         """Write run.json, before the first record of a run that begins or is resumed here.
@@ -71,8 +82,12 @@ class RunDirectory:
             "started": self.started,
             "resumed": self.resumed,
             "run": dict(self.config),
+            **self.details,
         }
         write_json(self.root / RUN, document)
+
+    def save_progress(self) -> None:
+        """Take note that records were written."""
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
         """Write summary.json, and return its document.
@@ -89,7 +104,7 @@ class RunDirectory:
             "schema": SCHEMA,
             "complete": stopped is None,
             "stopped": stopped,
-            "out": self.root.name if self.root.is_absolute() else str(self.root),
+            "out": self.root.name if self.root.is_absolute() and self.remote is None else self.location,
             **summary.to_dict(),
             **context,
             "opal_deploy": __version__,
@@ -104,6 +119,18 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any]:
         """Return the document of a finished run's summary.json."""
         return cast(dict[str, Any], json.loads((self.root / SUMMARY).read_text(encoding="utf-8")))
+
+    def has(self, name: str) -> bool:
+        """Return whether a file is there."""
+        return (self.root / name).exists()
+
+    def write_table(self, kind: Format) -> None:
+        """Write a table of the records of a finished run.
+
+        Raises:
+            StoppedEarly: it cannot be written.
+        """
+        write_table(read_records(self.root / RESULTS), self.root, kind)
 
 
 @contextmanager
@@ -132,24 +159,33 @@ def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwr
         yield directory
 
 
-def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
+def inspect_run_dir(
+    root: Path, config: RunConfig, *, shown: str | None = None, results_bytes: int | None = None
+) -> RunDirectory:
     """Return the directory with the state of the run in it.
+
+    Args:
+        root: holds its run.json and summary.json.
+        config: of the run that is to be there.
+        shown: what messages call it, where that is not `root`.
+        results_bytes: size of its results.jsonl, where that is not in `root`.
 
     Raises:
         UsageError: it holds another run, or results without a run.json.
     """
+    where, size = shown or str(root), _size(root / RESULTS) if results_bytes is None else results_bytes
     if not os.path.lexists(root / RUN):
-        if os.path.lexists(root / RESULTS):
-            raise UsageError(f"{root}: it holds the results of an earlier run; {_HINT}")
+        if size is not None or os.path.lexists(root / RESULTS):
+            raise UsageError(f"{where}: it holds the results of an earlier run; {_HINT}")
         return RunDirectory(root, config)
     document = _read(root / RUN)
     if document is None or not isinstance(document.get("run"), dict):
-        raise UsageError(f"{root / RUN}: damaged, or of another version, so nothing can be continued there; {_HINT}")
+        raise UsageError(f"{where}/{RUN}: damaged, or of another version, so nothing can be continued there; {_HINT}")
     if different := _differences(document["run"], config):
-        raise UsageError(f"{root}: it holds a run of its own: {'; '.join(different)}; {_HINT}")
+        raise UsageError(f"{where}: it holds a run of its own: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
     # a summary of other results says nothing of these
-    finished = summary.get("complete") is True and summary.get("results_bytes") == _size(root / RESULTS)
+    finished = summary.get("complete") is True and summary.get("results_bytes") == size
     started, resumed = document.get("started"), document.get("resumed")
     return RunDirectory(
         root,

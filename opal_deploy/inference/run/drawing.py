@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self, TypeAlias
 
 from opal_deploy.artifact.receptive_field import EffectiveField
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.drawings import DrawingPool, DrawTask, Part
 from opal_deploy.inference.executor import prefetch, thread_pool
 from opal_deploy.inference.run.results import read_records
@@ -33,6 +33,7 @@ from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
 from opal_deploy.records.record import Record
+from opal_deploy.storage.files import RemoteFile
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     REPORT_LIMIT,
@@ -94,7 +95,7 @@ class Drawer:
 
     def __init__(
         self,
-        out: Path,
+        out: Path | RemoteFile,
         report: ReportOptions | None,
         sheets: SheetBuilder | None,
         inference: InferenceOptions,
@@ -105,7 +106,7 @@ class Drawer:
         """Start nothing yet.
 
         Args:
-            out: the run directory, with the folders of `prepare_folders`.
+            out: the run directory, with the folders of `prepare_folders`, or its URL.
             report: draw overlays; None: draw none.
             sheets: draw evidence sheets; None: draw none.
             inference: `workers` images are drawn at a time, with `isolate` in processes, each for at most
@@ -170,13 +171,16 @@ class Drawer:
         return record
 
 
-def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> None:
+def write_report(
+    out: Path, options: ReportOptions, thumbnails: Thumbnails, drawings_out: Path | RemoteFile | None = None
+) -> None:
     """Write report.html of the run in `out`.
 
     Args:
         out: the run directory.
         options: the content.
-        thumbnails: those that are in memory; the others are made from the overlays on the disk.
+        thumbnails: those that are in memory; the others are made from the overlays that were written.
+        drawings_out: the run directory, or its URL, where overlays were written elsewhere than to `out`.
 
     Raises:
         StoppedEarly: the disk is full; everything else is there.
@@ -198,7 +202,7 @@ def write_report(out: Path, options: ReportOptions, thumbnails: Thumbnails) -> N
                 name = record.get("overlay")
                 overlay: bytes | None = thumbnails.get(index)
                 if overlay is None and name is not None and writer.embeds_images:
-                    overlay = _read_overlay(out / name)
+                    overlay = _read_overlay(drawings_out or out, name)
                 writer.add(record, overlay)
     except OSError as error:
         raise StoppedEarly(
@@ -211,9 +215,12 @@ def _count_lines(path: Path) -> int:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
 
 
-def _read_overlay(path: Path) -> bytes | None:
+def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:
     try:
-        return path.read_bytes()
-    except OSError:
+        if isinstance(out, Path):
+            return (out / name).read_bytes()
+        with out.child(name).open() as stream:
+            return stream.read()
+    except (OSError, ImageError):
         # it was taken away; the card says that there is no image
         return None

@@ -130,7 +130,9 @@ class ResumePoint:
     damaged: int = 0
 
 
-def load_resume_point(out: Path, requests: Iterator[Request], count: Callable[[Record], None]) -> ResumePoint:
+def load_resume_point(
+    out: Path, requests: Iterator[Request], count: Callable[[Record], None], *, check_drawings: bool = True
+) -> ResumePoint:
     """Read the records of an unfinished run, and take as many requests, which are done already.
 
     Reading ends at the first line that is not a whole record: a process may have been killed while it wrote it, or the
@@ -140,6 +142,7 @@ def load_resume_point(out: Path, requests: Iterator[Request], count: Callable[[R
         out: the run directory.
         requests: are left at the first one without a record.
         count: is called with each whole record.
+        check_drawings: go on at the first of the last records whose drawing is missing.
 
     Raises:
         UsageError: the images are not those of the run; nothing was changed.
@@ -148,7 +151,7 @@ def load_resume_point(out: Path, requests: Iterator[Request], count: Callable[[R
     try:
         size = path.stat().st_size
         with path.open("rb") as stream:
-            end = _find_missing_drawing(out, stream, size)
+            end = _find_missing_drawing(out, stream, size) if check_drawings else size
             stream.seek(0)
             num_records, offset = 0, 0
             for line in _lines(stream, end):

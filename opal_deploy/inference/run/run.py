@@ -57,12 +57,13 @@ def run(
         with ExitStack() as stack:
             stack.enter_context(interrupt.running())
             writer = stack.enter_context(RecordWriter(options.out / RESULTS, resume_point.size, resume_point.count))
-            prepare_folders(
-                options.out,
-                overlays=options.report is not None,
-                sheets=options.sheets is not None,
-                first=resume_point.count,
-            )
+            if options.remote is None:
+                prepare_folders(
+                    options.out,
+                    overlays=options.report is not None,
+                    sheets=options.sheets is not None,
+                    first=resume_point.count,
+                )
             chunks = stack.enter_context(
                 backend.predict(
                     interrupt.stop_when_requested(requests), options,
@@ -86,7 +87,7 @@ def run(
                 _check_errors(options, summary)
         if not interrupt.stopped:
             if options.report is not None:
-                write_report(options.out, options.report, thumbnails)
+                write_report(options.out, options.report, thumbnails, options.drawings_out)
             for kind in options.formats:
                 write_table(read_records(options.out / RESULTS), options.out, kind)
     finally:
@@ -96,11 +97,12 @@ def run(
 
 
 def _resume(requests: Iterator[Request], options: RunOptions, summary: Summary) -> ResumePoint:
-    resume_point = load_resume_point(options.out, requests, summary.count)
+    # in a bucket, drawings are there before the records that name them
+    resume_point = load_resume_point(options.out, requests, summary.count, check_drawings=options.remote is None)
     summary.resumed = resume_point.count
     if resume_point.count or resume_point.damaged:
         damage = f"; {resume_point.damaged} damaged bytes after them are dropped" if resume_point.damaged else ""
-        options.print_message(f"{options.out}: {resume_point.count} records are there already{damage}")
+        options.print_message(f"{options.drawings_out}: {resume_point.count} records are there already{damage}")
     return resume_point
 
 

@@ -1,0 +1,169 @@
+"""Run directories in a bucket: whole at the end, resumed from anywhere, written by one process at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.inference.run import bucket
+from opal_deploy.inference.run.results import RecordWriter
+from opal_deploy.inference.run.summary import Summary
+from opal_deploy.records.record import error_record
+from opal_deploy.storage.files import RemoteFile
+from tests.conftest import Opal, PictureFolder
+
+RUN = RemoteFile.parse("s3://photos/run")
+# a part whenever the one before is up
+_MAIN = """
+import sys
+sys.argv[0] = "opal-deploy"
+from opal_deploy.inference.run import bucket
+bucket.PART_SECONDS = 0.0
+from opal_deploy.cli import main
+main()
+"""
+
+
+def _keys(s3: Any) -> list[str]:
+    return [entry["Key"] for entry in s3.list_objects_v2(Bucket="photos", Prefix="run/").get("Contents", ())]
+
+
+def _read(s3: Any, name: str) -> bytes:
+    data: bytes = s3.get_object(Bucket="photos", Key=f"run/{name}")["Body"].read()
+    return data
+
+
+def test_a_killed_run_is_resumed_on_another_machine(
+    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
+) -> None:
+    paths = [str(path) for path in make_pictures(tmp_path / "in", 7)]
+    options = ["--model", str(exact_model), "--batch", "1", "--workers", "1", "--explain"]
+    command = ["infer", "-", *options, "--out", RUN.url]
+    process = subprocess.Popen([sys.executable, "-c", _MAIN, *command], stdin=subprocess.PIPE, cwd=tmp_path)
+    try:
+        assert process.stdin is not None
+        process.stdin.write("".join(f"{path}\n" for path in paths[:4]).encode())
+        process.stdin.flush()
+        # it waits for more images, with some of their records in the bucket
+        while not any("/parts/" in key for key in _keys(s3)):
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.communicate()
+    (part, *_) = sorted(key for key in _keys(s3) if "/parts/" in key)
+    drawn = [json.loads(line)["overlay"] for line in _read(s3, part.removeprefix("run/")).splitlines()]
+    assert set(drawn) <= {key.removeprefix("run/") for key in _keys(s3)}
+    assert "run/summary.json" not in _keys(s3)
+
+    text = "".join(f"{path}\n" for path in paths)
+    assert opal("infer", f"@{_write(tmp_path / 'list.txt', text)}", *command[2:]).returncode == 2
+    resumed = subprocess.run([sys.executable, "-c", _MAIN, *command], input=text, text=True, capture_output=True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "records are there already" in resumed.stderr
+    opal_local = subprocess.run(
+        [sys.executable, "-c", _MAIN, *command[:-1], tmp_path / "local"], input=text, text=True, check=True
+    )
+    assert opal_local.returncode == 0
+    assert _read(s3, "results.jsonl") == (tmp_path / "local" / "results.jsonl").read_bytes()
+    names = sorted(path.relative_to(tmp_path / "local").as_posix() for path in (tmp_path / "local").rglob("*.*"))
+    assert sorted(key.removeprefix("run/") for key in _keys(s3)) == [name for name in names if name != ".lock"]
+    for name in names:
+        if name.startswith("overlays/"):
+            assert _read(s3, name) == (tmp_path / "local" / name).read_bytes()
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_finished_run_is_found_replaced_and_given_tables(
+    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
+) -> None:
+    make_pictures(tmp_path / "in", 2)
+    command = ["infer", tmp_path / "in", "--model", exact_model, "--no-isolate", "--out", RUN.url]
+    assert opal(*command).returncode == 0
+    again = opal(*command, "--format", "csv")
+    assert "this run is finished (2 images" in again.stderr
+    assert len(_read(s3, "results.csv").splitlines()) == 3
+    other = opal(*command, "--top", "2")
+    assert other.returncode == 2
+    assert "s3://photos/run: it holds a run of its own: --top 5 there, 2 here" in other.stderr
+    assert opal(*command, "--top", "2", "--overwrite").returncode == 0
+    assert len(json.loads(_read(s3, "results.jsonl").splitlines()[0])["top"]) == 2
+    assert "run/results.csv" not in _keys(s3)
+    http = opal(*command[:-1], "https://example.org/run")
+    assert (http.returncode, http.stderr.count("\n")) == (2, 1)
+    assert "https://example.org/run: cannot be written to" in http.stderr
+
+
+def _append(directory: Any, count: int, keep: int = 0) -> None:
+    path = directory.root / "results.jsonl"
+    with RecordWriter(path, path.stat().st_size if keep else 0, keep) as writer:
+        writer.write(*(error_record(str(number), "not_found", "none") for number in range(keep, keep + count)))
+
+
+def _acquire(**options: bool) -> Any:
+    return bucket.acquire_bucket_run_dir(RUN, {"images": ["x"]}, **{"resume": True, "overwrite": False, **options})
+
+
+def test_of_two_processes_that_write_to_one_run_one_goes_on(s3: Any) -> None:
+    with _acquire() as first, _acquire() as late:
+        first.write_config()
+        with pytest.raises(UsageError, match="another process has just begun a run there"):
+            late.write_config()
+        _append(first, 3)
+        first.write_summary(Summary(), {}, "interrupted")
+    with _acquire() as first, _acquire() as second:
+        assert (first.state, second.state) == ("unfinished", "unfinished")
+        for directory, count in ((first, 2), (second, 4)):
+            directory.write_config()
+            assert (directory.root / "results.jsonl").read_bytes().count(b"\n") == 3
+            _append(directory, count, keep=3)
+        first.write_summary(Summary(), {}, "interrupted")
+        with pytest.raises(StoppedEarly, match="another process writes to this run, and has written record 4"):
+            second.write_summary(Summary(), {})
+    with pytest.raises(UsageError, match="--no-resume was given"), _acquire(resume=False):
+        pass
+    with _acquire() as last:
+        lines = (last.root / "results.jsonl").read_text().splitlines()
+        names = [json.loads(line)["image"] for line in lines]
+        assert names == list("01234")
+
+
+def test_a_missing_part_is_not_passed_over(s3: Any) -> None:
+    with _acquire() as directory:
+        directory.write_config()
+        for done in (0, 2):
+            _append(directory, 2, keep=done)
+            directory.write_summary(Summary(), {}, "interrupted")
+    (first, _) = [key for key in _keys(s3) if "/parts/" in key]
+    s3.delete_object(Bucket="photos", Key=first)
+    with (
+        pytest.raises(UsageError, match=r"000002\.jsonl: it, or the part before it, is damaged or missing"),
+        _acquire(),
+    ):
+        pass
+    with _acquire(overwrite=True) as directory:
+        assert directory.state == "new"
+        assert _keys(s3) == []
+
+
+def test_output_to_a_bucket_that_is_not_there_is_refused_in_one_line(
+    s3: Any, exact_model: Path, make_pictures: PictureFolder, opal: Opal, tmp_path: Path
+) -> None:
+    make_pictures(tmp_path / "in", 1)
+    result = opal("infer", tmp_path / "in", "--model", exact_model, "--out", "s3://nobucket/run")
+    assert result.returncode in (2, 5)
+    assert "s3://nobucket/run" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in result.stderr
