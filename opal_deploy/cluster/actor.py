@@ -139,10 +139,10 @@ class ShardActor:
             self._drawer = self._stack.enter_context(drawer)
         return self._sessions[0].description
 
-    def predict(self, shard: Shard) -> ShardResult | OpalError:
+    def predict(self, shard: bytes) -> ShardResult | OpalError:
         """Return one record a request of the shard; after an error, nothing more can be asked of this actor."""
         try:
-            records = self._predict(shard)
+            records = self._predict(Shard.from_bytes(shard))
         except OpalError as error:
             return error
         with self._lock:

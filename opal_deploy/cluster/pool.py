@@ -60,7 +60,7 @@ class Actor:
 
     def submit(self, shard: Shard) -> None:
         """Send it a shard."""
-        self.shards[self.handle.predict.remote(shard)] = shard
+        self.shards[self.handle.predict.remote(shard.to_bytes())] = shard
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from opal_deploy.cluster.actor import IN_FLIGHT, ShardResult
 from opal_deploy.cluster.pool import Actor, ActorPool
 from opal_deploy.cluster.shards import Shard
-from opal_deploy.errors import OpalError, StoppedEarly
+from opal_deploy.errors import OpalError
 from opal_deploy.inference.types import Request
 from opal_deploy.records.record import Record
 
@@ -125,8 +125,6 @@ class Scheduler:
     def _next_shard(self) -> Shard | None:
         try:
             shard = next(self._shards, None)
-        except StoppedEarly:
-            raise
         except OpalError as error:
             # those before it are answered first
             self._errors.append(error)

@@ -7,10 +7,14 @@ batch, and one that cannot (a resumed run's first one, the halves of one that ki
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, OpalError
+from opal_deploy.inference.executor import until_error
 from opal_deploy.inference.types import Request
 
 # a shard of members of a compressed archive, which travel as bytes, ends early
@@ -34,6 +38,21 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def to_bytes(self) -> bytes:
+        """Return the shard as it travels: in a fraction of the time and size that its pickle would take."""
+        requests = [
+            # a path is pickled in a fraction of the time as text
+            (r.name, os.fspath(r.source) if isinstance(r.source, Path) else r.source, r.box, r.truth, r.error, r.index)
+            for r in self.requests
+        ]
+        return pickle.dumps((self.first, requests), pickle.HIGHEST_PROTOCOL)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Shard:
+        """Return the shard of `to_bytes`."""
+        first, requests = pickle.loads(data)  # noqa: S301 (the driver of this run wrote it)
+        return Shard(first, tuple(Request(*fields) for fields in requests))
 
     def count_padding(self, batch: int) -> int:
         """Return the number of requests that `pad` puts in front."""
@@ -69,14 +88,20 @@ def make_shards(requests: Iterator[Request], first: int, size: int, batch: int) 
         first: number of the first request's image in the run.
         size: images a shard, a multiple of `batch`.
         batch: images a forward pass.
+
+    Raises:
+        OpalError: `requests` raised it; a shard of all before it was yielded.
     """
     part: list[Request] = []
-    num_bytes = 0
-    for number, request in enumerate(requests, first + 1):
+    num_bytes, number = 0, first
+    errors: list[OpalError] = []
+    for number, request in enumerate(until_error(requests, errors), first + 1):
         part.append(request)
         num_bytes += len(request.source) if isinstance(request.source, bytes) else 0
         if number % size == 0 or (num_bytes > _MAX_BYTES and number % batch == 0):
             yield Shard(number - len(part), tuple(part))
             part, num_bytes = [], 0
     if part:
-        yield Shard(first if not part else number - len(part), tuple(part))
+        yield Shard(number - len(part), tuple(part))
+    if errors:
+        raise errors[0]

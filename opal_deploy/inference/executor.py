@@ -95,7 +95,7 @@ def predict_batches(
             stack.enter_context(pinned(session, decoders.pixels))
         runners = [stack.enter_context(_SessionRunner(predictor, timer)) for predictor in predictors]
         prepared = prefetch(
-            (decoders.submit(batch) for batch in _batches(_until_error(requests, errors), options.batch)),
+            (decoders.submit(batch) for batch in _batches(until_error(requests, errors), options.batch)),
             ahead,
             lambda: timer.waiting("pictures"),
         )
@@ -226,7 +226,7 @@ def prefetch(
     pending: deque[Future[T]] = deque()
     errors: list[OpalError] = []
     try:
-        for future in _until_error(futures, errors):
+        for future in until_error(futures, errors):
             pending.append(future)
             # its result may be large, and is nobody's once it was yielded
             del future
@@ -241,7 +241,7 @@ def prefetch(
             future.cancel()
 
 
-def _until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
+def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
     """Yield items up to an OpalError, which is put into `errors`: results of earlier items come before it is raised."""
     try:
         yield from items

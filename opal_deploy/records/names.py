@@ -21,6 +21,8 @@ _ESCAPED = re.compile(r"\\(\\|x([0-9a-f]{2}))")
 def escape_name(name: str) -> str:
     """Return a name from `os.fsdecode` (undecodable bytes as lone surrogates) as encodable text."""
     doubled = name.replace("\\", "\\\\")
+    if doubled.isascii() and "\0" not in doubled:
+        return doubled
     return "".join(
         "\\x00"
         if c == "\0"

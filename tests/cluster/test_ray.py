@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from tests.cli.calls import MAIN
+from tests.cli.calls import MAIN, one_line, read_results
 
 ray = pytest.importorskip("ray")
 
@@ -107,9 +110,10 @@ class Infer:
         (cwd / "in").symlink_to(images)
         self._fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
 
-    def start(self, out: str, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, out: str, *arguments: str, before: str = "") -> subprocess.Popen[str]:
+        """Start a process that first runs the Python code `before`."""
         return subprocess.Popen(
-            [sys.executable, "-c", MAIN, "infer", *self._fixed, "--out", out, *arguments],
+            [sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", out, *arguments],
             cwd=self.cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
             stdout=subprocess.PIPE,
@@ -169,3 +173,93 @@ def test_a_node_that_is_killed_costs_no_record(infer: Infer, nodes: Nodes) -> No
     assert process.returncode == 3, stderr
     assert infer.files("ray") == infer.files("one")
     assert not stdout
+
+
+def test_an_image_that_kills_its_actor_gets_a_record_and_the_others_their_answers(
+    infer: Infer, nodes: Nodes, images: Path
+) -> None:
+    infer("one")
+    folder = infer.cwd / "in"
+    folder.unlink()
+    shutil.copytree(images, folder)
+    text = PngInfo()
+    text.add_text("killer", "yes")
+    with Image.open(folder / "021.png") as image:
+        image.save(folder / "021.png", pnginfo=text)
+    done = infer("ray", "--no-isolate", "--ray", nodes.address, "--ray-cpus", "1")
+    assert done.returncode == 3, done.stderr
+    records, expected = read_results(infer.cwd / "ray"), read_results(infer.cwd / "one")
+    assert records[21]["error"]["code"] == "worker_died"
+    assert (records[21]["image"], records[21]["image_index"]) == ("in/021.png", 21)
+    assert records[:21] + records[22:] == expected[:21] + expected[22:]
+    # its shard of 8 twice, then 4, 2 and 1
+    assert sum(node["actors_lost"] for node in infer.ray_summary("ray")["nodes"]) == 5
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_run_whose_driver_ended_goes_on_with_the_same_command(
+    infer: Infer, nodes: Nodes, end: signal.Signals
+) -> None:
+    infer("one", "--explain")
+    process = infer.start("ray", "--explain", "--ray", nodes.address, "--ray-cpus", "1")
+    infer.wait_for("ray", 3, process)
+    process.send_signal(end)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (130 if end is signal.SIGTERM else -end), stderr
+    done = infer("ray", "--explain", "--ray", nodes.address, "--ray-cpus", "1")
+    assert done.returncode == 3, done.stderr
+    assert " records are there already" in done.stderr
+    assert infer.files("ray") == infer.files("one")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ray", "ray://head:10001"], "ray job submit"),
+        (["--ray", "local", "--device", "cpu"], "leave out --device"),
+        (["--ray-cpus", "2"], "--ray-cpus without --ray"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_starts(
+    infer: Infer, arguments: list[str], says: str
+) -> None:
+    assert says in one_line(infer("out", *arguments))
+    assert not (infer.cwd / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ("import opal_deploy._version as v; v.__version__ = '9.9'\n", "and this is 9.9; install the same version"),
+        pytest.param("import opal_deploy.cli.infer.cluster as c; c.fingerprint_model = lambda path: "
+                     "{'file': path.name, 'sha256': '0' * 64}\n", "it was changed", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_what_a_node_refuses_is_one_line(infer: Infer, nodes: Nodes, before: str, says: str) -> None:
+    process = infer.start("out", "--ray", nodes.address, "--ray-cpus", "1", before=before)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2, stderr
+    assert says in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+
+
+def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(
+    infer: Infer, nodes: Nodes, exact_model: Path
+) -> None:
+    data = bytearray(exact_model.read_bytes())
+    data[len(data) // 2] ^= 1
+    (infer.cwd / "damaged.onnx").write_bytes(data)
+    done = infer("out", "--model", "damaged.onnx", "--ray", nodes.address, "--ray-cpus", "1")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("opal-deploy: node 127.0.0.")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_alone_starts_and_ends_with_the_run(infer: Infer, tmp_path: Path) -> None:
+    infer("one")
+    done = infer("ray", "--ray", "local", "--ray-cpus", "1")
+    assert done.returncode == 3, done.stderr
+    assert infer.files("ray") == infer.files("one")
+    nowhere = infer("no", "--ray", "127.0.0.77:9")
+    assert "no connection" in one_line(nowhere)

@@ -1,0 +1,185 @@
+"""Shards and their order: every image once, in order, whichever actors die and whatever finishes first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from opal_deploy.cluster.actor import IN_FLIGHT, ShardResult
+from opal_deploy.cluster.connection import ActorPlan, Node, plan_actors
+from opal_deploy.cluster.pool import Actor
+from opal_deploy.cluster.scheduler import _WINDOW, Scheduler
+from opal_deploy.cluster.shards import Shard, make_shards
+from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
+from opal_deploy.inference.types import Request
+from opal_deploy.records.record import Record, error_record
+
+BATCH, SIZE = 4, 16
+
+
+class Result(ShardResult):
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def load(self) -> list[Record]:
+        return [{"schema": 1, "image": request.name, "status": "ok"} for request in self.shard.requests]
+
+
+class Pool:
+    """Actors that finish in any order, and die with the images that kill them, or for no reason."""
+
+    def __init__(self, count: int, killers: set[int], seed: int, lost: float = 0.0) -> None:
+        self._random, self._killers, self._lost = random.Random(seed), killers, lost
+        self._count, self.actors, self.deaths, self.most = count, list[Actor](), 0, 0
+
+    def maintain(self) -> None:
+        while len(self.actors) < self._count:
+            handle = SimpleNamespace(predict=SimpleNamespace(remote=lambda shard: object()))
+            self.actors.append(Actor(handle, Node("key", "127.0.0.3", 1, 0), None))
+
+    def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
+        busy = [actor for actor in self.actors if actor.shards]
+        if not busy:
+            return []
+        actor = self._random.choice(busy)
+        assert len(actor.shards) <= IN_FLIGHT
+        assert len(actor.shards) == 1 or not any(shard.deaths for shard in actor.shards.values())
+        ref, shard = self._random.choice(list(actor.shards.items()))
+        shard = Shard.from_bytes(shard.to_bytes())
+        kills = self._killers.intersection(range(shard.first, shard.first + len(shard)))
+        if kills or (not actor.shards[ref].deaths and self._random.random() < self._lost):
+            self.actors.remove(actor)
+            self.deaths += 1
+            return [(lost, None) for lost in actor.shards.values()]
+        del actor.shards[ref]
+        return [(shard, Result(shard))]
+
+
+def named(first: int, last: int) -> Iterator[Request]:
+    return (Request(f"{number}", f"{number}.png", index=number) for number in range(first, last))
+
+
+def schedule(pool: Any, requests: Iterator[Request], first: int = 0) -> Iterator[Record]:
+    shards = make_shards(requests, first, SIZE, BATCH)
+    scheduler = Scheduler(
+        pool, shards, first=first, size=SIZE, batch=BATCH,
+        build_error=lambda request: error_record(request.name, "worker_died", "it died"),
+    )  # fmt: skip
+    return itertools.chain.from_iterable(scheduler.run())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_image_has_its_record_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    first = rng.randrange(40)
+    last = first + rng.randrange(300)
+    killers = {rng.randrange(first, last) for _ in range(rng.randrange(3)) if last > first}
+    pool = Pool(rng.randrange(1, 5), killers, seed, lost=rng.choice([0, 0.2]))
+    records = list(schedule(pool, named(first, last), first))
+    assert [record["image"] for record in records] == [f"{number}" for number in range(first, last)]
+    assert {int(record["image"] or "") for record in records if record["status"] == "error"} == killers
+
+
+def test_an_image_that_kills_is_found_in_as_few_deaths_as_halving_takes() -> None:
+    pool = Pool(3, {5}, seed=0)
+    assert len(list(schedule(pool, named(0, 160)))) == 160
+    # twice with its shard of 16, then with 8, 4, 2 and 1
+    assert pool.deaths == 6
+
+
+def test_a_slow_shard_does_not_let_the_others_run_away() -> None:
+    taken = 0
+
+    class Slow(Pool):
+        def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
+            # the first shard is finished when nothing else is left to do
+            for actor in self.actors:
+                for ref, shard in list(actor.shards.items()):
+                    if shard.first or all(len(a.shards) == (a is actor) for a in self.actors):
+                        return [(actor.shards.pop(ref), Result(shard))]
+            raise AssertionError
+
+    def requests() -> Iterator[Request]:
+        nonlocal taken
+        for request in named(0, 5000):
+            taken += 1
+            yield request
+
+    records = schedule(Slow(2, set(), 0), requests())
+    next(records)
+    assert taken == SIZE * _WINDOW * 2
+    assert sum(1 for _ in records) == 4999
+
+
+def test_an_error_of_the_inputs_comes_behind_all_records_before_it() -> None:
+    def requests() -> Iterator[Request]:
+        yield from named(0, 50)
+        raise UsageError("the list ends here")
+
+    records = schedule(Pool(2, set(), 0), requests())
+    assert sum(1 for _ in itertools.islice(records, 50)) == 50
+    with pytest.raises(UsageError, match="ends here"):
+        next(records)
+
+
+def test_what_fails_on_a_second_actor_too_stops_the_run() -> None:
+    class Full(Pool):
+        def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
+            actor = next(actor for actor in self.actors if actor.shards)
+            self.actors.remove(actor)
+            error: OpalError = StoppedEarly("the disk is full")
+            return [(shard, error) for shard in actor.shards.values()]
+
+    with pytest.raises(StoppedEarly, match="disk is full"):
+        list(schedule(Full(2, set(), 0), named(0, 50)))
+
+
+def test_a_shard_keeps_every_image_at_its_place_in_its_batch() -> None:
+    shard = Shard(16, tuple(named(16, 32)))
+    halves = shard.halve(BATCH)
+    assert [(half.first, len(half)) for half in halves] == [(16, 8), (24, 8)]
+    tail = Shard(18, tuple(named(18, 20))).halve(BATCH)[1]
+    # number 19 is the last one of its batch
+    assert [request.name for request in tail.pad(BATCH)] == [None, None, None, "19"]
+
+
+def test_shards_travel_with_all_that_is_known_of_an_image() -> None:
+    request = Request("a", b"bytes", (1, 2, 3, 4), "ash", ImageError("bad_box", "no pixel"), 7)
+    (back,) = Shard.from_bytes(Shard(3, (request,)).to_bytes()).requests
+    assert (back.name, back.source, back.box, back.truth, back.index) == ("a", b"bytes", (1, 2, 3, 4), "ash", 7)
+    assert back.error is not None
+    assert (back.error.code, str(back.error)) == ("bad_box", "no pixel")
+
+
+def test_shards_of_bytes_end_early() -> None:
+    requests = (Request(f"{n}", bytes(9 << 20)) for n in range(20))
+    sizes = [len(shard) for shard in make_shards(requests, 2, SIZE, BATCH)]
+    assert sizes == [10, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus", "plan"),
+    [
+        ([(8, 0), (2, 0)], None, ActorPlan(0, 2)),
+        ([(64, 0), (0, 0)], None, ActorPlan(0, 4)),
+        ([(64, 0)], 16, ActorPlan(0, 16)),
+        ([(64, 8), (12, 2), (32, 0)], None, ActorPlan(1, 6)),
+        ([(64, 8)], 8, ActorPlan(0, 8)),
+        ([(0, 0)], None, None),
+        ([(2, 0), (3, 0)], 4, None),
+    ],
+)
+def test_actors_are_as_large_as_the_nodes_allow(
+    nodes: list[tuple[int, int]], cpus: int | None, plan: ActorPlan | None
+) -> None:
+    listed = [Node(f"{n}", f"10.0.0.{n}", *node) for n, node in enumerate(nodes)]
+    if plan is not None:
+        assert plan_actors(listed, cpus) == plan
+        return
+    with pytest.raises(UsageError, match="start nodes first"):
+        plan_actors(listed, cpus)
