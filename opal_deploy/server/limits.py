@@ -58,12 +58,17 @@ class Limits:
 
 
 class Gate:
-    """Lets in as many requests as the limits allow, and counts the bytes that they hold. For one event loop."""
+    """Lets in as many requests as the limits allow. For one event loop.
+
+    Attributes:
+        requests: that are read or in work.
+        held_bytes: of their bodies.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.requests = 0
-        self._bytes, self._max_bytes = 0, _LARGEST_BODIES * limits.max_body
+        self.held_bytes, self._max_bytes = 0, _LARGEST_BODIES * limits.max_body
 
     @asynccontextmanager
     async def enter(self, request: Request) -> AsyncIterator[bytes]:
@@ -89,13 +94,13 @@ class Gate:
         Raises:
             HttpError: with those that others hold they are too many.
         """
-        if self._bytes + count > self._max_bytes:
-            raise busy(f"requests hold {self._bytes:,} bytes; try again later")
-        self._bytes += count
+        if self.held_bytes + count > self._max_bytes:
+            raise busy(f"requests hold {self.held_bytes:,} bytes; try again later")
+        self.held_bytes += count
 
     def release(self, count: int) -> None:
         """Count bytes no more."""
-        self._bytes -= count
+        self.held_bytes -= count
 
     async def _read(self, request: Request, held: _Held) -> bytes:
         limit, seconds = self._limits.max_body, self._limits.upload_timeout

@@ -7,6 +7,7 @@ import hmac
 import re
 import time
 import uuid
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -109,7 +110,8 @@ class _Exchange:
             headers[_REQUEST_ID] = self.id
             if self._state.problem:
                 headers["Connection"] = "close"
-            if headers.get("connection") == "close":
+            # who took too long is not waited for any longer
+            if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT:
                 await self._discard_body()
         await self._send(message)
 

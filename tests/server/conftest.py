@@ -25,10 +25,10 @@ Serve = Callable[..., Any]
 
 
 class Running:
-    """A server that runs; `url` is its address, `host` the address without its scheme."""
+    """A server that runs in a thread; `url` is its address, `host` the address without its scheme."""
 
-    def __init__(self, state: ServerState, port: int) -> None:
-        self.state, self.host = state, f"127.0.0.1:{port}"
+    def __init__(self, state: ServerState, port: int, thread: threading.Thread) -> None:
+        self.state, self.thread, self.host = state, thread, f"127.0.0.1:{port}"
         self.url = f"http://{self.host}"
 
 
@@ -75,4 +75,4 @@ def _serving(
         while not server.started:
             assert thread.is_alive()
             threading.Event().wait(0.01)
-        yield Running(state, listener.getsockname()[1])
+        yield Running(state, listener.getsockname()[1], thread)
