@@ -48,15 +48,17 @@ class Address:
             family, kind, _, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            listener = socket.socket(family, kind)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
+            with contextlib.ExitStack() as stack:
+                listener = stack.enter_context(socket.socket(family, kind))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+                stack.pop_all()
+                return listener
         except OSError as error:
             raise UsageError(
                 f"--host {self.host} --port {self.port}: cannot listen there ({error.strerror or error}); "
                 "choose another address"
             ) from None
-        return listener
 
 
 def serve(app: ASGIApp, state: ServerState, address: Address, listener: socket.socket) -> None:

@@ -1,0 +1,207 @@
+"""The process of `opal-deploy serve`: how it starts, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from opal_deploy.cli.serve import parse_models, read_token
+from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
+from opal_deploy.server.app import create_app
+from opal_deploy.server.process import Address, serve
+from opal_deploy.server.state import ServerState
+from tests.inference.bright import wait_until
+
+# an ONNX model is served where torch cannot be imported
+MAIN = "import sys; sys.modules['torch'] = None; from opal_deploy.cli import main; main()"
+
+
+@contextmanager
+def serving(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and the address that it prints."""
+    command = [sys.executable, "-c", MAIN, "serve", *map(str, arguments), "--port", "0", "--log-format", "json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if found := re.fullmatch(r"Listening on (http://.*)", json.loads(line)["message"]):
+                    yield process, found[1]
+                    return
+            raise AssertionError(f"ended with {process.wait()}")
+        finally:
+            process.kill()
+
+
+def test_sigterm_under_load_loses_no_accepted_request(
+    exact_model: Path, make_pictures: Callable, tmp_path: Path
+) -> None:
+    data = make_pictures(tmp_path, 1)[0].read_bytes()
+    outcomes: Counter[object] = Counter()
+    ready: list[int] = []
+    stop = threading.Event()
+
+    def call(url: str, *, keeps: bool) -> None:
+        client = httpx.Client(base_url=url, timeout=30)
+        while not stop.is_set():
+            try:
+                outcomes[client.post("/explain", content=data).status_code] += 1
+                if not keeps:
+                    client.close()
+                    client = httpx.Client(base_url=url, timeout=30)
+            except httpx.ConnectError:
+                # never accepted
+                return
+            except Exception as error:
+                outcomes[type(error)] += 1
+                return
+
+    def watch(url: str) -> None:
+        while not stop.is_set():
+            try:
+                ready.append(httpx.get(f"{url}/v2/health/ready").status_code)
+            except httpx.TransportError:
+                return
+
+    with serving(f"trees={exact_model}", "--device", "cpu", "--drain", "0.3") as (process, url):
+        drained = threading.Thread(target=lambda: process.stderr and process.stderr.read())
+        threads = [threading.Thread(target=call, args=(url,), kwargs={"keeps": n % 2}) for n in range(6)]
+        threads += [threading.Thread(target=watch, args=(url,)), drained]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: outcomes[200] > 30)
+            process.terminate()
+            assert process.wait(60) == ExitCode.DONE
+        finally:
+            stop.set()
+        for thread in threads:
+            thread.join(30)
+    assert set(outcomes) == {200}
+    # it tells before it stops to listen
+    assert ready[0] == 200
+    assert ready[-1] == 503
+
+
+def test_a_second_signal_ends_at_once(exact_model: Path) -> None:
+    with serving(exact_model, "--device", "cpu") as (process, url):
+        name, port = url.removeprefix("http://").split(":")
+        assert httpx.get(f"{url}/v2/models/{exact_model.stem}").status_code == 200
+        with socket.create_connection((name, int(port))) as client:
+            # in work until its body is there
+            client.sendall(b"POST /explain HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nsome")
+            wait_until(lambda: "opal_requests_in_progress 2.0" in httpx.get(f"{url}/metrics").text)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            while "Stopping: requests in work" not in process.stderr.readline():
+                pass
+            assert process.poll() is None
+            process.terminate()
+            assert process.wait(60) == ExitCode.INTERRUPTED
+
+
+def test_a_lost_device_ends_the_process_as_stopped_early() -> None:
+    state = ServerState()
+    state.observer("light").device_lost(StoppedEarly("the device was lost"))
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        with Address(port=0).bind() as listener:
+            try:
+                serve(create_app(state), state, Address(port=0), listener)
+            except StoppedEarly as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert [str(error) for error in failures] == ["the device was lost"]
+    assert failures[0].exit_code == ExitCode.STOPPED_EARLY  # type: ignore[attr-defined]
+
+
+def test_health_follows_the_problem() -> None:
+    state = ServerState()
+
+    async def ask(path: str) -> int:
+        transport = httpx.ASGITransport(create_app(state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return (await client.get(path)).status_code
+
+    def health() -> tuple[int, int]:
+        return asyncio.run(ask("/v2/health/ready")), asyncio.run(ask("/v2/health/live"))
+
+    assert health() == (200, 200)
+    state.problem = "the server stops"
+    assert health() == (503, 200)
+    state.failed = True
+    assert health() == (503, 503)
+
+
+def test_models_are_named_by_their_files_or_by_the_call(tmp_path: Path) -> None:
+    odd = tmp_path / "a=b.onnx"
+    odd.touch()
+    assert parse_models(["runs/birds.fp16.onnx", "dogs=x/best.onnx"]) == {
+        "birds.fp16": Path("runs/birds.fp16.onnx"),
+        "dogs": Path("x/best.onnx"),
+    }
+    for models, reason in (
+        (["a.onnx", "b/a.onnx"], "there is a model 'a' already"),
+        (["a.onnx", "a_explain=b.onnx"], "there is a model 'a_explain' already, or its explain model"),
+        ([str(odd)], "'a=b' cannot be a model's name"),
+        (["/=b.onnx"], "'/' cannot be a model's name"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(reason)):
+            parse_models(models)
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPAL_DEPLOY_TOKEN", raising=False)
+    assert read_token(None) is None
+    monkeypatch.setenv("OPAL_DEPLOY_TOKEN", "one")
+    assert read_token(None) == "one"
+    file = tmp_path / "token"
+    file.write_text("two\n")
+    assert read_token(file) == "two"
+    for content in (b"", b" \n", "ü".encode(), b"a\nb"):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match="--token-file"):
+            read_token(file)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_token(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["none.onnx"], "none.onnx: no such model"),
+        (["a.onnx", "--log-format", "xml"], "--log-format 'xml': expected text, json, off"),
+        (["a.onnx", "--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: cannot listen there"),
+    ],
+)
+def test_a_wrong_call_is_one_line(opal: Callable, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    result = opal("serve", *arguments, cwd=tmp_path)
+    assert result.returncode == ExitCode.USAGE
+    assert reason in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_without_the_extra_it_says_what_to_install(opal: Callable, exact_model: Path) -> None:
+    result = opal("serve", exact_model, blocked=("uvicorn",))
+    assert result.returncode == ExitCode.USAGE
+    assert result.stderr == (
+        "opal-deploy: serve needs uvicorn, which is not installed: pip install 'opal-deploy[serve]'\n"
+    )
