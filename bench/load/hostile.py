@@ -1,0 +1,225 @@
+"""Requests that no server should be sent, each with what it must be answered: a table, and raw sockets to send it.
+
+They go over raw sockets, since no HTTP client sends half a head or breaks off. The limits that they break are those
+that `server.LIMITS` starts the server with.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+MIB = 1 << 20
+# of a client that wants an answer; the server's own timeouts are shorter
+_PATIENCE = 40.0
+_CLIENT_ERRORS = frozenset(range(400, 500))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply to a raw request: the status, 0 where the connection ended without one, and the body."""
+
+    status: int
+    body: bytes
+
+    @property
+    def reason(self) -> str:
+        """The one line that the server says; empty where there is none."""
+        try:
+            document = json.loads(self.body)
+        except ValueError:
+            # the HTTP library itself refuses in plain text
+            return self.body.decode("latin-1").strip()
+        return str(document.get("error", "")) if isinstance(document, dict) else ""
+
+
+@dataclass(frozen=True)
+class HostileRequest:
+    """A request with what it must be answered.
+
+    Attributes:
+        name: for the statistics.
+        parts: makes what is sent, piece by piece, of the name of the model; a number is a pause in seconds.
+        expected: statuses of which one must come, with a reason; 0: the connection ends without a reply. None: the
+            client leaves without reading.
+    """
+
+    name: str
+    parts: Callable[[str], Iterator[bytes | float]]
+    expected: frozenset[int] | None
+
+    def send(self, host: str, port: int, model: str) -> str:
+        """Send the request, and return what is wrong with the answer; empty if nothing is."""
+        with socket.create_connection((host, port), timeout=_PATIENCE) as connection:
+            try:
+                for part in self.parts(model):
+                    if isinstance(part, bytes):
+                        connection.sendall(part)
+                    else:
+                        time.sleep(part)
+            except (BrokenPipeError, ConnectionResetError):
+                # it was refused before it was sent; the reply may be there all the same
+                pass
+            if self.expected is None:
+                return ""
+            reply = read_reply(connection)
+        if reply.status not in self.expected:
+            return f"{reply.status} found, {min(self.expected)} to {max(self.expected)} expected: {reply.body[:200]!r}"
+        return "" if reply.status == 0 or reply.reason else f"{reply.status} without a reason"
+
+
+def read_reply(connection: socket.socket) -> Reply:
+    """Read a reply to its end, or as far as it comes."""
+    head = body = b""
+    try:
+        while b"\r\n\r\n" not in head:
+            if not (chunk := connection.recv(1 << 16)):
+                break
+            head += chunk
+        head, _, body = head.partition(b"\r\n\r\n")
+        lengths = [line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+        # without a length, the end of the connection is the end of the body
+        while head and (not lengths or len(body) < int(lengths[0])):
+            if not (chunk := connection.recv(1 << 16)):
+                break
+            body += chunk
+    except ConnectionResetError:
+        pass
+    return Reply(int(head.split(b" ")[1]) if head.startswith(b"HTTP/1.") else 0, body)
+
+
+def post(path: str, body: bytes = b"", *, length: int | None = None, **headers: str) -> bytes:
+    """Return a POST; `length` is what its Content-Length claims, the body's own length by default."""
+    lines = [f"POST {path} HTTP/1.1", "Host: load", f"Content-Length: {len(body) if length is None else length}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+
+
+def infer_path(model: str) -> str:
+    """Return the path of a model's explain model in the Open Inference Protocol."""
+    return f"/v2/models/{model}_explain/infer"
+
+
+def build_infer(*images: bytes, **changes: object) -> tuple[bytes, int]:
+    """Return the body of a request for records, images in binary, and the length of its JSON.
+
+    `changes` replace members of the description of its input.
+    """
+    data = b"".join(struct.pack("<I", len(image)) + image for image in images)
+    tensor: dict[str, object] = {
+        "name": "image", "datatype": "BYTES", "shape": [len(images), 1], "parameters": {"binary_data_size": len(data)},
+    }  # fmt: skip
+    outputs = [{"name": "record", "parameters": {"binary_data": True}}]
+    document = json.dumps({"inputs": [tensor | changes], "outputs": outputs}).encode()
+    return document + data, len(document)
+
+
+def _infer(model: str, body: bytes, json_size: object) -> bytes:
+    return post(infer_path(model), body, Inference_Header_Content_Length=str(json_size))
+
+
+def _changed(**changes: object) -> Callable[[str], Iterator[bytes | float]]:
+    def parts(model: str) -> Iterator[bytes | float]:
+        yield _infer(model, *build_infer(b"\xff\xd8\xff", **changes))
+
+    return parts
+
+
+def _once(build: Callable[[str], bytes]) -> Callable[[str], Iterator[bytes | float]]:
+    def parts(model: str) -> Iterator[bytes | float]:
+        yield build(model)
+
+    return parts
+
+
+def _too_long(model: str) -> Iterator[bytes | float]:
+    yield post("/explain", length=1 << 40)
+    for _ in range(64):
+        yield bytes(MIB)
+
+
+def _too_long_in_chunks(model: str) -> Iterator[bytes | float]:
+    yield b"POST /explain HTTP/1.1\r\nHost: load\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for _ in range(64):
+        yield b"100000\r\n" + bytes(MIB) + b"\r\n"
+
+
+def _slow_body(model: str) -> Iterator[bytes | float]:
+    yield post("/explain", b"\xff", length=1000)
+    for _ in range(20):
+        yield 0.5
+        yield b"\xff"
+
+
+def _slow_head(model: str) -> Iterator[bytes | float]:
+    yield b"POST /explain HTTP/1.1\r\n"
+    for number in range(30):
+        yield 0.5
+        yield b"X-%d: 1\r\n" % number
+
+
+def _breaks_off(model: str) -> Iterator[bytes | float]:
+    yield post("/explain", bytes(1000), length=MIB)
+
+
+def _leaves(model: str) -> Iterator[bytes | float]:
+    body, size = build_infer(*[bytes([number]) * 50_000 for number in range(4)])
+    yield _infer(model, body, size)
+
+
+def _reads_late(model: str) -> Iterator[bytes | float]:
+    yield post("/explain", b"no picture")
+    yield 5.0
+
+
+_BOMB = gzip.compress(bytes(64 * MIB), 9)
+_DEEP = b"[" * 100_000
+_FORM = b'--x\r\nContent-Disposition: form-data; name="a"; filename="../../etc/passwd"\r\n\r\n'
+
+REQUESTS = (
+    HostileRequest("empty body", _once(lambda model: post("/explain")), _CLIENT_ERRORS),
+    HostileRequest("no picture", _once(lambda model: post("/explain", b"GIF89a but not really")), _CLIENT_ERRORS),
+    HostileRequest("no HTTP", _once(lambda model: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n"), _CLIENT_ERRORS),
+    HostileRequest("huge head", _once(lambda model: post("/explain", X_Long="x" * 200_000)), _CLIENT_ERRORS),
+    HostileRequest("no such model", _once(lambda model: _infer("x/../..", *build_infer(b"x"))), _CLIENT_ERRORS),
+    HostileRequest(
+        "wrong method", _once(lambda model: b"DELETE /explain HTTP/1.1\r\nHost: load\r\n\r\n"), _CLIENT_ERRORS
+    ),
+    HostileRequest("no JSON", _once(lambda model: post(infer_path(model), b"{]")), _CLIENT_ERRORS),
+    HostileRequest("deep JSON", _once(lambda model: post(infer_path(model), _DEEP)), _CLIENT_ERRORS),
+    HostileRequest("JSON longer than body", _once(lambda model: _infer(model, b"{}", 99)), _CLIENT_ERRORS),
+    HostileRequest("length of JSON", _once(lambda model: _infer(model, b"{}", "-1")), _CLIENT_ERRORS),
+    HostileRequest("huge shape", _changed(shape=[2**31, 2**31]), _CLIENT_ERRORS),
+    HostileRequest("negative shape", _changed(shape=[-1, 1]), _CLIENT_ERRORS),
+    HostileRequest("other type", _changed(datatype="FP32"), _CLIENT_ERRORS),
+    HostileRequest("lying size", _changed(parameters={"binary_data_size": 2**40}), _CLIENT_ERRORS),
+    HostileRequest("shared memory", _changed(parameters={"shared_memory_region": "x"}), _CLIENT_ERRORS),
+    HostileRequest("too many images", _once(lambda model: _infer(model, *build_infer(*[b"x"] * 5000))), _CLIENT_ERRORS),
+    HostileRequest("too long", _too_long, frozenset([413])),
+    HostileRequest("too long, in chunks", _too_long_in_chunks, frozenset([413])),
+    HostileRequest(
+        "gzip bomb", _once(lambda model: post("/explain", _BOMB, Content_Encoding="gzip")), frozenset([413])
+    ),
+    HostileRequest("broken gzip", _once(lambda model: post("/explain", b"x", Content_Encoding="gzip")), _CLIENT_ERRORS),
+    HostileRequest(
+        "broken form",
+        _once(lambda model: post("/explain", _FORM, Content_Type="multipart/form-data; boundary=x")),
+        _CLIENT_ERRORS,
+    ),
+    HostileRequest(
+        "form without boundary",
+        _once(lambda model: post("/explain", b"x", Content_Type="multipart/form-data")),
+        _CLIENT_ERRORS,
+    ),
+    HostileRequest("other format", _once(lambda model: post("/explain?format=../x", b"x")), _CLIENT_ERRORS),
+    HostileRequest("slow body", _slow_body, frozenset([408])),
+    HostileRequest("slow head", _slow_head, frozenset([0, 408])),
+    HostileRequest("breaks off", _breaks_off, None),
+    HostileRequest("leaves", _leaves, None),
+    HostileRequest("reads late", _reads_late, _CLIENT_ERRORS),
+)

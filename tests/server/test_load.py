@@ -1,0 +1,114 @@
+"""`bench.load`: its requests that mean harm, against a real server; its figures; locust from end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opal_deploy.bench.load.analysis import Sent, memory_slope, p99_last_over_first, read_log, summarize
+from opal_deploy.bench.load.hostile import REQUESTS, HostileRequest, post
+from opal_deploy.runtime.onnx_session import OnnxSession
+
+# the server waits for seconds
+SLOW = ("slow head", "reads late")
+# uvicorn's own answer may be lost; starlette leaves a file open
+NOT_YET = ("huge head", "no HTTP", "broken form")
+
+
+@pytest.fixture(scope="module")
+def server(serving: Any, exact_model: Path) -> Iterator[Any]:
+    session = OnnxSession(exact_model, device="cpu", threads=1)
+    with serving({"m": session}, limits={"max_body": 16 << 20, "upload_timeout": 4.0}) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one.name in SLOW else (), id=one.name)
+        for one in REQUESTS
+        if one.name not in NOT_YET
+    ],
+)
+def test_a_request_that_means_harm_is_refused_with_a_reason(server: Any, request_: HostileRequest) -> None:
+    host, port = server.host.split(":")
+    assert request_.send(host, int(port), "m") == ""
+
+
+def test_an_answer_that_is_not_the_expected_one_is_told(server: Any) -> None:
+    host, port = server.host.split(":")
+
+    def no_such_place(model: str) -> Iterator[bytes]:
+        yield post("/nowhere")
+
+    found = HostileRequest("x", no_such_place, frozenset([413])).send(host, int(port), "m")
+    assert found.startswith("404 found, 413 to 413 expected")
+
+
+def test_figures_of_a_log_and_of_memory(tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    lines = [f"{100 + n / 10},explain,{10 + n},200,right," for n in range(100)]
+    log.write_text("\n".join(["start,name,ms,status,outcome,problem", *lines, "101,explain,1,429,refused,",
+                              "102,explain,9,500,wrong,boom"]))  # fmt: skip
+    sent = read_log(log)
+    assert sent[0] == Sent(100.0, "explain", 10.0, 200, "right", "")
+    figures = summarize(sent, 10.0)
+    assert (figures["right"], figures["refused_429"], figures["wrong"]) == (100, 1, 1)
+    assert (figures["p50_ms"], figures["right_per_second"], figures["offered_per_second"]) == (59.5, 10.0, 10.2)
+    assert figures["problems"] == {"explain: boom": 1}
+    compared = p99_last_over_first(sent, 2.0)
+    assert compared is not None
+    assert compared["first_ms"] == pytest.approx(29.8, abs=0.1)
+    assert compared["last_ms"] == pytest.approx(108.8, abs=0.1)
+    # a minute of warming up, then 6 MB a minute
+    samples = [(float(t), 500.0 if t < 60 else 500 + (t - 60) / 10) for t in range(301)]
+    slope = memory_slope(samples)
+    assert slope is not None
+    assert slope["slope_mb_per_minute"] == pytest.approx(6.0)
+
+
+def load(scenario: str, model: Path, images: Path, out: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "opal_deploy.bench.load", scenario, "--model", str(model), "--images", str(images)]
+    done = subprocess.run(
+        [*command, "--seconds", "5", "--users", "2", "--out", str(out), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    summary: dict[str, Any] = json.loads(out.read_text())
+    return summary
+
+
+def test_locust_finds_nothing_lost_when_the_server_is_told_to_stop(
+    exact_model: Path, make_pictures: Callable[..., Any], tmp_path: Path
+) -> None:
+    make_pictures(tmp_path / "images", 4)
+    summary = load("sigterm", exact_model, tmp_path / "images", tmp_path / "out.json")
+    assert summary["before_signal"]["right"] > 0
+    assert summary["before_signal"]["wrong"] == 0
+    assert summary["after_signal"]["connections_refused"] > 0
+    assert (summary["exit_code"], summary["lost"], summary["losses"]) == (0, 0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.data
+def test_locust_finds_photographs_unharmed_beside_hostile_users(
+    exact_model: Path, photographs: list[Path], odd_images: Path, tmp_path: Path
+) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    for photograph in photographs[::100]:
+        (images / photograph.name).symlink_to(photograph)
+    summary = load("hostile", exact_model, images, tmp_path / "out.json", "--hostile", str(odd_images))
+    assert summary["server_survived"]
+    for phase in ("photographs_alone", "photographs_beside", "hostile", "afterwards"):
+        assert summary[phase]["right"] > 0
+        assert summary[phase]["problems"] == {}
