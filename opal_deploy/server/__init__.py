@@ -6,6 +6,7 @@ From the inside out:
     tensors    the bodies of the Open Inference Protocol: JSON with binary tensors, read and written
     inference  tensors in, tensors out, through a model's service
     explain    a picture in; its record, overlay or evidence sheet out
+    page       the page for people; its style and its script lie beside it
     limits     what keeps a client from taking the server down: bytes, numbers, seconds
     metrics    counters for Prometheus
     logs       a line a request

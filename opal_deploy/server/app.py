@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from opal_deploy._version import __version__
+from opal_deploy.server import page
 from opal_deploy.server.explain import (
     FORMATS,
     DrawingThreads,
@@ -63,6 +64,9 @@ def create_app(state: ServerState, *, drawers: int = 2) -> ASGIApp:
         Route("/v2/repository/index", v2.repository_index, methods=["POST"]),
         Route("/v2/{rest:path}", v2.not_supported, methods=["GET", "POST"]),
         Route("/metrics", v2.metrics),
+        Route("/", people.page),
+        Route("/page.css", people.style),
+        Route("/page.js", people.script),
         Route("/explain", people.explain, methods=["POST"]),
     ]
     app = Starlette(
@@ -161,6 +165,15 @@ class _PeopleRoutes:
 
     def __init__(self, state: ServerState, drawers: int) -> None:
         self._state, self._threads = state, DrawingThreads(drawers)
+
+    async def page(self, request: Request) -> Response:
+        return Response(page.render_page(self._state.models), headers=page.HEADERS, media_type="text/html")
+
+    async def style(self, request: Request) -> Response:
+        return Response(page.STYLE, headers=page.HEADERS, media_type="text/css")
+
+    async def script(self, request: Request) -> Response:
+        return Response(page.SCRIPT, headers=page.HEADERS, media_type="text/javascript")
 
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)

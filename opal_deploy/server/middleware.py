@@ -108,6 +108,7 @@ class _Exchange:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers[_REQUEST_ID] = self.id
+            headers["X-Content-Type-Options"] = "nosniff"
             if self._state.problem:
                 headers["Connection"] = "close"
             # who took too long is not waited for any longer

@@ -1,0 +1,85 @@
+"""The page for people, in a real browser."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, expect, sync_playwright
+
+from opal_deploy.runtime.onnx_session import OnnxSession
+from tests.inference.bright import BrightSession
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NAME = "<img src=x onerror=hit()>.png"
+DROP = """([name, bytes]) => {
+  const data = new DataTransfer();
+  data.items.add(new File([new Uint8Array(bytes)], name));
+  document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: data, bubbles: true, cancelable: true }));
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("width", [1280, 360])
+def test_a_dropped_picture_is_explained(
+    serving: Callable, exact_session: OnnxSession, make_pictures: Callable, tmp_path: Path, browser: Browser, width: int
+) -> None:
+    data: bytes = make_pictures(tmp_path, 1)[0].read_bytes()
+    problems: list[str] = []
+    elsewhere: list[str] = []
+    with (
+        serving({"trees": exact_session, "light": BrightSession()}, token="s3cret") as running,
+        browser.new_context(viewport={"width": width, "height": 800}) as context,
+    ):
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("request", lambda request: elsewhere.append(request.url))
+        page.goto(running.url)
+        page.evaluate(DROP, [NAME, [*data]])
+        expect(page.locator("#status.alert")).to_have_text(f"{NAME}: this server asks for a token")
+        # by keys alone
+        expect(page.locator("#token")).to_be_focused()
+        page.keyboard.type("s3cret")
+        page.keyboard.press("Enter")
+        image = page.locator("#image")
+        expect(image).to_be_visible()
+        record = httpx.post(f"{running.url}/explain", content=data, headers={"Authorization": "Bearer s3cret"}).json()
+        # one of the class names would be markup too
+        expect(page.locator("#label")).to_have_text(record["prediction"]["label"])
+        assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 1200
+        assert record["prediction"]["label"] in (image.get_attribute("alt") or "")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.locator("#file").set_input_files(
+            {"name": "cut.png", "mimeType": "image/png", "buffer": data[:200]}  # type: ignore[arg-type]
+        )
+        expect(page.locator("#status.alert")).to_contain_text("cut.png: ")
+        expect(page.locator("#answer")).to_be_hidden()
+    assert [text for text in problems if "Failed to load resource" not in text] == []
+    assert [url for url in elsewhere if not url.startswith((running.url, "blob:", "data:"))] == []
+
+
+def test_the_page_allows_nothing_from_elsewhere(serving: Callable) -> None:
+    with serving({"light": BrightSession()}) as running:
+        answers: dict[str, Any] = {path: httpx.get(f"{running.url}/{path}") for path in ("", "page.css", "page.js")}
+    for answer in answers.values():
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'; ")
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "http" not in answers[""].text.replace("<!doctype html>", "")
