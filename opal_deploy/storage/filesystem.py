@@ -25,6 +25,11 @@ PATIENCE_SECONDS = 20.0
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
 # until a connection is there, and between two pieces of an answer
 _CONNECT_SECONDS, _READ_SECONDS = 5, 15
+# of aiohttp, botocore, azure-core and fsspec, none of which is imported only to name its errors
+_LOST_CONNECTIONS = frozenset(
+    ["ClientConnectionError", "ClientPayloadError", "HTTPClientError", "ConnectionClosedError", "FSTimeoutError",
+     "ResponseParserError", "IncompleteReadError", "ServiceRequestError", "ServiceResponseError"]
+)  # fmt: skip
 _BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 
 # by process, so that the child of a fork opens its own, and scheme
@@ -46,13 +51,17 @@ def open_filesystem(url: str) -> Any:
         if key not in _filesystems:
             import fsspec
 
-            _filesystems[key], _ = fsspec.url_to_fs(url, **_options(scheme))
+            filesystem, _ = fsspec.url_to_fs(url, **_options(scheme))
+            if hasattr(filesystem, "call_s3"):
+                # `retry` and botocore repeat what failed; a third loop inside would multiply the time that it takes
+                filesystem.retries = 1
+            _filesystems[key] = filesystem
         return _filesystems[key]
 
 
 def _options(scheme: str) -> dict[str, Any]:
-    # a listing that is remembered would hide what changed
-    options: dict[str, Any] = {"use_listings_cache": False}
+    # a listing that is remembered would hide what changed; fsspec caches a file system for each thread
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme in ("s3", "s3a"):
         from fsspec.config import conf
 
@@ -71,20 +80,25 @@ def _options(scheme: str) -> dict[str, Any]:
     return options
 
 
-def retry(operation: Callable[[], T]) -> T:
+def retry(operation: Callable[[], T], patience: float | None = None) -> T:
     """Return what an operation returns, repeating it while it fails for the moment.
+
+    Args:
+        operation: leaves nothing half done.
+        patience: seconds after which it is repeated no more; None: `PATIENCE_SECONDS`.
 
     Raises:
         ImageError: not_found, unreadable; the message holds no URL and nothing of an answer but its code.
     """
     began, wait = time.monotonic(), _FIRST_WAIT
+    patience = PATIENCE_SECONDS if patience is None else patience
     while True:
         try:
             return operation()
         except ImageError:
             raise
         except Exception as error:  # the libraries of the storages have no common class of errors
-            if not is_temporary(error) or time.monotonic() - began + wait > PATIENCE_SECONDS:
+            if not is_temporary(error) or time.monotonic() - began + wait > patience:
                 raise to_image_error(error) from None
         time.sleep(wait * random.uniform(0.5, 1))
         wait = min(2 * wait, _LONGEST_WAIT)
@@ -106,6 +120,9 @@ def response_code(error: BaseException) -> tuple[int | None, str]:
 
 def is_temporary(error: BaseException) -> bool:
     """Return whether the same operation may succeed soon: throttling, an internal error, a lost connection."""
+    # first of all these: what broke off has an HTTP status too, of an answer that there never was
+    if not _class_names(error).isdisjoint(_LOST_CONNECTIONS):
+        return True
     status, code = response_code(error)
     if status is not None:
         codes = ("SlowDown", "RequestTimeout", "ConditionalRequestConflict")
@@ -116,26 +133,24 @@ def is_temporary(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError) and error.errno in _BUSY_ERRNOS:
         return True
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if isinstance(error, OSError) and error.__cause__ is not None and error.__cause__ is not error:
-        return is_temporary(error.__cause__)
-    # aiohttp, botocore, azure-core, fsspec; none of them is imported only to name its errors
-    return not names.isdisjoint(
-        ("ClientConnectionError", "ClientPayloadError", "HTTPClientError", "ConnectionClosedError", "FSTimeoutError",
-         "ResponseParserError", "IncompleteReadError", "ServiceRequestError", "ServiceResponseError")
-    )  # fmt: skip
+    return isinstance(error, OSError) and error.__cause__ is not None and is_temporary(error.__cause__)
+
+
+def _class_names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
 
 
 def to_image_error(error: BaseException) -> ImageError:
     """Return the ImageError of what a storage's library raised."""
     status, code = response_code(error)
-    names = {kind.__name__ for kind in type(error).__mro__}
+    names = _class_names(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         bucket = " bucket" if code == "NoSuchBucket" else " object"
         return ImageError("not_found", f"no such{bucket}")
     if not names.isdisjoint(("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")):
         return ImageError("unreadable", "no credentials were found; give them as the storage's own tools take them")
-    answer = code or (f"status {status}" if status is not None else "")
+    lost = not names.isdisjoint(_LOST_CONNECTIONS)
+    answer = "" if lost else code or (f"status {status}" if status is not None else "")
     if isinstance(error, PermissionError) or status in (401, 403):
         return ImageError("unreadable", f"access is refused ({answer or 'permission denied'})")
     if is_temporary(error):

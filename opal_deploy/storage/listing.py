@@ -14,6 +14,9 @@ from typing import Any
 from opal_deploy.storage.files import FileFingerprint, RemoteFile
 from opal_deploy.storage.filesystem import open_filesystem, retry
 
+# the most that S3 gives at a time
+_PAGE_NAMES = 1000
+
 _MAGIC = re.compile(r"[*?[]")
 
 
@@ -42,7 +45,7 @@ def list_files(folder: RemoteFile, *, recursive: bool) -> Iterator[tuple[str, Re
 def _list_s3(filesystem: Any, folder: RemoteFile, recursive: bool) -> Iterator[tuple[str, RemoteFile]]:
     bucket, key, _ = filesystem.split_path(folder.url)
     prefix = f"{key.rstrip('/')}/" if key else ""
-    more: dict[str, str] = {} if recursive else {"Delimiter": "/"}
+    more: dict[str, str | int] = {"MaxKeys": _PAGE_NAMES} if recursive else {"MaxKeys": _PAGE_NAMES, "Delimiter": "/"}
     while True:
         page = retry(lambda: filesystem.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **more))
         for entry in page.get("Contents", ()):

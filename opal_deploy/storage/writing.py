@@ -17,6 +17,8 @@ from opal_deploy.storage.urls import is_bucket_url
 # are in memory
 _REMOVED_AT_ONCE = 1000
 _PIECE_BYTES, _PIECES = 32 << 20, 2
+# a large file that failed is sent again from its beginning
+_UPLOAD_PATIENCE_SECONDS = 900.0
 
 
 def parse_output(url: str) -> RemoteFile:
@@ -51,7 +53,7 @@ def upload(file: RemoteFile, path: Path) -> None:
     options: dict[str, Any] = {}
     if hasattr(filesystem, "call_s3"):
         options = {"chunksize": _PIECE_BYTES, "max_concurrency": _PIECES}
-    _write(file, lambda: filesystem.put_file(str(path), file.url, **options))
+    _write(file, lambda: filesystem.put_file(str(path), file.url, **options), _UPLOAD_PATIENCE_SECONDS)
 
 
 def create(file: RemoteFile, data: bytes) -> bool:
@@ -110,9 +112,9 @@ def remove(files: Iterable[RemoteFile]) -> None:
                     raise _failed(file, error) from None
 
 
-def _write(file: RemoteFile, operation: Any) -> Any:
+def _write(file: RemoteFile, operation: Any, patience: float | None = None) -> Any:
     try:
-        return retry(operation)
+        return retry(operation, patience)
     except ImageError as error:
         raise _failed(file, error) from None
 
