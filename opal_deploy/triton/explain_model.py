@@ -142,7 +142,8 @@ class TritonPythonModel:
         options = parse_options(parameters, int(config["max_batch_size"]))
         raise_pillow_limit(options.max_pixels)
         self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
-        self._outputs = list(metadata.outputs)
+        # no record needs the attention maps, which are large
+        self._outputs = [name for name in metadata.outputs if name != "attention"]
         where = f"Triton, model {self._model}, version {self._version}"
         self._explainer = Explainer(TensorModelSession(metadata, self._infer, options.batch, where), options)
 

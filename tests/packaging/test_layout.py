@@ -46,8 +46,9 @@ def test_commands_and_options_that_the_pages_name_exist() -> None:
         for option in (*p.opts, *p.secondary_opts)
     } | {"--debug", "--version", "--help"}
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    # options of torchrun, and of pip and Chromium, are not ours
-    text = re.sub(r"torchrun .*? -m|^.*pip (?:download|install).*$", "", text, flags=re.MULTILINE)
+    # options of torchrun, pip, Docker and Triton are not ours
+    others = r"torchrun .*? -m|(?:pip (?:download|install|wheel)|docker (?:build|run)|tritonserver -)(?:.*\\\n)*.*$"
+    text = re.sub(others, "", text, flags=re.MULTILINE)
 
     named = set(re.findall(r"opal-deploy (?!COMMAND|bench)([a-z]+)\b(?= |`)", text))
     assert {name for name in named if name not in commands} <= {"is", "takes", "demo"}

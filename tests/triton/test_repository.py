@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ def shapes(tensors) -> dict:
 
 
 def test_an_onnx_file_becomes_two_models(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
-    done = opal("export", exact_model, "--triton", tmp_path / "models", "--json")
+    done = opal("export", exact_model, "--triton", tmp_path / "models", "--json", blocked=("torch", "onnx"))
 
     assert done.returncode == 0, done.stderr
     tensor, explain = (tmp_path / "models" / name for name in json.loads(done.stdout)["models"])
@@ -111,3 +113,16 @@ def test_an_engine_is_served_within_its_batch_sizes_or_refused(
     assert list(config.dynamic_batching.preferred_batch_size) == [2, 4]
     assert (tmp_path / "models/birds/1/model.plan").read_bytes() == b"plan"
     assert read_config(tmp_path / "models/birds_explain").parameters["model"].string_value == "birds"
+
+
+def test_the_explain_model_needs_the_base_install_only() -> None:
+    absent = dict.fromkeys(("torch", "onnx", "onnxruntime", "tritonclient", "google.protobuf"))
+    code = f"import sys; sys.modules.update({absent}); import opal_deploy.triton.explain_model"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_options_that_would_do_nothing_are_refused(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+    command = ("export", exact_model, "--triton", tmp_path)
+    assert "leave out --batch, --size" in one_line(opal(*command, "--batch", "1:8:16", "--size", "64"))
+    assert "add --triton" in one_line(opal("export", exact_model, "--name", "birds"))
+    assert not list(tmp_path.iterdir())

@@ -154,7 +154,7 @@ def export(
     With --triton the file, or an .onnx or .engine as it is, becomes a model repository for NVIDIA Triton.
     """
     from opal_deploy.artifact.files import model_kind
-    from opal_deploy.cli.export.triton import plan_repository, write_repository
+    from opal_deploy.cli.export.triton import plan_repository, verify_model, write_repository
     from opal_deploy.export.tensorrt.options import (
         DEFAULT_BATCH,
         BuildOptions,
@@ -167,15 +167,28 @@ def export(
     if not source.is_file():
         raise ArtifactError(f"{source}: no such file; expected a checkpoint or an ONNX file of ours")
     kind = model_kind(source)
+    engine_options = {
+        "--builder": builder, "--target": target, "--batch": batch, "--workspace": workspace,
+        "--rebuild": rebuild or None, "--timing-cache": timing_cache, "--optimization-level": optimization_level,
+        "--refit": refit or None, "--version-compatible": version_compatible or None,
+        "--hardware-compatible": hardware_compatible, "--strip-weights": strip_weights or None,
+        "--verbose": verbose or None,
+    }  # fmt: skip
+    checkpoint_options = {
+        "--distance": distance, "--pooling": pooling, "--cws": cws, "--size": size, "--crop": crop,
+        "--classes": classes,
+    }  # fmt: skip
     repository = plan_repository(triton, name, overwrite=overwrite, trt=trt, precision=precision)
     if repository is not None and (kind == "engine" or (kind == "onnx" and precision is None)):
-        unused = {
+        file_options = {
             "--out": out, "--outputs": outputs, "--top-k": top_k, "--pictures": pictures, "--precision": precision,
-            "--calibrate": calibrate, "--classes": classes, "--input": None if input_kind == "uint8" else input_kind,
+            "--calibrate": calibrate, "--input": None if input_kind == "uint8" else input_kind,
         }  # fmt: skip
-        if given := [option for option, value in unused.items() if value is not None]:
-            raise UsageError(f"{source}: it is served as it is; leave out {', '.join(given)}")
-        write_repository(repository, source, verify=verify, threads=threads, as_json=as_json)
+        if unused := _given({**engine_options, **checkpoint_options, **file_options}):
+            raise UsageError(f"{source}: it is served as it is; leave out {unused}")
+        if verify:
+            verify_model(source, threads)
+        write_repository(repository, source, as_json=as_json)
         return
     if kind not in ("checkpoint", "onnx"):
         raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files")
@@ -192,26 +205,16 @@ def export(
         strip_weights=strip_weights,
         refit=refit,
     )
-    if not trt:
-        _reject_engine_options({
-            "--builder": builder, "--target": target, "--batch": batch, "--workspace": workspace, "--rebuild": rebuild,
-            "--timing-cache": timing_cache, "--optimization-level": optimization_level, "--refit": refit,
-            "--version-compatible": version_compatible, "--hardware-compatible": hardware_compatible,
-            "--strip-weights": strip_weights, "--verbose": verbose,
-        })  # fmt: skip
+    if not trt and (given := _given(engine_options)):
+        raise UsageError(f"{given}: about engines; add --trt")
     if top_k is not None and outputs != "topk":
         raise UsageError("--top-k: of the best classes that --outputs topk lists; add that")
     if precision != "int8" and calibrate is not None:
         raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
     checkpoint = None
     if kind == "onnx":
-        of_checkpoints = {
-            "--distance": distance, "--pooling": pooling, "--cws": cws, "--size": size, "--crop": crop,
-            "--classes": classes,
-        }  # fmt: skip
-        fixed = [name for name, value in of_checkpoints.items() if value is not None]
-        if fixed:
-            raise UsageError(f"{source}: {', '.join(fixed)}: fixed in an ONNX file")
+        if given := _given(checkpoint_options):
+            raise UsageError(f"{source}: {given}: fixed in an ONNX file")
     else:
         for package in ("torch", "torchvision", "onnxscript"):
             require(package, "export", "exporting a checkpoint")
@@ -243,7 +246,7 @@ def export(
             print_onnx_export(exported, as_json)
         else:
             print_onnx(exported)
-            write_repository(repository, exported.path, verify=False, threads=threads, as_json=as_json)
+            write_repository(repository, exported.path, as_json=as_json)
         return
     from opal_deploy.runtime.cuda import visible_driver
 
@@ -263,10 +266,9 @@ def export(
     print_engine_export(result, as_json)
 
 
-def _reject_engine_options(options: dict[str, Any]) -> None:
-    given = [name for name, value in options.items() if value is not None and value is not False]
-    if given:
-        raise UsageError(f"{', '.join(given)}: about engines; add --trt")
+def _given(options: dict[str, Any]) -> str:
+    """Return the names of the options that have a value."""
+    return ", ".join(name for name, value in options.items() if value is not None)
 
 
 def _engine_folder(source: Path, out: Path | None) -> Path:

@@ -32,23 +32,31 @@ def plan_repository(
     return repository
 
 
-def write_repository(repository: Repository, path: Path, *, verify: bool, threads: int | None, as_json: bool) -> None:
-    """Write the repository of one model file, and print what to do with it.
+def verify_model(path: Path, threads: int | None) -> None:
+    """Run the test vectors of an ONNX file that is served as it is.
 
-    Args:
-        repository: where.
-        path: an ONNX file or an engine.
-        verify: run an ONNX file's own test vectors first; an engine needs its GPU, and is checked by the server's first
-            request.
-        threads: of ONNX Runtime.
-        as_json: write the report to stdout as JSON too.
+    An engine needs its GPU for that: its digest is checked when it is written, and the rest by the server.
+
+    Raises:
+        VerificationError: it does not reproduce them.
     """
-    if verify and model_kind(path) == "onnx":
-        _verify(path, threads)
+    if model_kind(path) != "onnx":
+        return
+    require("onnxruntime", "cpu", "opal-deploy export --triton, to verify what it serves,")
+    from opal_deploy.runtime.onnx_session import OnnxSession
+    from opal_deploy.runtime.verification import verify_test_vectors
+
+    print_message(f"Checking {path.name} against its own test vectors")
+    session = OnnxSession(path, device="cpu", threads=threads)
+    if session.metadata.unverified:
+        print_message(f"NOT VERIFIED: {path.name} was {session.metadata.unverified}")
+    verify_test_vectors(session, str(path))
+
+
+def write_repository(repository: Repository, path: Path, *, as_json: bool) -> None:
+    """Write the repository of one model file, and print what to do with it; with `as_json` to stdout as JSON too."""
     model = repository.write(path)
     tensor, explain = repository.models
-    if model.metadata.unverified:
-        print_message(f"NOT VERIFIED: {model.metadata.unverified}: nobody compared its outputs with PyTorch's")
     print_message(
         f"Wrote {repository.folder / tensor} ({model.backend}, {model.metadata.precision}, batches up to "
         f"{model.batch.max}) and {repository.folder / explain} (image files to records)"
@@ -59,12 +67,3 @@ def write_repository(repository: Repository, path: Path, *, verify: bool, thread
             "repository": str(repository.folder), "models": list(repository.models), "backend": model.backend,
             "max_batch_size": model.batch.max, MODEL_SHA256: model.sha256,
         })  # fmt: skip
-
-
-def _verify(path: Path, threads: int | None) -> None:
-    require("onnxruntime", "cpu", "opal-deploy export --triton, to verify what it serves,")
-    from opal_deploy.runtime.onnx_session import OnnxSession
-    from opal_deploy.runtime.verification import verify_test_vectors
-
-    print_message(f"Checking {path.name} against its own test vectors")
-    verify_test_vectors(OnnxSession(path, device="cpu", threads=threads), str(path))

@@ -22,6 +22,4 @@ class TritonPythonModel:
     def respond(self, request):
         images = backend.get_input_tensor_by_name(request, "images").as_numpy()
         arrays = self.session.run(self.outputs, {"images": images})
-        # `reshape` of the config is left to backends
-        tensors = [array.reshape(len(images), -1) if array.ndim == 1 else array for array in arrays]
-        return backend.InferenceResponse([backend.Tensor(*pair) for pair in zip(self.outputs, tensors, strict=True)])
+        return backend.InferenceResponse([backend.Tensor(*pair) for pair in zip(self.outputs, arrays, strict=True)])
