@@ -1,0 +1,87 @@
+"""The manifests of `deploy/kubernetes` against the schemas of KServe and KubeRay, and their commands against ours."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer
+import yaml
+
+from opal_deploy.cli import app
+
+MANIFESTS = Path(__file__).parents[2] / "deploy/kubernetes"
+NAMES = ("inferenceservice", "rayjob")
+
+
+def read(name: str) -> tuple[Any, jsonschema.Validator]:
+    manifest = yaml.safe_load((MANIFESTS / f"{name}.yaml").read_text(encoding="utf-8"))
+    schema = json.loads((Path(__file__).parent / f"schemas/{name}.json").read_text(encoding="utf-8"))
+    return manifest, jsonschema.Draft202012Validator(schema)
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """Return all objects within a value."""
+    if isinstance(value, list):
+        return [found for element in value for found in objects(element)]
+    if not isinstance(value, dict):
+        return []
+    return [value, *(found for element in value.values() for found in objects(element))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_manifest_has_only_fields_that_its_resource_has_each_of_its_type(name: str) -> None:
+    manifest, validator = read(name)
+    validator.validate(manifest)
+    refused = 0
+    for number in range(len(objects(manifest["spec"]))):
+        changed = copy.deepcopy(manifest)
+        objects(changed["spec"])[number]["noSuchField"] = "x"
+        refused += not validator.is_valid(changed)
+    # the parameters of `ray start` alone have free names; "x" is no quantity of a resource
+    free = sum("rayStartParams" in one for one in objects(manifest["spec"]))
+    assert refused == len(objects(manifest["spec"])) - free
+    changed = copy.deepcopy(manifest)
+    for one in objects(changed):
+        if "containers" in one:
+            one["containers"][0]["image"] = 1
+    assert not validator.is_valid(changed)
+
+
+def command_of(name: str) -> list[str]:
+    manifest, _ = read(name)
+    if name == "rayjob":
+        program, *arguments = shlex.split(manifest["spec"]["entrypoint"])
+        assert program == "opal-deploy"
+        return arguments
+    arguments = manifest["spec"]["predictor"]["containers"][0]["args"]
+    assert isinstance(arguments, list)
+    return arguments
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_command_is_one_of_ours(name: str) -> None:
+    command, *arguments = command_of(name)
+    group = typer.main.get_command(app)
+    # parses, and runs nothing
+    context = group.commands[command].make_context(command, arguments)  # type: ignore[attr-defined]
+    assert context.params
+
+
+def test_probes_and_port_are_those_of_the_server() -> None:
+    manifest, _ = read("inferenceservice")
+    (container,) = manifest["spec"]["predictor"]["containers"]
+    (port,) = container["ports"]
+    assert f"--port={port['containerPort']}" in container["args"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == port["containerPort"]
+        assert container[probe]["httpGet"]["path"] in ("/v2/health/live", "/v2/health/ready")
+    # time to leave in good order
+    grace = manifest["spec"]["predictor"]["terminationGracePeriodSeconds"]
+    drain, timeout = (int(arg.split("=")[1]) for arg in container["args"] if arg.startswith(("--drain", "--request-t")))
+    assert grace > drain + timeout
