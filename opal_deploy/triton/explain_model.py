@@ -25,8 +25,8 @@ from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.lines import to_json_line
-from opal_deploy.records.names import escape_name
 from opal_deploy.records.record import Record
+from opal_deploy.runtime.pipeline import INPUT
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.triton.model_config import BOX, IMAGE, MODEL_SHA256, NAME, RECORD, TENSOR_MODEL
@@ -189,7 +189,7 @@ class TritonPythonModel:
             model_name=self._model,
             model_version=self._version,
             requested_output_names=self._outputs,
-            inputs=[backend.Tensor("images", images)],
+            inputs=[backend.Tensor(INPUT, images)],
             # a model on a GPU would leave them there
             preferred_memory=backend.PreferredMemory(backend.TRITONSERVER_MEMORY_CPU, 0),
         ).exec()
@@ -274,7 +274,5 @@ def build_requests(
     for row, data in enumerate(files[:, 0]):
         name = b"" if names is None else names[row, 0]
         box = None if boxes is None or np.isnan(boxes[row]).all() else tuple(boxes[row].tolist())
-        # a name that is no UTF-8 is escaped as a file's name would be
-        text = escape_name(name.decode("utf-8", "surrogateescape")) if name else None
-        requests.append(Request(text, data, box))
+        requests.append(Request(name.decode("utf-8", "backslashreplace") or None, data, box))
     return requests

@@ -13,6 +13,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.runtime.pipeline import INPUT, TensorSpec, tensor_specs
 
 # the field names of the explain model's tensors; docs/howto/triton.md
 IMAGE, NAME, BOX, RECORD = "image", "name", "box", "record"
@@ -57,15 +58,14 @@ def tensor_config(name: str, model: TensorModel) -> str:
     """
     metadata, batch = model.metadata, model.batch
     sizes = sorted({batch.opt, batch.max})
-    height, width = metadata.input_size
-    kind, dims = ("UINT8", [height, width, 3]) if metadata.input_kind == "uint8" else ("FP32", [3, height, width])
-    outputs = "".join(_tensor("output", output, *_output_type(output, metadata)) for output in metadata.outputs)
-    warmup = "".join(_warmup(size, kind, dims) for size in sorted({1, *sizes}))
+    specs = tensor_specs(metadata)
+    pixels = specs.pop(INPUT)
+    warmup = "".join(_warmup(size, pixels) for size in sorted({1, *sizes}))
     return "".join([
         _header(name, model.backend, batch.max),
-        "# RGB pixels; normalisation is in the graph\n" if kind == "UINT8" else "# RGB, already normalised\n",
-        _tensor("input", "images", kind, dims),
-        outputs,
+        "# RGB; normalisation is in the graph\n" if metadata.input_kind == "uint8" else "# RGB, already normalised\n",
+        _tensor("input", INPUT, *_type(pixels)),
+        *(_tensor("output", output, *_type(spec), _OUTPUT_FIELDS.get(output, "")) for output, spec in specs.items()),
         f"dynamic_batching {{\n  preferred_batch_size: {sizes}\n{_QUEUE}}}\n",
         "# one for each GPU, or one on the CPU where there is none\ninstance_group [ { count: 1 } ]\n",
         _NO_TF32 if model.backend == "onnxruntime" else "",
@@ -110,6 +110,8 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
     ])  # fmt: skip
 
 
+_TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
+_OUTPUT_FIELDS = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": "reshape { shape: [] }"}
 _QUEUE = f"  default_queue_policy {{ max_queue_size: {MAX_QUEUE_SIZE} }}\n"
 _NO_TF32 = """# on a GPU ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
 optimization {
@@ -129,27 +131,15 @@ def _tensor(field: str, name: str, kind: str, dims: Sequence[int], more: str = "
     return f"{field} [ {{ name: {_quote(name)} data_type: TYPE_{kind} dims: {list(dims)}{end} }} ]\n"
 
 
-def _output_type(output: str, metadata: Metadata) -> tuple[str, list[int], str]:
-    """Return the type, the shape without N and further fields of an output of the graph; docs/contract.md."""
-    top, slots = metadata.top_k or 0, metadata.prototypes_per_class
-    kind, dims = {
-        "logits": ("FP32", [metadata.num_classes]),
-        "argmax": ("INT32", [metadata.num_prototypes]),
-        "scores": ("FP32", [metadata.num_prototypes]),
-        "attention": ("FP32", [metadata.num_prototypes, *metadata.grid]),
-        "top_classes": ("INT32", [top]),
-        "top_logits": ("FP32", [top]),
-        "top_scores": ("FP32", [top, slots]),
-        "top_cells": ("INT32", [top, slots]),
-        "score_norm": ("FP32", [1]),
-    }[output]
-    # the server's tensors have a dimension beside N
-    more = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": "reshape { shape: [] }"}
-    return kind, dims, more.get(output, "")
+def _type(spec: TensorSpec) -> tuple[str, list[int]]:
+    """Return the type and the shape without N; the server's tensors have a dimension beside N."""
+    shape, dtype = spec
+    return _TYPES[dtype.name], list(shape) or [1]
 
 
-def _warmup(size: int, kind: str, dims: Sequence[int]) -> str:
-    tensor = f'key: "images" value {{ data_type: TYPE_{kind} dims: {list(dims)} zero_data: true }}'
+def _warmup(size: int, pixels: TensorSpec) -> str:
+    kind, dims = _type(pixels)
+    tensor = f'key: "{INPUT}" value {{ data_type: TYPE_{kind} dims: {dims} zero_data: true }}'
     return f'model_warmup [ {{ name: "batch {size}" batch_size: {size} inputs {{ {tensor} }} }} ]\n'
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,8 +107,7 @@ class Repository:
             }
             for name, text in texts.items():
                 (staging / name).write_text(text, "utf-8")
-            for name in self.models:
-                _replace(staging / name, self.folder / name, staging / f"{name}.old")
+            _swap(staging, self.folder, self.models)
         return model
 
 
@@ -177,13 +177,18 @@ def _staging(folder: Path) -> Iterator[Path]:
                 parent.rmdir()
 
 
-def _replace(new: Path, final: Path, old: Path) -> None:
-    """Give a finished folder its name; the one that has it goes to `old`, and comes back if that fails."""
-    if final.exists():
-        final.rename(old)
-    try:
-        new.rename(final)
-    except OSError:
-        if old.exists():
-            old.rename(final)
-        raise
+def _swap(staging: Path, folder: Path, names: Sequence[str]) -> None:
+    """Move finished models to where they belong, and those that are there into `staging`; all of them or none."""
+    for path in staging.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+    with ExitStack() as undo:
+        for name in names:
+            new, final, old = staging / name, folder / name, staging / f"{name}.old"
+            if final.exists():
+                final.rename(old)
+                undo.callback(old.rename, final)
+            new.rename(final)
+            undo.callback(final.rename, new)
+        undo.pop_all()

@@ -72,16 +72,29 @@ def test_models_are_replaced_only_when_asked_to_and_only_ours(exact_model: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["birds", "opal", "opal_explain"]
 
 
-def test_a_failed_write_leaves_the_old_models(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_models(
+    exact_model: Path, opal: Opal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == "opal_explain" and path.parent.name.endswith(".part"):
+            raise OSError(28, "No space left on device")
+        return actual(path, target)
+
+    actual = Path.rename
     damaged = tmp_path / "damaged.onnx"
     damaged.write_bytes(exact_model.read_bytes()[:-1] + b"\0")
 
     assert opal("export", exact_model, "--triton", tmp_path / "models", "--no-verify").returncode == 0
     before = {path: path.read_bytes() for path in (tmp_path / "models").rglob("*") if path.is_file()}
     one_line(opal("export", damaged, "--triton", tmp_path / "models", "--no-verify", "--overwrite"))
+    monkeypatch.setattr(Path, "rename", rename)
+    assert "No space left" in one_line(
+        opal("export", exact_model, "--triton", tmp_path / "models", "--no-verify", "--overwrite")
+    )
     one_line(opal("export", damaged, "--triton", tmp_path / "new/models", "--no-verify"))
 
     assert {path: path.read_bytes() for path in (tmp_path / "models").rglob("*") if path.is_file()} == before
+    assert len(list((tmp_path / "models").iterdir())) == 2
     assert not (tmp_path / "new").exists()
 
 
