@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from opal_deploy.inference.decoding.prepare import prepare
+from opal_deploy.inference.decoding.read_ahead import ReadAhead, is_remote
 from opal_deploy.inference.decoding.slots import SlotLayout
 from opal_deploy.inference.isolation.worker import Response
 from opal_deploy.inference.timing import StageTimer
@@ -41,6 +42,17 @@ class PrepareTask:
     @cached_property
     def _slots(self) -> Pixels:
         return self.layout.open()
+
+    @cached_property
+    def _read_ahead(self) -> ReadAhead:
+        return ReadAhead()
+
+    def prepare_group(self, group: list[PrepareRequest]) -> Iterable[PrepareRequest]:
+        """Return the requests; images over a network are read while those before them are decoded."""
+        if not any(is_remote(request.source) for request in group):
+            return group
+        sources = self._read_ahead.read([request.source for request in group])
+        return (request._replace(source=source) for request, source in zip(group, sources, strict=True))
 
     def __call__(self, request: PrepareRequest, timer: StageTimer, claim: Callable[[int], None]) -> Response:
         """Return what is known of the image, and the reduced image where it is kept; claim its pixels."""

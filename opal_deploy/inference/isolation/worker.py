@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from mmap import mmap
@@ -42,7 +42,10 @@ Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
 
 
 class Task(Protocol):
-    """The work of a worker process; it is pickled once for each process."""
+    """The work of a worker process; it is pickled once for each process.
+
+    One with a method `prepare_group` is given each group of requests by it, and answers what that returns.
+    """
 
     def __call__(self, request: Any, timer: StageTimer, claim: Callable[[int], None]) -> Response:
         """Answer one request.
@@ -109,7 +112,8 @@ def _build_response(
     timer = StageTimer() if config.timed else NO_OP_TIMER
     headers: list[dict[str, Any]] = []
     all_parts: list[bytes] = []
-    for number, request in enumerate(group):
+    prepare_group: Callable[[list[Any]], Iterable[Any]] = getattr(config.task, "prepare_group", list)
+    for number, request in enumerate(prepare_group(group)):
         POSITION.pack_into(position, 0, number)
         claims: list[int] = []
 
