@@ -24,8 +24,8 @@ from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
 
-# errors that depend on how busy the machine was
-_NOT_REPEATABLE = ("decode_timeout", "decoder_crashed")
+# errors that depend on how busy the machine was, or that only a cluster has
+_NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died")
 # depends on what is installed: HEIC needs a package of its own
 _UNSUPPORTED = "unsupported_image"
 # all are counted
