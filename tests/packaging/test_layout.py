@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,19 +36,23 @@ def test_links_point_to_files_that_exist(page: Path) -> None:
 def test_commands_and_options_that_the_pages_name_exist() -> None:
     from typer.main import get_command
 
+    from opal_deploy.bench.load import __main__ as load
     from opal_deploy.cli import app
 
+    load_app = typer.Typer()
+    load_app.command()(load.main)
     commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
     benchmarks = commands["bench"].commands
     options = {
         option
-        for command in (*commands.values(), *benchmarks.values())
+        for command in (*commands.values(), *benchmarks.values(), get_command(load_app))
         for p in command.params
         for option in (*p.opts, *p.secondary_opts)
     } | {"--debug", "--version", "--help"}
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    # options of torchrun, pip, Docker and Triton are not ours
-    others = r"torchrun .*? -m|(?:pip (?:download|install|wheel)|docker (?:build|run)|tritonserver -)(?:.*\\\n)*.*$"
+    # options of torchrun, pip, Docker, Kubernetes and Triton are not ours
+    programs = "pip (?:download|install|wheel)|docker (?:build|run)|kubectl|tritonserver -"
+    others = rf"torchrun .*? -m|(?:{programs})(?:.*\\\n)*.*$"
     text = re.sub(others, "", text, flags=re.MULTILINE)
 
     named = set(re.findall(r"opal-deploy (?!COMMAND|bench)([a-z]+)\b(?= |`)", text))
