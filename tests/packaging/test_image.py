@@ -48,7 +48,10 @@ def test_hadolint_finds_nothing() -> None:
 @pytest.mark.parametrize(
     ("lock", "groups"),
     [
-        ("gpu.txt", [PROJECT["project"]["dependencies"], EXTRAS["gpu"], EXTRAS["trt"], EXTRAS["trt-rtx"]]),
+        (
+            "gpu.txt",
+            [PROJECT["project"]["dependencies"], *(EXTRAS[name] for name in ("gpu", "trt", "trt-rtx", "serve"))],
+        ),
         ("build.txt", [PROJECT["build-system"]["requires"]]),
     ],
 )

@@ -75,7 +75,7 @@ def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_a
     assert "opal_deploy/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in names)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    extras = {"cpu", "gpu", "trt", "trt-rtx", "train", "export", "bench", "docs", "dev", "all-cpu"}
+    extras = {"cpu", "gpu", "trt", "trt-rtx", "serve", "train", "export", "bench", "docs", "dev", "all-cpu"}
     assert extras <= declared.keys()
     assert {f"Provides-Extra: {extra}" for extra in extras} <= set(metadata)
 
