@@ -18,6 +18,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv-triton"
+PACKAGES = next((VENV / "lib").glob("python3*/site-packages"), VENV)
+PROGRAM = PACKAGES / "pytriton/tritonserver"
+needs_tritonserver = pytest.mark.skipif(
+    not PROGRAM.is_dir(),
+    reason="no tritonserver: `make triton-venv` installs it (Linux on x86_64, Python 3.11 or 3.12)",
+)
 _START_SECONDS = 100
 
 
@@ -39,7 +45,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def run_server(repository: Path, models: Sequence[str], folder: Path, environment: Path = VENV) -> Iterator[Server]:
+def run_server(repository: Path, models: Sequence[str], folder: Path) -> Iterator[Server]:
     """Start a server with the models of a repository that are named, and stop it when the block ends.
 
     Args:
@@ -47,25 +53,21 @@ def run_server(repository: Path, models: Sequence[str], folder: Path, environmen
         models: those to load; a server whose models do not load ends at once.
         folder: for its backends and its log.
     """
-    packages = next((VENV / "lib").glob("python3*/site-packages"), VENV)
-    program = packages / "pytriton/tritonserver"
-    if not program.is_dir():
-        pytest.skip("no tritonserver: `make triton-venv` installs it (Linux on x86_64, Python 3.11 or 3.12)")
     backends = folder / "backends"
     # beside its library the Python backend looks for the process that runs Python code, here of the right version
-    shutil.copytree(program / "backends", backends)
-    version = packages.parent.name.removeprefix("python")
-    shutil.copy(program / "python_backend_stubs" / version / "triton_python_backend_stub", backends / "python")
+    shutil.copytree(PROGRAM / "backends", backends)
+    version = PACKAGES.parent.name.removeprefix("python")
+    shutil.copy(PROGRAM / "python_backend_stubs" / version / "triton_python_backend_stub", backends / "python")
     shutil.copytree(Path(__file__).parent / "backends", backends, dirs_exist_ok=True)
     python = str(VENV / "bin/python")
     libdir = subprocess.check_output(
         [python, "-c", "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"], text=True
     ).strip()
-    libraries = [libdir, str(packages / "nvidia_pytriton.libs")]
+    libraries = [libdir, str(PACKAGES / "nvidia_pytriton.libs")]
     log = folder / "tritonserver.log"
     with reserved_ports("http", "grpc") as ports, log.open("wb") as output:
         process = subprocess.Popen(
-            [program / "bin/tritonserver", f"--model-repository={repository}", f"--backend-directory={backends}",
+            [PROGRAM / "bin/tritonserver", f"--model-repository={repository}", f"--backend-directory={backends}",
              "--http-address=127.0.0.1", "--grpc-address=127.0.0.1", "--allow-metrics=false", "--exit-timeout-secs=5",
              "--disable-auto-complete-config", "--model-control-mode=explicit",
              *(f"--load-model={model}" for model in models),

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as model_config
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import write_sidecar
 from tests.builders import build_sidecar
 from tests.cli.calls import Opal, one_line
-
-model_config = pytest.importorskip("tritonclient.grpc.model_config_pb2")
 
 
 def read_config(model: Path):

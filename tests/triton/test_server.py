@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpc
+import tritonclient.http as http
 
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.cli.calls import Opal, read_results
 from tests.conftest import PictureFolder
-from tests.triton.server import Server, run_server
+from tests.triton.server import Server, needs_tritonserver, run_server
 
-grpc = pytest.importorskip("tritonclient.grpc")
-http = pytest.importorskip("tritonclient.http")
+pytestmark = needs_tritonserver
 PROTOCOLS = pytest.mark.parametrize("protocol", [http, grpc], ids=["http", "grpc"])
 
 
