@@ -20,8 +20,11 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.sources.items import Item
+from opal_deploy.preprocess.decode import parse_source
 from opal_deploy.records.names import escape_name, unescape_name
 from opal_deploy.records.record import Record
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url
 
 
 class _SpooledImage(NamedTuple):
@@ -102,7 +105,8 @@ class RecordSources:
         moved = self._by_index.get(index) if isinstance(index, int) else None
         if moved is None:
             return None
-        tail = escape_name(str(Path(moved.relative))).lstrip("/")
+        relative = moved.relative if is_url(moved.relative) else str(Path(moved.relative))
+        tail = escape_name(relative).lstrip("/")
         return moved if f"/{name}".endswith(f"/{tail}") else None
 
 
@@ -111,6 +115,16 @@ def _hash(item: Item) -> str | None:
         return None if item.problem else content_sha256(item.source)
     except ImageError:
         return None
+
+
+def locate(name: str, root: Path) -> Path | RemoteFile:
+    """Return where an image of this name, unescaped, lies by itself: below `root`, or where its URL says.
+
+    Raises:
+        ImageError: unreadable: a URL of a scheme that is not read, or what reads it is not installed.
+    """
+    source = parse_source(name)
+    return root / source if isinstance(source, Path) else source
 
 
 def find_container(record: Record, root: Path) -> str | None:
@@ -126,9 +140,16 @@ def find_container(record: Record, root: Path) -> str | None:
     name = record["image"]
     if not isinstance(name, str):
         return None
-    path = Path(unescape_name(name))
+    plain = unescape_name(name)
+    stands_for_all = "error" in record and record["error"].get("code") == "no_images"
+    if is_url(plain):
+        # the first three parts are scheme and bucket
+        parts = plain.split("/")
+        outer = ("/".join(parts[:end]) for end in range(4, len(parts) + 1))
+        archive = next(filter(is_archive_name, outer), None)
+        return escape_name(archive) if archive is not None else name if stands_for_all else None
+    path = Path(plain)
     for part in (*reversed(path.parents), path):
         if is_archive_name(part.name) and not os.path.isdir(root / part):
             return escape_name(str(part))
-    stands_for_all = "error" in record and record["error"].get("code") == "no_images"
     return name if stands_for_all or os.path.isdir(root / path) else None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
-from opal_deploy.auditing.record_sources import RecordSources
+from opal_deploy.auditing.record_sources import RecordSources, locate
 from opal_deploy.auditing.results_reader import read_numbered_records
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.executor import predict_stream
@@ -19,10 +19,10 @@ from opal_deploy.inference.run_files import overlay_name
 from opal_deploy.inference.sources.annotations import Boxes, Labels
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.types import InferenceOptions, Request, Result, build_requests
-from opal_deploy.preprocess.decode import parse_source
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import Session
+from opal_deploy.storage.urls import is_url
 
 # errors that depend on how busy the machine was, or that only a cluster has
 _NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died")
@@ -195,7 +195,10 @@ def _build_request(record: Record, check: CheckOptions) -> Request:
         return Request(None, b"", error=ImageError("not_found", "the record names no image"))
     item = check.sources.find(record)
     if item is None:
-        path = parse_source(unescape_name(name))
+        try:
+            path = locate(unescape_name(name), Path())
+        except ImageError as error:
+            return Request(name, b"", error=error)
         item = Item(path, path.name)
         source: Any = check.root / path if isinstance(path, Path) else path
     else:
@@ -259,7 +262,7 @@ def _compare_not_computed(
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
     truth = recorded.get("truth")
     if check.labels is not None and name is not None:
-        expected = check.labels.find(Path(unescape_name(name)).as_posix())
+        expected = check.labels.find(_label_path(unescape_name(name)))
         if truth != expected:
             differences.append(FieldDifference("truth", truth, expected))
     else:
@@ -268,6 +271,10 @@ def _compare_not_computed(
     if check.top is not None and isinstance(top, list) and len(top) != check.top:
         differences.append(FieldDifference("top", f"{len(top)} classes", f"{check.top} classes"))
     return differences
+
+
+def _label_path(name: str) -> str:
+    return name if is_url(name) else Path(name).as_posix()
 
 
 def _is_identical(recorded: Record, computed: Record) -> bool:

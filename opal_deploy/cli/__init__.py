@@ -25,6 +25,7 @@ from opal_deploy.cli.explain import explain
 from opal_deploy.cli.export import export
 from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
+from opal_deploy.cli.options import refuse_urls
 from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.cli.schema import schema
 from opal_deploy.cli.serve import serve
@@ -85,6 +86,8 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(bench)
+for registered in (*app.registered_commands, *bench.registered_commands):
+    registered.callback = registered.callback and refuse_urls(registered.callback)
 
 
 def _print_version(requested: bool) -> None:

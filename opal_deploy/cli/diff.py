@@ -12,7 +12,7 @@ import typer
 
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.cli.options import default_batch, default_workers
-from opal_deploy.errors import UsageError, VerificationError
+from opal_deploy.errors import ImageError, UsageError, VerificationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,7 +135,7 @@ def _image_loader(
     images: list[str], report: DiffReport, root: Path, max_pixels: int
 ) -> Callable[[Record], Image | None]:
     """Return a function that loads the images of the worst changes: from `images`, else by their records' names."""
-    from opal_deploy.auditing.record_sources import RecordSources
+    from opal_deploy.auditing.record_sources import RecordSources, locate
     from opal_deploy.inference.explanation import load_record_image
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.items import Skipped
@@ -146,7 +146,10 @@ def _image_loader(
 
     def load(record: Record) -> Image | None:
         item = sources.find(record)
-        source = root / unescape_name(record["image"] or "") if item is None else item.source
+        try:
+            source = locate(unescape_name(record["image"] or ""), root) if item is None else item.source
+        except ImageError:
+            return None
         return load_record_image(record, source, max_pixels)
 
     return load

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from opal_deploy.errors import UsageError
+from opal_deploy.storage.urls import redact
 
 if TYPE_CHECKING:
     from opal_deploy.runtime.session import Session
@@ -22,6 +27,24 @@ CropToBoxes = Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to t
 
 # images per forward pass
 CPU_BATCH, GPU_BATCH = 8, 64
+
+
+def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes no URL for a path: `Path` drops one of its slashes, and no file is called so."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> None:
+        for name, value in options.items():
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, Path) and (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?=[^/])", str(path))):
+                    url = redact(f"{match[1]}://{str(path)[match.end() :]}")
+                    raise UsageError(
+                        f"{name.replace('_', '-')} {url}: a URL is not read here, only as images, and as --out of "
+                        "infer; download it, and give its path"
+                    )
+        command(*arguments, **options)
+
+    return checked
 
 
 def default_batch(session: Session) -> int:

@@ -92,3 +92,30 @@ def test_a_url_that_is_wrong_is_refused_in_one_line(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert "hidden" not in result.stderr
+
+
+def test_records_of_a_bucket_are_verified_by_their_names(
+    photos: Path, exact_model: Path, opal: Opal, tmp_path: Path
+) -> None:
+    command = ["--model", exact_model, "--labels", "folders"]
+    opal("infer", "s3://photos/in", "s3://photos/in.zip", *command, "--no-isolate", "--out", tmp_path / "out")
+    results = tmp_path / "out" / "results.jsonl"
+    refused = opal("verify", results, *command)
+    assert "checking it takes s3://photos/in.zip, which was not given" in refused.stderr
+    report = opal("verify", results, "s3://photos/in.zip", *command, "--all", "--json")
+    assert report.returncode == 0, report.stderr
+    assert json.loads(report.stdout)["identical"] == 12
+
+
+def test_a_url_where_a_path_is_meant_is_refused_in_one_line(opal: Opal, tmp_path: Path) -> None:
+    for arguments in (
+        ["infer", "s3://photos/in", "--model", "s3://models/m.onnx"],
+        ["train", "s3://photos/in"],
+        ["verify", "https://me:hidden@host/run", "--model", "m.onnx"],
+        ["infer", tmp_path, "--labels", "s3://photos/labels.csv"],
+    ):
+        result = opal(*arguments)
+        assert result.returncode == 2
+        assert result.stderr.count("\n") == 1
+        assert "a URL is not read here" in result.stderr
+        assert "hidden" not in result.stderr

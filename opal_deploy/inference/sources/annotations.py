@@ -248,6 +248,8 @@ def read_labels(text: str) -> Labels:
     """
     if text == FOLDERS:
         return FolderLabels()
+    if is_url(text):
+        raise UsageError(f"--labels {redact(text)}: a URL is not read here; download the file, and give its path")
     path = Path(text)
     expected = "expected `folders`, or a CSV file with the columns image and label"
     try:
