@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 import uvicorn
 from h11 import IDLE
@@ -21,6 +22,8 @@ from opal_deploy.server.state import ServerState
 
 # until a connection that sends has sent the head of its request
 _HEAD_SECONDS = 10.0
+# until a client has read what fills the buffers between it and the server
+_READ_SECONDS = 30.0
 # for a request that is on its way while the server stops to listen
 _LAST_CALL_SECONDS = 0.5
 
@@ -74,9 +77,11 @@ def serve(app: ASGIApp, state: ServerState, address: Address, listener: socket.s
 
 def create_server(app: ASGIApp, state: ServerState, drain: float = 0.0) -> Server:
     """Return the server, which does not run yet; see `Address` for `drain`."""
+    limits = state.limits
     config = uvicorn.Config(
         app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         date_header=False, timeout_keep_alive=75, backlog=1024,
+        timeout_graceful_shutdown=ceil(limits.upload_timeout + limits.request_timeout + _READ_SECONDS),
     )  # fmt: skip
     state.log.take_over_libraries()
     return Server(config, state, drain)
@@ -130,9 +135,12 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, which waits for the head of a request no longer than `_HEAD_SECONDS`."""
+    """uvicorn's protocol, which waits no longer than `_HEAD_SECONDS` for the head of a request, and no longer than
+    `_READ_SECONDS` for a client that reads nothing of its response.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -145,6 +153,20 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget_head()
+        self._forget_read()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(_READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._forget_read()
+
+    def _forget_read(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
     def _watch_head(self) -> None:
         if self.conn.their_state is not IDLE:

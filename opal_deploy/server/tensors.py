@@ -28,8 +28,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "INT32": np.dtype("<i4"),
     "FP32": np.dtype("<f4"),
 }
-# JSON holds the event loop while it is parsed, and a number of an array takes ten times its text
-MAX_JSON_BYTES = 16 << 20
+# JSON holds the event loop while it is parsed: so much of it takes a fifth of a second
+MAX_JSON_BYTES, MAX_JSON_VALUES = 16 << 20, 1_000_000
 _LENGTH = struct.Struct("<I")
 _MAX_RANK = 8
 
@@ -172,8 +172,10 @@ def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
 
 
 def _load_json(body: bytes) -> dict[str, Any]:
-    if len(body) > MAX_JSON_BYTES:
-        raise BadRequest(f"{len(body)} bytes of JSON found, {MAX_JSON_BYTES} at most expected; send tensors in binary")
+    values = body.count(b",") + 1
+    for found, limit, what in ((len(body), MAX_JSON_BYTES, "bytes"), (values, MAX_JSON_VALUES, "values")):
+        if found > limit:
+            raise BadRequest(f"{found:,} {what} of JSON found, {limit:,} at most expected; send tensors in binary")
     try:
         document = orjson.loads(body)
     except ValueError as error:

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from opal_deploy.cli.serve import parse_models, read_token
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
+from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.process import Address, serve
 from opal_deploy.server.state import ServerState
@@ -131,6 +133,30 @@ def test_a_lost_device_ends_the_process_as_stopped_early() -> None:
     thread.join(60)
     assert [str(error) for error in failures] == ["the device was lost"]
     assert failures[0].exit_code == ExitCode.STOPPED_EARLY  # type: ignore[attr-defined]
+
+
+def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_READ_SECONDS", 0.2)
+    ended = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(64):
+            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        ended.set()
+
+    with Address(port=0).bind() as listener:
+        server = process.create_server(app, ServerState())
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        wait_until(lambda: server.started)
+        with socket.create_connection(listener.getsockname(), 30) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            # what it sends to a client that left goes nowhere
+            assert ended.wait(30)
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_health_follows_the_problem() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 import opal_deploy
+from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.artifact.outputs import Outputs, select_top
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.session import ImageBatch
 from tests.inference.bright import BrightSession
 
 
@@ -117,6 +123,57 @@ def test_files_give_the_records_of_explain_and_a_broken_one_an_error_record(
     assert records[5].pop("image") is None
     assert expected[5].pop("image")
     assert records == [{**other} for other in expected]
+
+
+def test_many_requests_of_one_client_are_in_work_together(
+    client: triton.InferenceServerClient, exact_session: OnnxSession
+) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (12, 96, 96, 3), np.uint8)
+    expected = exact_session.run(pixels).logits
+    begun = [client.async_infer("trees", [tensor("images", row[None], "UINT8")]) for row in pixels]
+    for row, answer in zip(expected, begun, strict=True):
+        np.testing.assert_allclose(answer.get_result(timeout=30).as_numpy("logits")[0], row, atol=1e-6)
+
+
+def test_a_picture_may_come_as_base64_or_as_the_whole_body(
+    server: Any, make_pictures: Callable, tmp_path: Path
+) -> None:
+    data = make_pictures(tmp_path, 1)[0].read_bytes()
+    address = f"{server.url}/v2/models/trees_explain/infer"
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"content_type": "base64"}}
+    as_text = httpx.post(address, json={"inputs": [tensor | {"data": [base64.b64encode(data).decode()]}]})
+    (output,) = as_text.json()["outputs"]
+    assert output["shape"] == [1, 1]
+    assert json.loads(output["data"][0]) == httpx.post(f"{server.url}/explain", content=data).json()
+    raw = httpx.post(address, content=data, headers={"Inference-Header-Content-Length": "0"})
+    size = int(raw.headers["inference-header-content-length"])
+    # its length as uint32 comes first
+    assert raw.content[size + 4 :] == output["data"][0].encode()
+    broken = httpx.post(address, json={"inputs": [tensor | {"data": ["a"]}]})
+    assert broken.json() == {"error": "input 'image': data is not base64"}
+
+
+class TopSession(BrightSession):
+    """The same, from a graph that lists its best class alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metadata = replace(self.metadata, outputs=TOP_OUTPUTS, top_k=1)
+
+    def run(self, images: ImageBatch) -> Outputs:
+        outputs = super().run(images)
+        return Outputs(np.empty((len(images), 0), np.float32), top=select_top(outputs, 2, 1))
+
+
+def test_a_graph_that_lists_its_best_classes_gives_these(serving: Callable) -> None:
+    with serving({"light": TopSession()}) as running, triton.InferenceServerClient(running.host) as client:
+        described = client.get_model_metadata("light")["outputs"]
+        found = client.infer("light", [tensor("images", np.full((3, 32, 32, 3), 200, np.uint8), "UINT8")])
+    for output in described:
+        values = found.as_numpy(output["name"])
+        assert list(values.shape) == [3, *output["shape"][1:]]
+        assert output["datatype"] == {"int32": "INT32", "float32": "FP32"}[str(values.dtype)]
+    assert found.as_numpy("top_classes").tolist() == [[1]] * 3
 
 
 def test_what_is_not_there_is_said_in_one_line(client: triton.InferenceServerClient) -> None:
