@@ -20,6 +20,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=5, help="Of each phase.")] = 60.0,
     users: Annotated[int, typer.Option(min=1, help="That send photographs one after the other.")] = 8,
     hostile_users: Annotated[int, typer.Option(min=1)] = 8,
+    draw: Annotated[float, typer.Option(min=0, max=1, help="Share of /explain in soak that asks for a sheet.")] = 0.0,
     serve_option: Annotated[list[str] | None, typer.Option(help="More for `serve`, such as --batch=16.")] = None,
     work: Annotated[Path | None, typer.Option(help="Keep logs here; default: a temporary folder.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the summary here; default: stdout.")] = None,
@@ -31,7 +32,7 @@ def main(
 
     with tempfile.TemporaryDirectory(prefix="opal-load-") as scratch:
         options = LoadOptions(
-            model, images, hostile, seconds, users, hostile_users, work or Path(scratch), serve_option or ()
+            model, images, hostile, seconds, users, hostile_users, draw, work or Path(scratch), serve_option or ()
         )
         try:
             text = json.dumps(run_scenario(scenario, options), indent=1, ensure_ascii=False)

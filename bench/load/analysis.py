@@ -13,6 +13,8 @@ import numpy as np
 
 Outcome = Literal["right", "refused", "wrong"]
 HOSTILE = "hostile: "
+# of the curve of memory
+_POINTS = 60
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,8 @@ def p99_last_over_first(sent: Sequence[Sent], window: float) -> dict[str, float]
     return {"window_seconds": window, "first_ms": _round(first), "last_ms": _round(last), "ratio": _round(last / first)}
 
 
-def memory_slope(samples: Sequence[tuple[float, float]], skip: float = 0.2) -> dict[str, float] | None:
-    """Return megabytes at the start, at the end and at most, and the least-squares slope in MB a minute.
+def memory_slope(samples: Sequence[tuple[float, float]], skip: float = 0.2) -> dict[str, Any] | None:
+    """Return megabytes at the start, at the end, at most and over time, and the least-squares slope in MB a minute.
 
     Args:
         samples: seconds and megabytes.
@@ -116,6 +118,7 @@ def memory_slope(samples: Sequence[tuple[float, float]], skip: float = 0.2) -> d
         "max_mb": _round(megabytes.max()),
         "slope_mb_per_minute": _round(60 * slope),
         "slope_without_first_seconds": _round(skip * (times[-1] - times[0])),
+        "seconds_and_mb": [[round(t - times[0]), round(mb, 1)] for t, mb in samples[:: -(-len(samples) // _POINTS)]],
     }
 
 

@@ -49,6 +49,7 @@ class LoadOptions:
         seconds: of each phase.
         users: that send photographs one after the other.
         hostile_users: beside them.
+        draw: share of the soak's requests to `/explain` that ask for an evidence sheet.
         work: an empty folder for logs.
         serve_options: more options of `serve`.
     """
@@ -59,6 +60,7 @@ class LoadOptions:
     seconds: float
     users: int
     hostile_users: int
+    draw: float
     work: Path
     serve_options: Sequence[str] = ()
 
@@ -127,9 +129,9 @@ class Load:
 def soak(load: Load, options: LoadOptions) -> dict[str, Any]:
     """Photographs alone for a long time: latency and memory must not grow."""
     with _server(options) as server:
-        phase = load.run(server, options.users, options.seconds, "PhotographUser")
+        phase = load.run(server, options.users, options.seconds, "PhotographUser", "--draw", str(options.draw))
         alive = server.is_running
-    window = 60.0 if phase.seconds >= 180 else phase.seconds / 5
+    window = min(60.0, phase.seconds / 3)
     return {
         **_server_figures(server, alive),
         "soak": {**phase.describe(), **summarize(phase.sent, phase.seconds)},
@@ -234,6 +236,7 @@ def run_scenario(name: str, options: LoadOptions) -> dict[str, Any]:
         "images": options.images.name,
         "hostile_pictures": options.hostile.name if options.hostile else None,
         "users": options.users,
+        "draw": options.draw,
         "serve_options": [*LIMITS, *options.serve_options],
         "machine": {"cpus": available_cpus(), "processor": platform.machine(), "load_average": os.getloadavg()},
         "load_generator": f"locust {version('locust')}, on the same machine: it takes processor time from the server",
