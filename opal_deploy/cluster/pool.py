@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,8 @@ _MAX_STARTS = 3
 # without an actor and without a node to start one on, a run ends after this; a node that restarts takes its time
 _PATIENCE_SECONDS = 60.0
 _LIST_SECONDS = 1.0
+# without an actor that is open, until a person is told
+_QUIET_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
 
 Ref: TypeAlias = "ray.ObjectRef[Any]"
@@ -100,16 +103,18 @@ class ActorPool:
         self.actors: list[Actor] = []
         self.statistics: dict[str, NodeStatistics] = {}
         self.num_opened = 0
-        # starts that failed in a row, by node
+        # actors that failed without an answer in between, by node
         self._failures: Counter[str] = Counter()
-        self._listed = self._alive = time.monotonic() - _LIST_SECONDS
+        self._last_failure = ""
+        # when nodes were last listed, there was last an actor, and one that was open
+        self._listed = self._alive = self._open = time.monotonic() - _LIST_SECONDS
         self._nodes: list[Node] = []
 
     def maintain(self) -> None:
         """Start actors where there is a place for one.
 
         Raises:
-            StoppedEarly: there is no actor, and for a minute there was no place to start one.
+            StoppedEarly: there is no actor, and none starts on any node, or for a minute there was no place for one.
         """
         now = time.monotonic()
         if now - self._listed >= _LIST_SECONDS:
@@ -119,9 +124,20 @@ class ActorPool:
                 if self._failures[node.key] < _MAX_STARTS:
                     for _ in range(self._plan.count_places(node) - there):
                         self._start(node)
+        if any(actor.is_open for actor in self.actors):
+            self._open = now
+        elif now - self._open > _QUIET_SECONDS:
+            self._open = float("inf")
+            self._print_message(
+                f"Still waiting for an actor: none of {len(self.actors)} has started, or other jobs have the cluster"
+            )
         if self.actors:
             self._alive = now
-        elif now - self._alive > _PATIENCE_SECONDS:
+            return
+        failing = [self._failures[node.key] >= _MAX_STARTS for node in self._nodes if self._plan.count_places(node)]
+        if failing and all(failing):
+            raise StoppedEarly(f"actors fail on every node: {self._last_failure}; mend that and run again")
+        if now - self._alive > _PATIENCE_SECONDS:
             raise StoppedEarly(
                 f"no actor is left, and none of {len(self._nodes)} nodes has room for one of {self._plan}; "
                 "bring nodes back and run again"
@@ -146,7 +162,7 @@ class ActorPool:
 
         Returns:
             Each shard with its result; with None where its actor died, and with an error after which its actor is
-            replaced.
+            replaced. These two count it as a death of the shard.
 
         Raises:
             UsageError: a node has another version, or cannot open the model.
@@ -175,7 +191,9 @@ class ActorPool:
             return self._bury(actor)
         shard = actor.shards.pop(ref)
         if isinstance(result, OpalError):
-            return [(shard, result), *self._bury(actor)]
+            # a device that was lost may be lost again, and again after that
+            self._count_failure(actor, str(result))
+            return [(shard.count_death(actor.node.key), result), *self._bury(actor)]
         self._failures[actor.node.key] = 0
         statistics = self.statistics[actor.node.address]
         statistics.images += len(shard)
@@ -186,14 +204,25 @@ class ActorPool:
 
     def _bury(self, actor: Actor) -> list[tuple[Shard, ShardResult | OpalError | None]]:
         """Forget an actor that died or cannot go on, and return the shards that it had."""
-        self.actors.remove(actor)
-        ray.kill(actor.handle)
+        self._remove(actor)
         if (statistics := self.statistics.get(actor.node.address)) is not None:
             statistics.lost += 1
         again = f"; its {len(actor.shards)} shards are tried again" if actor.shards else ""
         self._print_message(f"{actor.node.address}: an actor was lost{again}")
         shards, actor.shards = list(actor.shards.values()), {}
-        return [(shard, None) for shard in shards]
+        return [(shard.count_death(actor.node.key), None) for shard in shards]
+
+    def _remove(self, actor: Actor) -> None:
+        self.actors.remove(actor)
+        ray.kill(actor.handle)
+
+    def _count_failure(self, actor: Actor, reason: str) -> None:
+        """Count a failure of a node, and give it up after the last one."""
+        node = actor.node
+        self._failures[node.key] += 1
+        self._last_failure = f"node {node.address}: {reason}"
+        if self._failures[node.key] == _MAX_STARTS:
+            self._print_message(f"{node.address}: no actor is started there any more ({reason})")
 
     def _continue_opening(self, actor: Actor) -> None:
         address = actor.node.address
@@ -208,19 +237,16 @@ class ActorPool:
                 return
             assert actor.opening is not None  # it is ready
             opened = ray.get(actor.opening)
-        except RayTaskError as error:
-            if isinstance(error.cause, RuntimeError) and "failed to import on the worker" in str(error.cause):
-                reason = str(error.cause).strip().splitlines()[-1]
+        except RayTaskError:
+            raise  # a bug of ours
+        except RayError as error:
+            if missing := _find_import_error(error):
                 raise UsageError(
-                    f"node {address}: opal-deploy cannot be imported there ({reason}); install version {__version__} "
+                    f"node {address}: opal-deploy cannot be imported there ({missing}); install version {__version__} "
                     "with the extra ray on all nodes, in the environment that Ray runs in"
                 ) from None
-            raise
-        except RayError as error:
-            self._failures[actor.node.key] += 1
-            if self._failures[actor.node.key] == _MAX_STARTS:
-                self._print_message(f"{address}: no actor starts there any more ({first_line(error)})")
-            self._bury(actor)
+            self._count_failure(actor, f"it ended while it started: {first_line(error)}")
+            self._remove(actor)
             return
         if isinstance(opened, OpalError):
             raise type_like(opened, f"node {address}: {opened}")
@@ -236,6 +262,15 @@ class ActorPool:
         for actor in self.actors:
             ray.kill(actor.handle)
         self.actors = []
+
+
+def _find_import_error(error: RayError) -> str:
+    """Return why an actor's class could not be imported on its node, of Ray's text; empty if that is not the error."""
+    text = str(error)
+    if "failed to import on the worker" not in text:
+        return ""
+    found = re.findall(r"^\w*Error: .*$", text, re.MULTILINE)
+    return found[-1].strip() if found else "see Ray's log there"
 
 
 def type_like(error: OpalError, message: str) -> OpalError:

@@ -84,7 +84,6 @@ class Scheduler:
         if isinstance(result, ShardResult):
             self._finished[shard.first] = len(shard), result
             return
-        shard = shard.count_death()
         self.num_retried += 1
         if isinstance(result, OpalError) and shard.deaths >= _MAX_DEATHS:
             # no image causes it: the disk is full, or devices are lost one after the other
@@ -102,12 +101,19 @@ class Scheduler:
 
     def _assign(self) -> None:
         actors = sorted((a for a in self._pool.actors if a.is_open), key=lambda actor: len(actor.shards))
-        # suspects wait for an actor of their own, which gets nothing else until it is free
-        waiting = len(self._suspects)
-        for actor in actors[:waiting]:
-            if not actor.shards:
-                actor.submit(heapq.heappop(self._suspects)[1])
-        self._fill(actors[waiting:])
+        waiting: list[tuple[int, Shard]] = []
+        while self._suspects:
+            first, shard = heapq.heappop(self._suspects)
+            # an actor of its own, on another node if there is one; it gets nothing else until it is free
+            actor = min(actors, key=lambda a: (a.node.key == shard.node, len(a.shards)), default=None)
+            if actor is not None:
+                actors.remove(actor)
+            if actor is not None and not actor.shards:
+                actor.submit(shard)
+            else:
+                waiting.append((first, shard))
+        self._suspects = waiting
+        self._fill(actors)
 
     def _fill(self, actors: Sequence[Actor]) -> None:
         window = self._size * _WINDOW * max(1, len(self._pool.actors))

@@ -30,11 +30,13 @@ class Shard:
         first: number of the first image in the run, from 0.
         requests: one an image.
         deaths: number of actors that died while they had it.
+        node: id of the node where the last of these was; empty for none.
     """
 
     first: int
     requests: tuple[Request, ...]
     deaths: int = 0
+    node: str = ""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -63,9 +65,9 @@ class Shard:
         yield from [_PADDING] * self.count_padding(batch)
         yield from self.requests
 
-    def count_death(self) -> Shard:
-        """Return the shard after one more actor died with it."""
-        return replace(self, deaths=self.deaths + 1)
+    def count_death(self, node: str) -> Shard:
+        """Return the shard after one more actor died with it, on the node with this id."""
+        return replace(self, deaths=self.deaths + 1, node=node)
 
     def halve(self, batch: int) -> tuple[Shard, Shard]:
         """Return two shards of about half the size, cut between two batches as long as there are several.
@@ -77,7 +79,10 @@ class Shard:
         if self.first < aligned:
             middle = aligned
         cut = middle - self.first
-        return Shard(self.first, self.requests[:cut], 1), Shard(middle, self.requests[cut:], 1)
+        return (
+            Shard(self.first, self.requests[:cut], 1, self.node),
+            Shard(middle, self.requests[cut:], 1, self.node),
+        )
 
 
 def make_shards(requests: Iterator[Request], first: int, size: int, batch: int) -> Iterator[Shard]:

@@ -35,12 +35,13 @@ class Pool:
 
     def __init__(self, count: int, killers: set[int], seed: int, lost: float = 0.0) -> None:
         self._random, self._killers, self._lost = random.Random(seed), killers, lost
-        self._count, self.actors, self.deaths, self.most = count, list[Actor](), 0, 0
+        self._count, self.actors, self.deaths, self._started = count, list[Actor](), 0, 0
 
     def maintain(self) -> None:
         while len(self.actors) < self._count:
             handle = SimpleNamespace(predict=SimpleNamespace(remote=lambda shard: object()))
-            self.actors.append(Actor(handle, Node("key", "127.0.0.3", 1, 0), None))
+            self._started += 1
+            self.actors.append(Actor(handle, Node(f"{self._started % 2}", "127.0.0.3", 1, 0), None))
 
     def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
         busy = [actor for actor in self.actors if actor.shards]
@@ -55,7 +56,7 @@ class Pool:
         if kills or (not actor.shards[ref].deaths and self._random.random() < self._lost):
             self.actors.remove(actor)
             self.deaths += 1
-            return [(lost, None) for lost in actor.shards.values()]
+            return [(lost.count_death(actor.node.key), None) for lost in actor.shards.values()]
         del actor.shards[ref]
         return [(shard, Result(shard))]
 
@@ -90,6 +91,23 @@ def test_an_image_that_kills_is_found_in_as_few_deaths_as_halving_takes() -> Non
     assert len(list(schedule(pool, named(0, 160)))) == 160
     # twice with its shard of 16, then with 8, 4, 2 and 1
     assert pool.deaths == 6
+
+
+def test_a_shard_is_tried_again_on_another_node() -> None:
+    tried = []
+
+    class Unlucky(Pool):
+        def wait(self, seconds: float) -> list[tuple[Shard, Any]]:
+            for actor in self.actors:
+                for shard in actor.shards.values():
+                    if not shard.first and len(tried) <= shard.deaths:
+                        tried.append(actor.node.key)
+                        self._killers = {0} if len(tried) == 1 else set()
+            return super().wait(seconds)
+
+    # with one shard, the other node's actor is free
+    assert len(list(schedule(Unlucky(2, set(), 0), named(0, SIZE)))) == SIZE
+    assert len(set(tried)) == 2
 
 
 def test_a_slow_shard_does_not_let_the_others_run_away() -> None:
@@ -133,7 +151,7 @@ def test_what_fails_on_a_second_actor_too_stops_the_run() -> None:
             actor = next(actor for actor in self.actors if actor.shards)
             self.actors.remove(actor)
             error: OpalError = StoppedEarly("the disk is full")
-            return [(shard, error) for shard in actor.shards.values()]
+            return [(shard.count_death(actor.node.key), error) for shard in actor.shards.values()]
 
     with pytest.raises(StoppedEarly, match="disk is full"):
         list(schedule(Full(2, set(), 0), named(0, 50)))
