@@ -83,5 +83,7 @@ def test_probes_and_port_are_those_of_the_server() -> None:
         assert container[probe]["httpGet"]["path"] in ("/v2/health/live", "/v2/health/ready")
     # time to leave in good order
     grace = manifest["spec"]["predictor"]["terminationGracePeriodSeconds"]
-    drain, timeout = (int(arg.split("=")[1]) for arg in container["args"] if arg.startswith(("--drain", "--request-t")))
-    assert grace > drain + timeout
+    options = ("--drain", "--upload-timeout", "--request-timeout")
+    seconds = [int(argument.split("=")[1]) for argument in container["args"] if argument.startswith(options)]
+    assert len(seconds) == len(options)
+    assert grace > sum(seconds)
