@@ -135,7 +135,7 @@ class _ProtocolRoutes:
 
     async def infer(self, request: Request) -> Response:
         model, explains = self._find(request)
-        async with self._state.gate.enter(request) as body:
+        async with self._state.gate.enter(request, model.service) as body:
             inputs, outputs = model.specs(explains=explains)
             parsed = parse_request(body, _read_json_size(request), inputs, outputs)
             seconds = self._state.limits.request_timeout
@@ -182,7 +182,7 @@ class _PeopleRoutes:
         chosen = choose_format(request)
         check_format(model, chosen)
         seconds = self._state.limits.request_timeout
-        async with self._state.gate.enter(request) as body:
+        async with self._state.gate.enter(request, model.service) as body:
             upload = await read_upload(request, body)
             result = await until_disconnected(
                 request, explain(model, upload, drawn=chosen != "record", seconds=seconds)

@@ -12,6 +12,8 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from opal_deploy.inference.service import Service
+
 # how many of the largest bodies may be in memory at a time
 _LARGEST_BODIES = 8
 # gzip or zlib, whichever the data begins with
@@ -71,8 +73,12 @@ class Gate:
         self.held_bytes, self._max_bytes = 0, _LARGEST_BODIES * limits.max_body
 
     @asynccontextmanager
-    async def enter(self, request: Request) -> AsyncIterator[bytes]:
+    async def enter(self, request: Request, service: Service) -> AsyncIterator[bytes]:
         """Yield the request's body, decompressed; the request counts until the block is left.
+
+        Args:
+            request: for inference.
+            service: does it; while it is full, nothing is read.
 
         Raises:
             HttpError: there are too many requests, the body is too large, too slow, or not what its headers say.
@@ -80,6 +86,8 @@ class Gate:
         """
         if self.requests >= self._limits.max_requests:
             raise busy(f"{self.requests} requests are in work; try again later")
+        if service.in_work >= service.capacity:
+            raise busy(f"{service.in_work} images are in work; try again later")
         self.requests += 1
         held = _Held(self)
         try:

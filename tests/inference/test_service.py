@@ -18,7 +18,7 @@ import opal_deploy
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.explanation import Explanation
 from opal_deploy.inference.service import Service
-from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.records.record import Record
 from tests.inference.bright import BrightSession, own_threads
 
@@ -142,6 +142,35 @@ def test_a_cancelled_image_is_never_predicted() -> None:
         again = [service.submit(array(shade)) for shade in range(4)]
         assert [cell(future.result(30)) for future in again] == [0, 1, 2, 3]
     assert session.batches == [1] * 6
+
+
+def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
+    hold = threading.Event()
+    session = BrightSession(hold=hold)
+    pixels = np.stack([array(shade)[4:36, 4:36] for shade in range(3)])
+    with Service([session], InferenceOptions(batch=4), max_wait=600, capacity=4) as service:
+        outputs = service.submit_pixels(pixels)
+        with pytest.raises(queue.Full, match="3 images are in work"):
+            service.submit_pixels(pixels[:2], wait=False)
+        with pytest.raises(ValueError, match="5 images; expected 4 at most"):
+            service.submit_requests([Request(None, array(0))] * 5)
+        with pytest.raises(ValueError, match=r"expected uint8 \[N, 32, 32, 3\]"):
+            service.submit_pixels(pixels[..., :2])
+        record = service.submit(array(3), wait=False)
+        hold.set()
+        found = np.concatenate([future.result(30).logits for future in outputs])
+        assert cell(record.result(30)) == 3
+        assert service.in_work == 0
+    np.testing.assert_array_equal(found, session.run(pixels).logits)
+    assert session.batches == [4, 3]
+
+
+def test_a_request_that_will_be_drawn_keeps_image_and_outputs() -> None:
+    with Service([BrightSession()]) as service:
+        drawn, plain = service.submit_requests([Request("a", array(1), drawn=True), Request("b", array(2))])
+        assert drawn.result(30).prepared.image is not None
+        assert drawn.result(30).outputs is not None
+        assert plain.result(30).prepared.image is plain.result(30).outputs is None
 
 
 def test_closing_under_load_finishes_what_was_taken_and_refuses_more() -> None:
