@@ -25,7 +25,7 @@ from opal_deploy.runtime.session import Session
 from opal_deploy.storage.urls import is_url
 
 # errors that depend on how busy the machine was, or that only a cluster has
-_NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died")
+_NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died", "storage_unavailable")
 # depends on what is installed: HEIC needs a package of its own
 _UNSUPPORTED = "unsupported_image"
 # all are counted

@@ -4,6 +4,7 @@ Whatever is wrong with a file ends in an ImageError with one of these codes:
 
     not_found          no such file
     unreadable         the file exists, but reading it was refused or failed
+    storage_unavailable  a bucket or server answered nothing for a while, or that it is overloaded
     not_a_file         a folder, a pipe, a device
     empty_file         zero bytes
     not_an_image       no decoder recognises it

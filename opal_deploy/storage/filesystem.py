@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import random
 import threading
@@ -27,8 +28,9 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
 _CONNECT_SECONDS, _READ_SECONDS = 5, 15
 # of aiohttp, botocore, azure-core and fsspec, none of which is imported only to name its errors
 _LOST_CONNECTIONS = frozenset(
-    ["ClientConnectionError", "ClientPayloadError", "HTTPClientError", "ConnectionClosedError", "FSTimeoutError",
-     "ResponseParserError", "IncompleteReadError", "ServiceRequestError", "ServiceResponseError"]
+    ["EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "HTTPClientError", "ResponseParserError",
+     "ConnectionClosedError", "IncompleteReadError", "ClientConnectionError", "ClientPayloadError", "FSTimeoutError",
+     "ServiceRequestError", "ServiceResponseError"]
 )  # fmt: skip
 _BUSY_ERRNOS = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO))
 
@@ -41,6 +43,7 @@ def open_filesystem(url: str) -> Any:
     """Return fsspec's file system of a URL, which any thread of this process may use.
 
     Raises:
+        ImageError: unreadable: it cannot be opened, as where no account is known.
         UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
     """
     scheme = parse_scheme(url)
@@ -51,12 +54,22 @@ def open_filesystem(url: str) -> Any:
         if key not in _filesystems:
             import fsspec
 
-            filesystem, _ = fsspec.url_to_fs(url, **_options(scheme))
+            _silence_libraries()
+            try:
+                filesystem, _ = fsspec.url_to_fs(url, **_options(scheme))
+            except Exception as error:  # as in `retry`: no account, no credentials
+                raise to_image_error(error) from None
             if hasattr(filesystem, "call_s3"):
                 # `retry` and botocore repeat what failed; a third loop inside would multiply the time that it takes
                 filesystem.retries = 1
             _filesystems[key] = filesystem
         return _filesystems[key]
+
+
+def _silence_libraries() -> None:
+    """Let the libraries' own words about errors go to whoever set up logging, and else nowhere: they become ours."""
+    for name in ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "google", "aiobotocore", "asyncio"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
 
 
 def _options(scheme: str) -> dict[str, Any]:
@@ -88,7 +101,8 @@ def retry(operation: Callable[[], T], patience: float | None = None) -> T:
         patience: seconds after which it is repeated no more; None: `PATIENCE_SECONDS`.
 
     Raises:
-        ImageError: not_found, unreadable; the message holds no URL and nothing of an answer but its code.
+        ImageError: not_found, unreadable, or storage_unavailable where it failed for the moment all the time; the
+            message holds no URL.
     """
     began, wait = time.monotonic(), _FIRST_WAIT
     patience = PATIENCE_SECONDS if patience is None else patience
@@ -155,5 +169,5 @@ def to_image_error(error: BaseException) -> ImageError:
         return ImageError("unreadable", f"access is refused ({answer or 'permission denied'})")
     if is_temporary(error):
         what = answer or type(error).__name__
-        return ImageError("unreadable", f"the storage did not answer within {PATIENCE_SECONDS:g} s ({what})")
-    return ImageError("unreadable", f"the storage answers {answer or redact(first_line(Exception(str(error))))}")
+        return ImageError("storage_unavailable", f"the storage did not answer within {PATIENCE_SECONDS:g} s ({what})")
+    return ImageError("unreadable", f"it cannot be used: {answer or redact(first_line(Exception(str(error))))}")

@@ -63,11 +63,39 @@ def test_what_goes_on_failing_costs_its_image_and_no_secret(
     records = [json.loads(line) for line in text.splitlines()]
     assert [record["status"] for record in records] == ["ok", "error", "error", "ok"]
     assert records[1]["error"] == {
-        "code": "unreadable", "message": "the storage did not answer within 0.3 s (SlowDown)"
+        "code": "storage_unavailable", "message": "the storage did not answer within 0.3 s (SlowDown)"
     }  # fmt: skip
     assert records[2]["error"] == {"code": "unreadable", "message": "access is refused (AccessDenied)"}
     everything = "".join(path.read_text() for path in (tmp_path / "out").glob("*.json*")) + result.stderr
     assert "testing" not in everything
+
+
+def test_a_listing_that_breaks_off_ends_the_run_which_can_be_resumed(
+    s3: Any,
+    s3_endpoint: str,
+    use_endpoint: Any,
+    exact_model: Path,
+    make_pictures: PictureFolder,
+    opal: Opal,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(filesystem, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(listing, "_PAGE_NAMES", 2)
+    for path in make_pictures(tmp_path / "in", 4):
+        s3.put_object(Bucket="photos", Key=f"in/{path.name}", Body=path.read_bytes())
+    command = ["infer", "s3://photos/in/", "--model", exact_model, "--out", tmp_path / "out", "--no-isolate"]
+    # the check of the call, and the first page
+    with faulty_proxy(s3_endpoint, lambda _, path, count: 503 if path == "/photos" and count > 2 else None) as (url, _):
+        use_endpoint(url)
+        broken = opal(*command)
+    assert broken.returncode == 5
+    assert "s3://photos/in/: the storage did not answer within 0.1 s (SlowDown)" in broken.stderr
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 2
+    use_endpoint(s3_endpoint)
+    resumed = opal(*command)
+    assert resumed.returncode == 0
+    assert "4 images (2 of them before)" in resumed.stderr
 
 
 @pytest.mark.parametrize("suffix", ["tar", "zip", "png", "large.png"])

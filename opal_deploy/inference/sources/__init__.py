@@ -7,6 +7,7 @@ What cannot be read is an item with a problem, of one of these codes:
 
     no_images            it holds nothing that is an image by its name
     unreadable           the system refuses to list or read it
+    storage_unavailable  a bucket or server answered nothing for a while, or that it is overloaded
     corrupt_archive      its members up to the damage are items before this one, those of a compressed tar are not
     unsupported_archive  of a kind that is not read
     encrypted_member     a zip's member needs a password

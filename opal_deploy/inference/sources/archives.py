@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from opal_deploy.errors import ImageError
+from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.inference.sources.byte_ranges import LOCAL_SIGNATURE, open_archive
 from opal_deploy.inference.sources.items import Item, Location, Skipped, container_error, no_images_error
 from opal_deploy.inference.sources.members import ArchiveError
@@ -30,7 +30,11 @@ def is_archive_name(name: str) -> bool:
 
 
 def archive_items(archive: Location, skipped: Skipped) -> Iterator[Item]:
-    """Yield an archive's images in its order, then an item with a problem if it is damaged or holds none."""
+    """Yield an archive's images in its order, then an item with a problem if it is damaged or holds none.
+
+    Raises:
+        StoppedEarly: the bucket that it lies in does not answer.
+    """
     if archive.name.lower().endswith(_UNSUPPORTED_SUFFIXES):
         message = "an archive of this kind is not read; expected .tar, .tar.gz, .tar.bz2, .tar.xz or .zip"
         yield container_error(archive, "unsupported_archive", message)
@@ -44,6 +48,9 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[Item]:
                 empty = False
                 yield item
     except ImageError as error:
+        if error.code == "storage_unavailable":
+            # its other members would be passed over for good; a run can be resumed
+            raise StoppedEarly(f"{archive}: {error}") from None
         problem = container_error(archive, error.code, str(error))
     except ArchiveError as error:
         problem = container_error(archive, "corrupt_archive", f"the archive is damaged: {error}")

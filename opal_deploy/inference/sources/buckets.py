@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RUN, SHEETS
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.items import Item, Skipped, container_error, is_image_name, no_images_error
@@ -47,6 +47,7 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
 
     Raises:
         UsageError: the scheme is not read. MissingExtra: what reads it is not installed.
+        StoppedEarly: the bucket does not answer.
     """
     file = RemoteFile.parse(url)
     try:
@@ -57,6 +58,9 @@ def url_items(url: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
         else:
             yield from _file_items(file, skipped)
     except ImageError as error:
+        if error.code == "storage_unavailable":
+            # the images that are not listed yet would be passed over for good; a run can be resumed
+            raise StoppedEarly(f"{file}: {error}") from None
         # it was there when the call was checked
         yield (
             Item(file, file.name, error) if error.code == "not_found" else container_error(file, error.code, str(error))

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TextIO, cast
 
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.inference.run_files import OVERLAYS, RESULTS, SHEETS
 from opal_deploy.inference.sources import buckets
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
@@ -297,12 +297,14 @@ def remote_lines(file: RemoteFile) -> Iterator[str]:
     """Yield the paths and URLs in a UTF-8 text file that has a URL, as `file_lines` does.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: the file cannot be read. StoppedEarly: the storage does not answer.
     """
     try:
         with io.TextIOWrapper(file.open(), encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
             yield from _read_names(stream)
     except ImageError as error:
+        if error.code == "storage_unavailable":
+            raise StoppedEarly(f"@{file}: {error}") from None
         raise UsageError(
             f"@{file}: the list cannot be read: {error}; expected a text file with a path a line"
         ) from None

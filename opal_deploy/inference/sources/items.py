@@ -22,7 +22,9 @@ IMAGE_SUFFIXES = frozenset(
 Location: TypeAlias = Path | RemoteFile
 
 # problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
-CONTAINER_CODES = frozenset(["no_images", "unreadable", "corrupt_archive", "unsupported_archive"])
+CONTAINER_CODES = frozenset(
+    ["no_images", "unreadable", "storage_unavailable", "corrupt_archive", "unsupported_archive"]
+)
 
 
 @dataclass(frozen=True)
