@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 from opal_deploy.errors import UsageError, first_line, require
 
 LOCAL = "local"
+_CONNECT_SECONDS = 10.0
 # a CPU actor's cores, where nobody says how many: more actors of fewer cores keep these busier than fewer of more
 _DEFAULT_CPUS = 4
 
@@ -84,18 +86,17 @@ def connect(address: str) -> Iterator[None]:
         options |= {"address": "local", "include_dashboard": False}
     else:
         options["address"] = address
-        host = address.partition(":")[0]
+        host, _, port = address.partition(":")
+        if port:
+            _check_reachable(address, host, port)
         if host.startswith("127."):
             # Ray takes this machine's outer address otherwise, at which such a cluster has no node
             options["_node_ip_address"] = host
     try:
         with _signal_handlers_kept():
             ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
-        raise UsageError(
-            f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
-            "HOST:PORT of its head from such a node"
-        ) from None
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _no_connection(address, error) from None
     try:
         yield
     finally:
@@ -142,6 +143,21 @@ def plan_actors(nodes: list[Node], cpus: int | None) -> ActorPlan:
         wanted = "neither a GPU nor a CPU to give" if cpus is None else f"no room for actors of {cpus} CPUs"
         raise UsageError(f"--ray: the cluster has {wanted} ({found}); start nodes first, or give a smaller --ray-cpus")
     return ActorPlan(0, cpus)
+
+
+def _check_reachable(address: str, host: str, port: str) -> None:
+    """Raise UsageError unless something listens at an address: Ray would wait for minutes, and print all the while."""
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (ValueError, OverflowError, OSError) as error:
+        raise _no_connection(address, error) from None
+
+
+def _no_connection(address: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
+        "HOST:PORT of its head from such a node"
+    )
 
 
 def _keep_quiet() -> None:
