@@ -125,6 +125,8 @@ def serve(
             state.add(model)
             state.log.message(f"{name}: {path} in {sessions[0].description}, batches of {options.batch}")
         shown = f"[{host}]" if ":" in host else host
+        if state.token is None and host not in ("127.0.0.1", "::1", "localhost"):
+            state.log.message("Whoever reaches this address may ask: give --token-file, or put a proxy before it")
         state.log.message(f"Listening on http://{shown}:{listener.getsockname()[1]}")
         serve_app(create_app(state, drawers=workers or default_workers()), state, address, listener)
 

@@ -122,7 +122,10 @@ class _ProtocolRoutes:
 
     async def not_supported(self, request: Request) -> Response:
         path = request.path_params["rest"]
-        reason = next((reason for part, reason in _NOT_SUPPORTED.items() if part in path), "no such address")
+        reason = next(
+            (reason for part, reason in _NOT_SUPPORTED.items() if part in path),
+            "no such address, or not by this method",
+        )
         return error_response(HTTPStatus.NOT_FOUND, f"{request.method} /v2/{path[:200]}: {reason}")
 
     async def metrics(self, request: Request) -> Response:
@@ -182,7 +185,7 @@ class _PeopleRoutes:
         chosen = choose_format(request)
         check_format(model, chosen)
         seconds = self._state.limits.request_timeout
-        async with self._state.gate.enter(request, model.service) as body:
+        async with self._threads.place(chosen), self._state.gate.enter(request, model.service) as body:
             upload = await read_upload(request, body)
             result = await until_disconnected(
                 request, explain(model, upload, drawn=chosen != "record", seconds=seconds)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
@@ -19,7 +20,7 @@ from opal_deploy.inference.drawings import Part
 from opal_deploy.inference.types import Request, Result
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.server.inference import read_name, run_jobs, unavailable
-from opal_deploy.server.limits import HttpError
+from opal_deploy.server.limits import HttpError, busy
 from opal_deploy.server.models import ServedModel
 
 # format to media type; the first is the default
@@ -31,6 +32,8 @@ _STATUS = {
     # the picture is fine, the model's answer is not
     "not_finite": HTTPStatus.INTERNAL_SERVER_ERROR,
 }
+# an image to draw on takes six megabytes
+_PLACES_PER_WORKER = 8
 _MAX_FIELDS, _MAX_FIELD_BYTES = 8, 4096
 
 
@@ -43,10 +46,27 @@ class Upload:
 
 
 class DrawingThreads:
-    """The threads that wait for drawing processes, as many as draw at a time; the others wait in line."""
+    """The threads that wait for drawing processes, as many as draw at a time; some more pictures wait in line."""
 
     def __init__(self, workers: int) -> None:
         self._pool = ThreadPoolExecutor(workers, "serve-draw")
+        self._places = _PLACES_PER_WORKER * workers
+
+    @asynccontextmanager
+    async def place(self, chosen: str) -> AsyncIterator[None]:
+        """Take a place in line until the block is left, if something is to be drawn.
+
+        Raises:
+            HttpError: there is none.
+        """
+        count = int(chosen != "record")
+        if self._places < count:
+            raise busy("as many pictures as may wait to be drawn do; try again later")
+        self._places -= count
+        try:
+            yield
+        finally:
+            self._places += count
 
     async def draw(self, model: ServedModel, result: Result, part: Part, seconds: float) -> bytes:
         """Return the drawing.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from PIL import Image
 
 import opal_deploy
 from opal_deploy.runtime.onnx_session import OnnxSession
-from tests.inference.bright import BrightSession
+from tests.inference.bright import BrightSession, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,26 @@ def test_a_wrong_call_is_refused_with_its_reason(server: Any, how: dict[str, Any
     response = httpx.post(f"{server.url}/explain", **how)
     assert response.status_code in (400, 404)
     assert reason in response.json()["error"]
+
+
+def test_drawings_do_not_queue_without_end(serving: Callable, picture: Path) -> None:
+    session = BrightSession()
+    with serving({"light": session}) as running, ThreadPoolExecutor(16) as threads:
+        hold = session.hold = threading.Event()
+
+        def ask(drawing: str) -> httpx.Response:
+            return httpx.post(
+                f"{running.url}/explain", params={"format": drawing}, content=picture.read_bytes(), timeout=30
+            )
+
+        drawn = [threads.submit(ask, "sheet") for _ in range(16)]
+        wait_until(lambda: running.state.models[0].service.in_work == 16)
+        refused = ask("overlay")
+        hold.set()
+        assert refused.status_code == 429
+        assert "wait to be drawn" in refused.json()["error"]
+        assert ask("record").status_code == 200
+        assert {future.result().status_code for future in drawn} == {200}
 
 
 def test_a_model_without_evidence_draws_nothing(serving: Callable, picture: Path) -> None:
