@@ -13,6 +13,7 @@ import pytest
 
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.session import Session
+from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.limits import Limits
 from opal_deploy.server.logs import ServerLog
@@ -52,6 +53,8 @@ def _serving(
 ) -> Iterator[Running]:
     inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
     with ExitStack() as stack:
+        # nothing is on its way when a test ends
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(process, "_LAST_CALL_SECONDS", 0)
         state = ServerState(Limits(**(limits or {})), token=token, log=log)
         for name, session in sessions.items():
             model = start_model(
