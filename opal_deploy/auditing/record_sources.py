@@ -20,10 +20,9 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
 from opal_deploy.inference.sources.archives import is_archive_name
 from opal_deploy.inference.sources.items import Item
-from opal_deploy.preprocess.decode import parse_source
 from opal_deploy.records.names import escape_name, unescape_name
 from opal_deploy.records.record import Record
-from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.files import RemoteFile, parse_source
 from opal_deploy.storage.urls import is_url
 
 

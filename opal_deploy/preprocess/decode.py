@@ -40,8 +40,7 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess import accelerated
 from opal_deploy.preprocess.decode_errors import decode_error, is_heic
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.storage.files import RemoteFile
-from opal_deploy.storage.urls import is_url
+from opal_deploy.storage.files import parse_source
 
 # a truncated file is an error record, whatever another library has switched on in this process
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -104,21 +103,6 @@ def parse_decoding(text: str) -> Decoding:
 # whatever can be decoded, and what of it has to be opened first; a text is a path or a URL
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
 PathOrSource: TypeAlias = Path | FileSource
-
-
-def parse_source(source: str | os.PathLike[str]) -> Path | RemoteFile:
-    """Return what a text names: a path, or the file of a URL.
-
-    Raises:
-        ImageError: unreadable: a URL of a scheme that is not read, or what reads it is not installed.
-    """
-    text = os.fspath(source)
-    if not is_url(text):
-        return Path(text)
-    try:
-        return RemoteFile.parse(text)
-    except UsageError as error:
-        raise ImageError("unreadable", str(error)) from None
 
 
 def open_file(source: PathOrSource) -> BinaryIO:

@@ -6,12 +6,13 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from opal_deploy.errors import ImageError
-from opal_deploy.storage.filesystem import open_filesystem, retry
-from opal_deploy.storage.urls import is_bucket_url, parse_scheme, redact
+from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.storage.filesystem import open_filesystem, response_code, retry
+from opal_deploy.storage.urls import is_bucket_url, is_url, parse_scheme, redact
 
 # a file up to this size is read at once
 MAX_WHOLE_BYTES = 64 << 20
@@ -150,12 +151,10 @@ class RemoteFile:
         def read() -> bytes:
             try:
                 return bytes(filesystem.cat_file(self.url, start=start, end=end))
-            except OSError as error:
-                # some storages refuse any range of an object without bytes
-                if start == 0 and not isinstance(error, FileNotFoundError | PermissionError):
-                    response = getattr(error.__cause__, "response", None)
-                    if isinstance(response, dict) and response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
-                        return b""
+            except Exception as error:  # as in `retry`
+                # storages refuse any range of an object without bytes
+                if start == 0 and response_code(error)[0] == 416:
+                    return b""
                 raise
 
         return retry(read)
@@ -181,6 +180,21 @@ class RemoteFile:
         if len(data) != end - start:
             raise ImageError("unreadable", "the server gives no parts of files, or it was changed while it was read")
         return data
+
+
+def parse_source(source: str | os.PathLike[str]) -> Path | RemoteFile:
+    """Return what a text names: a path, or the file of a URL.
+
+    Raises:
+        ImageError: unreadable: a URL of a scheme that is not read, or what reads it is not installed.
+    """
+    text = os.fspath(source)
+    if not is_url(text):
+        return Path(text)
+    try:
+        return RemoteFile.parse(text)
+    except UsageError as error:
+        raise ImageError("unreadable", str(error)) from None
 
 
 class RemoteStream(io.RawIOBase):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import opal_deploy
 from tests.conftest import Opal, PictureFolder
 
 
@@ -63,6 +64,10 @@ def test_lists_globs_and_single_objects(photos: Path, s3: Any, exact_model: Path
     records = _records(tmp_path / "out", "")
     names = [record["image"].removeprefix("s3://photos/") for record in records]
     members = [f"in.zip/in/{name}" for name in ("a/000.png", "a/001.png", "a/broken.jpg", *_B)]
+    s3.put_object(Bucket="photos", Key="empty.jpg", Body=b"")
+    (single, empty) = opal_deploy.load(exact_model).explain(["s3://photos/in/b/001.png", "s3://photos/empty.jpg"])
+    assert {**records[-1], **single} == records[-1]
+    assert empty["error"]["code"] == "empty_file"
     assert names[:3] == ["in/b/002.png", lines[1], "none.jpg"]
     assert names[3:] == [*members, "in/a/000.png", "in/a/001.png", *(f"in/{name}" for name in _B), "in/b/001.png"]
     assert records[2]["error"]["code"] == "not_found"
@@ -105,6 +110,14 @@ def test_records_of_a_bucket_are_verified_by_their_names(
     report = opal("verify", results, "s3://photos/in.zip", *command, "--all", "--json")
     assert report.returncode == 0, report.stderr
     assert json.loads(report.stdout)["identical"] == 12
+
+
+def test_what_is_not_installed_is_named(opal: Opal) -> None:
+    for url, package, extra in (("s3://b/a.jpg", "s3fs", "s3"), ("https://h/a.jpg", "aiohttp", "http")):
+        result = opal("infer", url, "--model", "m.onnx", blocked=(package,))
+        assert result.returncode == 2
+        assert result.stderr.count("\n") == 1
+        assert f"needs {package}, which is not installed: pip install 'opal-deploy[{extra}]'" in result.stderr
 
 
 def test_a_url_where_a_path_is_meant_is_refused_in_one_line(opal: Opal, tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ from opal_deploy.preprocess.decode import (
     decode_for_input,
     no_claim,
     open_file,
-    parse_source,
 )
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_display, to_input
+from opal_deploy.storage.files import parse_source
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
