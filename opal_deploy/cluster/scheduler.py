@@ -17,7 +17,8 @@ from opal_deploy.records.record import Record
 _WINDOW = 8
 # deaths with a shard until it is halved, or, of one image, until it is the reason
 _MAX_DEATHS = 2
-_WAIT_SECONDS = 1.0
+# signals are taken in between
+_WAIT_SECONDS = 0.2
 
 
 class Scheduler:

@@ -278,7 +278,7 @@ def infer(
                     requests, backend, options, summary, directory, interrupt,
                     lambda: output.summary_context(loaded.fingerprint, backend),
                 )  # fmt: skip
-                output.print_summary(summary, skipped, options)
+                output.print_summary(summary, skipped, options, backend)
         if as_json:
             print_json(document)
         if document["errors"]:

@@ -118,12 +118,14 @@ def write_early_summary(directory: RunDirectory, summary: Summary, context: Mapp
         directory.write_summary(summary, context, stopped)
 
 
-def print_summary(summary: Summary, skipped: Skipped, options: RunOptions) -> None:
+def print_summary(summary: Summary, skipped: Skipped, options: RunOptions, backend: Backend) -> None:
     """Print what came of a run."""
     rate = f", {summary.images_per_second:.1f} images/s" if summary.images_per_second else ""
     counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.statuses.items()))
     before = f" ({summary.resumed} of them before)" if summary.resumed else ""
     print_message(f"{summary.total} images{before} in {summary.seconds:.1f} s{rate}: {counts or 'nothing to do'}")
+    if rates := backend.describe_progress():
+        print_message(f"  {rates}")
     for code, count in summary.errors.most_common():
         print_message(f"  {code}: {count}")
     for code, count in summary.drawing_errors.most_common():
