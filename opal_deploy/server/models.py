@@ -21,8 +21,9 @@ from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.runtime.pipeline import tensor_specs
 from opal_deploy.runtime.session import Session
-from opal_deploy.server.tensors import TensorSpec
+from opal_deploy.server.tensors import TensorSpec, datatype_of
 
 # of the model that takes encoded images and gives records; beside NAME, which takes pixels
 EXPLAIN_SUFFIX = "_explain"
@@ -114,23 +115,12 @@ class ServedModel:
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs of the graph."""
-        metadata = self.metadata
-        (height, width), channels = metadata.grid, metadata.num_prototypes
-        k, m = metadata.max_top, metadata.prototypes_per_class
-        known = {
-            "logits": ("FP32", (-1, metadata.num_classes)),
-            "argmax": ("INT32", (-1, channels)),
-            "scores": ("FP32", (-1, channels)),
-            "attention": ("FP32", (-1, channels, height, width)),
-            "top_classes": ("INT32", (-1, k)),
-            "top_logits": ("FP32", (-1, k)),
-            "top_scores": ("FP32", (-1, k, m)),
-            "top_cells": ("INT32", (-1, k, m)),
-            # as Triton has it, whose tensors have a dimension beside N
-            "score_norm": ("FP32", (-1, 1)),
-        }
-        return tuple(TensorSpec(name, *known[name]) for name in metadata.outputs)
+        """The outputs of the graph; as Triton has them, each has a dimension beside N."""
+        specs = tensor_specs(self.metadata)
+        return tuple(
+            TensorSpec(name, datatype_of(specs[name][1]), (-1, *(specs[name][0] or (1,))))
+            for name in self.metadata.outputs
+        )
 
 
 def start_model(

@@ -74,6 +74,11 @@ class InferRequest:
     outputs: dict[str, bool]
 
 
+def datatype_of(dtype: np.dtype[Any]) -> str:
+    """Return the protocol's name of a dtype of `DTYPES`."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
 def parse_request(
     body: bytes, json_size: int | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> InferRequest:
