@@ -195,6 +195,7 @@ REQUESTS = (
     HostileRequest("deep JSON", _once(lambda model: post(infer_path(model), _DEEP)), _CLIENT_ERRORS),
     HostileRequest("JSON longer than body", _once(lambda model: _infer(model, b"{}", 99)), _CLIENT_ERRORS),
     HostileRequest("length of JSON", _once(lambda model: _infer(model, b"{}", "-1")), _CLIENT_ERRORS),
+    HostileRequest("length of 5,000 digits", _once(lambda model: _infer(model, b"{}", "9" * 5000)), _CLIENT_ERRORS),
     HostileRequest("huge shape", _changed(shape=[2**31, 2**31]), _CLIENT_ERRORS),
     HostileRequest("negative shape", _changed(shape=[-1, 1]), _CLIENT_ERRORS),
     HostileRequest("other type", _changed(datatype="FP32"), _CLIENT_ERRORS),

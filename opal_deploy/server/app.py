@@ -39,6 +39,7 @@ _NOT_SUPPORTED = {
     "trace": "nothing is traced",
     "logging": "the log is set on the command line",
 }
+_MAX_DIGITS = 15
 _JSON_SIZE = "Inference-Header-Content-Length"
 
 
@@ -201,7 +202,8 @@ def _read_json_size(request: Request) -> int | None:
     text = request.headers.get(_JSON_SIZE)
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit():
+    # Python turns no longer text into a number
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
         raise BadRequest(f"{_JSON_SIZE} {text[:20]!r} found, a number of bytes expected")
     return int(text)
 

@@ -152,6 +152,9 @@ async def read_upload(request: HttpRequest, body: bytes) -> Upload:
                 return Upload(await value.read(), name or value.filename)
     finally:
         await form.close()
+        # a file that breaks off is no part of the form, and to starlette no error
+        for file in parser._files_to_close_on_error:
+            file.close()
     raise HttpError(HTTPStatus.BAD_REQUEST, "the form has no file")
 
 

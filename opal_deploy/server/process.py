@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
+import h11
 import uvicorn
-from h11 import IDLE
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -22,6 +23,8 @@ from opal_deploy.server.state import ServerState
 
 # until a connection that sends has sent the head of its request
 _HEAD_SECONDS = 10.0
+# in which a client may read why it was refused
+_LINGER_SECONDS = 2.0
 # until a client has read what fills the buffers between it and the server
 _READ_SECONDS = 30.0
 # for a request that is on its way while the server stops to listen
@@ -139,6 +142,7 @@ class _Protocol(H11Protocol):
     `_READ_SECONDS` for a client that reads nothing of its response.
     """
 
+    _refused = False
     _head_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
 
@@ -147,8 +151,23 @@ class _Protocol(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         super().data_received(data)
         self._watch_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, as every other error is told, and leave the client time to read that."""
+        body = json.dumps({"error": f"{msg.rstrip('.')} (no HTTP/1.1, or a head of too many bytes)"}).encode()
+        headers = [
+            ("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close"),
+        ]  # fmt: skip
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        # closed with bytes unread the connection would be reset, and the answer lost
+        self._refused = True
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -169,7 +188,7 @@ class _Protocol(H11Protocol):
             self._read_timer = None
 
     def _watch_head(self) -> None:
-        if self.conn.their_state is not IDLE:
+        if self.conn.their_state is not h11.IDLE:
             self._forget_head()
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.close)
