@@ -18,7 +18,7 @@ from opal_deploy.records.names import escape_name
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import TrainStep
 from opal_deploy.train.resume import RESUME_KEY, Progress, get_random_state, load_run_file
-from opal_deploy.train.run_directory import TrainRunDirectory
+from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.validation import Evaluation
 
 
@@ -77,7 +77,10 @@ class CheckpointManager:
         """Write metrics.csv and curves.png."""
         if self._group.is_main:
             with _stop_when_full(progress):
-                self.run_dir.write_epochs(progress.records)
+                self._write_epochs(progress.records)
+
+    def _write_epochs(self, records: list[EpochRecord]) -> None:
+        self.run_dir.write_epochs(records, augmented=self.run_config["options"]["augment"] != "none")
 
     def finish(self, progress: Progress, metrics: dict[str, Any], receptive_field: ReceptiveField | None) -> None:
         """Write best.pt with its test metrics and receptive field, then summary.json.
@@ -95,7 +98,7 @@ class CheckpointManager:
         }
         with _stop_when_full(progress):
             self._save(self.run_dir.best, metrics, receptive_field=receptive_field)
-            self.run_dir.write_epochs(records)
+            self._write_epochs(records)
             self.run_dir.write_json(self.run_dir.summary, summary)
             # the run is finished now: last.pt needs no state for resuming any more
             self._network.load_state_dict(load_run_file(self.run_dir.last)["state_dict"])

@@ -24,7 +24,8 @@ _FAILURE_FILES = ("nonfinite_batch.txt",)
 class EpochRecord:
     """One line of metrics.csv. Losses are cross-entropies in nats, accuracies 0 ... 1.
 
-    Training loss and accuracy are of augmented images, measured while the weights still changed.
+    Training loss and accuracy are of the images as trained on (augmented, unless with `--augment none`), measured while
+    the weights still changed.
 
     Attributes:
         seconds: duration of training and validation.
@@ -124,17 +125,17 @@ class TrainRunDirectory:
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(f"{self.metrics}: not readable ({error}); train again with --overwrite") from None
 
-    def write_epochs(self, epochs: list[EpochRecord]) -> None:
-        """Write metrics.csv and curves.png with all epochs so far."""
+    def write_epochs(self, epochs: list[EpochRecord], *, augmented: bool) -> None:
+        """Write metrics.csv and curves.png with all epochs so far; `augmented`: whether the training images were."""
         with atomic_write(self.metrics) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, [field.name for field in fields(EpochRecord)], lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(record) for record in epochs)
         with atomic_write(self.curves) as temporary:
-            _draw_curves(epochs, temporary)
+            _draw_curves(epochs, temporary, "training (augmented)" if augmented else "training")
 
 
-def _draw_curves(epochs: list[EpochRecord], path: Path) -> None:
+def _draw_curves(epochs: list[EpochRecord], path: Path, training: str) -> None:
     # the object interface: pyplot keeps global state and looks for a display
     from matplotlib.figure import Figure
 
@@ -142,7 +143,7 @@ def _draw_curves(epochs: list[EpochRecord], path: Path) -> None:
     loss, accuracy = figure.subplots(1, 2)
     numbers = [record.epoch for record in epochs]
     for axes, name in ((loss, "loss"), (accuracy, "accuracy")):
-        for split, label in (("train", "training (augmented)"), ("val", "validation")):
+        for split, label in (("train", training), ("val", "validation")):
             axes.plot(numbers, [getattr(r, f"{split}_{name}") for r in epochs], marker=".", label=label)
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)

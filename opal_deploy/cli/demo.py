@@ -58,7 +58,7 @@ def demo(
         Path | None, typer.Option(help=f"ImageNet weights of {SETTINGS.backbone} as a file; default: random weights.")
     ] = None,
 ) -> None:
-    """Draw creatures whose species differ in a few parts; train, export and explain; see if the boxes are right.
+    """Draw creatures whose species differ in a few parts; train, export, explain and verify; see if boxes are right.
 
     Every step is a command of its own, printed as a person would type it.
     """
@@ -82,6 +82,11 @@ def demo(
     _run_command(
         context, "infer", data / "test", "--model", run / "best.onnx", "--explain", "--labels", "folders",
         "--device", "cpu", "--out", out / "explanations",
+    )  # fmt: skip
+    # every record and its label, once more from the files
+    _run_command(
+        context, "verify", out / "explanations" / "results.jsonl", "--model", run / "best.onnx", "--labels", "folders",
+        "--all", "--device", "cpu",
     )  # fmt: skip
     _report(out, evaluation / "evaluation.json", time.perf_counter() - started)
 
@@ -164,7 +169,6 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
         ("explain", image, "--model", model, "--out", out / "sheet.png"),
         ("atlas", out / "data", "--model", model, "--out", out / "atlas"),
         ("evaluate", out / "data", "--model", model, "--faithfulness"),
-        ("verify", out / "explanations" / "results.jsonl", "--model", model),
         ("export", out / "run" / "best.pt", "--trt"),
     ):
         print_message(f"  opal-deploy {shlex.join(map(str, command))}")

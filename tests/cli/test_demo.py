@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from opal_deploy.cli.demo import MARKER
 
-COMMANDS = ("train", "evaluate", "export", "infer")
+COMMANDS = ("train", "evaluate", "export", "infer", "verify")
 
 
 def run_demo(opal, out, *options):
@@ -22,7 +23,21 @@ def test_a_folder_with_other_things_is_left_alone(opal, tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_the_demo_runs_the_commands_that_it_prints(opal, tmp_path):
+@pytest.fixture
+def legends(monkeypatch):
+    """The legends of the figures that are drawn."""
+    drawn = []
+    save = Figure.savefig
+
+    def savefig(figure, *args, **options):
+        drawn.append(figure.axes[0].get_legend_handles_labels()[1])
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return drawn
+
+
+def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, tmp_path, legends):
     out = tmp_path / "demo"
     printed, figures = run_demo(opal, out, "--epochs", 2, "--train-per-class", 8)
     assert [line.split()[2] for line in printed.splitlines() if line.startswith("$ opal-deploy")] == [*COMMANDS]
@@ -30,9 +45,13 @@ def test_the_demo_runs_the_commands_that_it_prints(opal, tmp_path):
     records = [json.loads(line) for line in (out / "explanations" / "results.jsonl").read_text().splitlines()]
     assert len(records) == 8 * 15
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
+    assert "120 of 120 are what the model computes" in printed
+    assert "was not checked" not in printed
+    # they were trained on as they are
+    assert legends[0] == ["training", "validation", "best"]
     # what comes next is said with these very files: one of the commands, as printed
-    verify = next(line for line in printed.splitlines() if line.startswith("  opal-deploy verify"))
-    done = opal(*verify.split()[1:], "--sample", 2)
+    explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
+    done = opal(*explain.split()[1:])
     assert done.returncode == 0, done.stderr
 
 
