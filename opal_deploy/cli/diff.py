@@ -49,7 +49,7 @@ def diff(
     ] = None,
     root: Annotated[Path, typer.Option(help="The folder that the results' images' names are relative to.")] = Path(),
     boxes: Annotated[
-        Path | None, typer.Option(help="Crop first, for models: CSV or COCO JSON, as for `infer`.", show_default=False)
+        Path | None, typer.Option(help="Crop first, for models: a file as for `infer`.", show_default=False)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,

@@ -56,7 +56,11 @@ def explain(
         typer.Option(help="TOML file that names slots; default: names.toml in --atlas.", show_default=False),
     ] = None,
     boxes: Annotated[
-        Path | None, typer.Option(help="Crop first: CSV (image,x0,y0,x1,y1 or image,x,y,width,height) or COCO JSON.")
+        Path | None,
+        typer.Option(
+            help="Crop first: CSV (image,x0,y0,x1,y1 or image,x,y,width,height), COCO JSON, CUB's bounding_boxes.txt, "
+            "or Stanford Dogs' Annotation folder."
+        ),
     ] = None,
     min_margin: Annotated[float | None, typer.Option(help="Mark answers with a smaller margin as abstained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +47,22 @@ def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
         command(*arguments, **options)
 
     return checked
+
+
+def format_box_option(training: Mapping[str, Any]) -> str:
+    """Return `--boxes FILE` with the boxes that a model's training cropped to, as a shell takes it.
+
+    Args:
+        training: the summary of its run; a placeholder stands for a file that the run's data set does not have here.
+    """
+    from opal_deploy.datasets.boxes import find_box_file
+
+    data = training.get("data")
+    root = data.get("root") if isinstance(data, dict) else None
+    file = None
+    with contextlib.suppress(OSError):
+        file = find_box_file(Path(root)) if isinstance(root, str) else None
+    return f"--boxes {shlex.quote(str(file or 'boxes.csv'))}"
 
 
 def default_batch(session: Session) -> int:

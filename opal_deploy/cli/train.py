@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.console import discard_message, one_line, print_message, progress
-from opal_deploy.cli.options import parse_size
+from opal_deploy.cli.options import format_box_option, parse_size
 from opal_deploy.errors import require
 
 if TYPE_CHECKING:
+    from opal_deploy.datasets.samples import DataSet
     from opal_deploy.train.loop import TrainResult
 
 
@@ -242,10 +243,10 @@ def train(
             overwrite=overwrite, resume=resume, recipe=resolved, report=advance, log=log,
         )  # fmt: skip
     if is_main_process():
-        _print_result(result)
+        _print_result(result, labelled)
 
 
-def _print_result(result: TrainResult) -> None:
+def _print_result(result: TrainResult, data: DataSet) -> None:
     print_message(
         f"best: epoch {result.best_epoch}, validation accuracy {result.val.accuracy:.1%}, loss {result.val.loss:.4f}"
     )
@@ -258,4 +259,7 @@ def _print_result(result: TrainResult) -> None:
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
     print_message(str(result.best))
+    if data.crop == "boxes":
+        boxes = format_box_option({"data": {"root": str(data.root)}})
+        print_message(f"it was trained on images cropped to boxes: give infer those of its images, such as {boxes}")
     print_message(f"next: opal-deploy export {result.best}")

@@ -87,7 +87,7 @@ def _read_cub(folder: Path) -> Listing:
         missing_files(folder, _TABLES),
         "unpack the official archive again, or give the images as DATA/train/<class> and DATA/test/<class>",
     )
-    tables = read_all({name: partial(_read_table, folder / name, values) for name, values in _TABLES.items()})
+    tables = read_all({name: partial(read_table, folder / name, values) for name, values in _TABLES.items()})
     labels = {class_id: label for label, class_id in enumerate(tables["classes.txt"])}
     splits: dict[str, list[Sample]] = {"0": [], "1": []}
     for image_id, (name,) in tables["images.txt"].items():
@@ -107,8 +107,12 @@ def _read_cub(folder: Path) -> Listing:
     )
 
 
-def _read_table(path: Path, num_values: int) -> dict[str, list[str]]:
-    """Return id to values, in the file's order; a single value may hold spaces."""
+def read_table(path: Path, num_values: int) -> dict[str, list[str]]:
+    """Return id to values of one of CUB's tables, in the file's order; a single value may hold spaces.
+
+    Raises:
+        UsageError: it cannot be read, or is not in CUB's format.
+    """
     rows: dict[str, list[str]] = {}
     for number, line in enumerate(read_text(path, _ADVICE).splitlines(), 1):
         if not line.strip():

@@ -42,7 +42,7 @@ _LISTS = {"train": "train_list.mat", "test": "test_list.mat"}
 
 
 def _is_dogs(folder: Path) -> bool:
-    images, annotation = _find_folders(folder)
+    images, annotation = find_folders(folder)
     return images.is_dir() and (annotation.is_dir() or has_files(_find_lists(folder), *_LISTS.values()))
 
 
@@ -52,7 +52,7 @@ def _read_dogs(folder: Path) -> Listing:
     Raises:
         UsageError: folders or lists are missing or damaged.
     """
-    (images, annotation), lists = _find_folders(folder), _find_lists(folder)
+    (images, annotation), lists = find_folders(folder), _find_lists(folder)
     missing = [f"{path.relative_to(folder)}/" for path in (images, annotation) if not path.is_dir()]
     missing += missing_files(lists, _LISTS.values())
     require_files(folder, _TITLE, missing, "unpack images.tar, annotation.tar and lists.tar there")
@@ -88,7 +88,7 @@ class _BoxReader:
     def add_box(self, sample: Sample) -> Sample:
         name = str(sample.path.relative_to(self._images).with_suffix(""))
         try:
-            boxes = _read_boxes(self._annotation / name)
+            boxes = read_annotation(self._annotation / name)
         except FileNotFoundError:
             # where the image is missing too, only the image is reported
             if sample.path.is_file():
@@ -118,10 +118,11 @@ class _BoxReader:
         return [f"{images} several boxes, the first is taken: {shorten_list(self._several)}"]
 
 
-def _read_boxes(path: Path) -> list[Box]:
-    """Return the one or more boxes of an annotation, (x0, y0, x1, y1) in pixels.
+def read_annotation(path: Path) -> list[Box]:
+    """Return the one or more boxes of an annotation in PASCAL VOC's XML, (x0, y0, x1, y1) in pixels.
 
     Raises:
+        OSError, ElementTree.ParseError, LookupError: it cannot be read, is not XML, or of an unknown encoding.
         ValueError: no box, or one that is not four numbers.
     """
     boxes = []
@@ -175,7 +176,7 @@ def _class_names(pairs: list[LabeledPath]) -> tuple[list[str], list[str]]:
     return [min(folders.get(label, {f"label {label + 1}"})) for label in range(count)], problems
 
 
-def _find_folders(folder: Path) -> tuple[Path, Path]:
+def find_folders(folder: Path) -> tuple[Path, Path]:
     """Return the folders of images and annotations, as Kaggle packs them or as the authors do."""
     kaggle = folder / "images" / "Images", folder / "annotations" / "Annotation"
     return kaggle if kaggle[0].is_dir() else (folder / "Images", folder / "Annotation")

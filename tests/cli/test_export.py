@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 from tests.cli.calls import Opal, one_line
 
@@ -44,6 +45,20 @@ def test_the_next_step_named_for_a_model_without_evidence_explains_nothing(
 ) -> None:
     done = opal("export", linear_model, "--precision", "fp16", "--no-verify", "--out", "c.fp16.onnx", cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --model c.fp16.onnx"
+
+
+def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(
+    opal: Opal, linear_model: Path, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints.load(linear_model.with_suffix(".pt"))
+    checkpoint.crop, checkpoint.training = "boxes", {"data": {"root": "CUB 200"}}
+    checkpoints.save(tmp_path / "c.pt", checkpoint)
+    (tmp_path / "CUB 200").mkdir()
+    (tmp_path / "CUB 200" / "bounding_boxes.txt").touch()
+    done = opal("export", "c.pt", "--no-verify", "--out", "c.onnx", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == (
+        "Next: opal-deploy infer images/ --model c.onnx --boxes 'CUB 200/bounding_boxes.txt'"
+    )
 
 
 @pytest.mark.parametrize(

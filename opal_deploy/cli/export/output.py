@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opal_deploy.cli.console import print_json, print_message
+from opal_deploy.cli.options import format_box_option
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
@@ -24,7 +25,8 @@ def print_onnx_export(exported: ExportedOnnx, as_json: bool) -> None:
 def _print_next(metadata: Metadata, options: str) -> None:
     # a model without evidence refuses to explain
     explain = "" if metadata.evidence == "none" else " --explain"
-    print_message(f"Next: opal-deploy infer images/{explain}{options}")
+    boxes = f" {format_box_option(metadata.training)}" if metadata.crop == "boxes" else ""
+    print_message(f"Next: opal-deploy infer images/{explain}{options}{boxes}")
 
 
 def print_engine_export(result: ExportResult, as_json: bool) -> None:

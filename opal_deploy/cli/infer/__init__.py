@@ -77,7 +77,11 @@ def infer(
         typer.Option("--resume/--no-resume", help="Go on where a run of the same model, images and options ended."),
     ] = True,
     boxes: Annotated[
-        Path | None, typer.Option(help="Crop first: CSV (image,x0,y0,x1,y1 or image,x,y,width,height) or COCO JSON.")
+        Path | None,
+        typer.Option(
+            help="Crop first: CSV (image,x0,y0,x1,y1 or image,x,y,width,height), COCO JSON, CUB's bounding_boxes.txt, "
+            "or Stanford Dogs' Annotation folder."
+        ),
     ] = None,
     labels: Annotated[
         str | None,
@@ -232,7 +236,7 @@ def infer(
             IMAGES: list(map(redact, images)),
             "model": loaded.fingerprint,
             "explain": explain,
-            "boxes": setup.fingerprint_file(boxes),
+            "boxes": None if inputs.boxes is None else inputs.boxes.identity,
             "labels": None if inputs.labels is None else inputs.labels.identity,
             "min_margin": margin,
             "top": top,

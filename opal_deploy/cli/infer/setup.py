@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from opal_deploy.artifact.files import check_sha256, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import print_message
-from opal_deploy.cli.options import parse_rate
+from opal_deploy.cli.options import format_box_option, parse_rate
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.devices import Runtime
 
@@ -59,11 +59,16 @@ class Inputs:
         from opal_deploy.inference.sources.annotations import read_boxes, read_labels
 
         discovery.check_inputs(images)
+        crops = read_boxes(boxes) if boxes else None
+        if crops is not None and crops.several:
+            print_message(
+                f"--boxes: {crops.several} annotations have several boxes, the first is taken, as in training"
+            )
         return Inputs(
             images,
             parse_shard(shard) if shard else (1, 1),
             recursive,
-            read_boxes(boxes) if boxes else None,
+            crops,
             read_labels(labels) if labels else None,
         )
 
@@ -209,7 +214,10 @@ def print_cautions(metadata: Metadata, *, boxed: bool) -> None:
             f"NOT VERIFIED: this model was {metadata.unverified}: nobody compared its answers with the reference's"
         )
     if metadata.crop == "boxes" and not boxed:
-        print_message("This model was trained on images cropped to boxes; without --boxes expect it to lose accuracy")
+        print_message(
+            "This model was trained on images cropped to boxes; without them expect it to lose accuracy: give "
+            f"{format_box_option(metadata.training)}"
+        )
 
 
 def parse_min_margin(text: str, path: Path, metadata: Metadata) -> float:

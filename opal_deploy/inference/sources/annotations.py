@@ -2,7 +2,8 @@
 
 Boxes crop an image before the model looks. They come from a CSV file with the column `image` and either `x0,y0,x1,y1`
 or `x,y,width,height`, or from a COCO file: `images` with `id` and `file_name`, `annotations` with `image_id` and `bbox`
-[x, y, width, height], one an image. All are in pixels of the image as a viewer shows it.
+[x, y, width, height], one an image; or as CUB-200-2011 and Stanford Dogs publish them (`datasets.boxes`). All are in
+pixels of the image as a viewer shows it.
 
 Objects are what an image shows. They come from a COCO file (https://cocodataset.org/#format-data), any number an image;
 `category_id` and `categories` with `id` and `name` say what they are.
@@ -14,6 +15,7 @@ Labels say what images really show. They are the names of the images' folders, o
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Mapping
@@ -72,11 +74,24 @@ def _normalize(name: str) -> str:
 
 
 class Boxes:
-    """The boxes of a file, found by an image's path as `PathLookup` does."""
+    """The boxes of a file, found by an image's path as `PathLookup` does.
 
-    def __init__(self, by_name: dict[str, Box], file_name: str) -> None:
+    Args:
+        by_name: boxes by image path.
+        file_name: how errors call the file.
+        identity: a text that differs where boxes may differ.
+        by_stem: the names are without the images' suffixes.
+        several: images that have more than one box in the file, of which `by_name` has the first.
+    """
+
+    def __init__(
+        self, by_name: Mapping[str, Box], file_name: str, identity: str, *, by_stem: bool = False, several: int = 0
+    ) -> None:
         self._boxes = PathLookup(by_name)
         self._file_name = file_name
+        self._by_stem = by_stem
+        self.identity = identity
+        self.several = several
 
     def __len__(self) -> int:
         return len(self._boxes)
@@ -87,7 +102,8 @@ class Boxes:
         Raises:
             ImageError: no_box: the file has none, or several that may be meant.
         """
-        names = self._boxes.matches(item.path.as_posix())
+        path = item.path.as_posix()
+        names = self._boxes.matches(path.removesuffix(PurePosixPath(path).suffix) if self._by_stem else path)
         if len(names) != 1:
             why = "no box" if not names else f"{len(names)} boxes ({names[0]}, {names[1]}, ...)"
             raise ImageError("no_box", f"{self._file_name} has {why} for it")
@@ -95,19 +111,35 @@ class Boxes:
 
 
 def read_boxes(path: Path) -> Boxes:
-    """Read a CSV or COCO file.
+    """Read a CSV or COCO file, CUB's bounding_boxes.txt, or a folder of annotations such as Stanford Dogs'.
+
+    Where an annotation of such a folder has several boxes the first is taken, as in training; another file may have
+    one an image.
+
+    Args:
+        path: the file or folder, or the folder of a data set that has one.
 
     Raises:
         UsageError: unreadable, other columns or keys, a number that is none, an image with two boxes.
     """
+    from opal_deploy.datasets.boxes import CUB_IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
+
+    if path.is_dir():
+        file = find_box_file(path)
+        return _read_box_folder(path) if file is None else read_boxes(file)
+    expected = "expected a CSV or COCO file, CUB's bounding_boxes.txt, or Stanford Dogs' Annotation folder"
     try:
         # line ends as they are: a quoted name may hold one
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
             text = stream.read()
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); expected a CSV or COCO file") from None
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {expected}") from None
+    identity = f"{path.name}, sha256 {compute_sha256(path)}"
     if text.lstrip().startswith("{"):
         rows = [(name, thing.box) for name, thing in _parse_coco(path, text)]
+    elif is_cub_boxes(text):
+        rows = read_cub_boxes(path)
+        identity += f"; {CUB_IMAGES}, sha256 {compute_sha256(path.with_name(CUB_IMAGES))}"
     else:
         rows = _read_box_csv(path, text)
     by_name: dict[str, Box] = {}
@@ -118,7 +150,22 @@ def read_boxes(path: Path) -> Boxes:
         by_name[name] = box
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")
-    return Boxes(by_name, path.name)
+    return Boxes(by_name, path.name, identity)
+
+
+def _read_box_folder(folder: Path) -> Boxes:
+    from opal_deploy.datasets.boxes import read_annotation_folder
+
+    boxes = read_annotation_folder(folder)
+    name = f"{folder.resolve().name}/"
+    digest = hashlib.sha256(json.dumps(boxes).encode()).hexdigest()
+    return Boxes(
+        {_normalize(image): found[0] for image, found in boxes.items()},
+        name,
+        f"{name}, {len(boxes)} annotations, sha256 of their boxes {digest}",
+        by_stem=True,
+        several=sum(len(found) > 1 for found in boxes.values()),
+    )
 
 
 def _read_box_csv(path: Path, text: str) -> list[tuple[str, Box]]:

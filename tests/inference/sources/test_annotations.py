@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.sources.annotations import Boxes, Labels, read_boxes, read_labels
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.preprocess.geometry import Box
+from tests.datasets import layouts
 
 BOX = (1.0, 2.0, 30.0, 40.0)
 HEADER = "image,x0,y0,x1,y1\n"
@@ -57,6 +59,42 @@ def coco(**changes: Any) -> str:
 )
 def test_forms_of_boxes(tmp_path: Path, text: str) -> None:
     assert find(boxes(tmp_path, text), "a.jpg") == BOX
+
+
+@pytest.mark.parametrize(
+    ("write_dataset", "file"), [(layouts.write_cub, "bounding_boxes.txt"), (layouts.write_dogs, "Annotation")]
+)
+def test_a_data_sets_own_boxes_crop_as_in_its_training(
+    tmp_path: Path, write_dataset: Callable[[Path], Path], file: str
+) -> None:
+    root = write_dataset(tmp_path)
+    data = read_dataset(root)
+    for table in (read_boxes(root / file), read_boxes(root)):
+        for sample in [*data.train, *data.val, *data.test]:
+            assert find(table, str(sample.path)) == sample.box
+
+
+def test_of_several_boxes_of_an_annotation_the_first_is_taken_and_other_boxes_are_another_run(tmp_path: Path) -> None:
+    annotation = tmp_path / "voc" / "rex.xml"
+    annotation.parent.mkdir()
+    layouts.annotate_dog(annotation, BOX, (0, 0, 5, 5))
+    table = read_boxes(annotation.parent)
+    assert (find(table, "photos/rex.png"), table.several) == (BOX, 1)
+    layouts.annotate_dog(annotation, (0, 0, 5, 5))
+    assert read_boxes(annotation.parent).identity != table.identity
+
+
+def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path: Path) -> None:
+    table = write(tmp_path / "bounding_boxes.txt", "1 60.0 27.0 325.0 304.0\n")
+    with pytest.raises(UsageError, match=r"images\.txt, which names the images, is not beside it"):
+        read_boxes(table)
+    write(tmp_path / "images.txt", "2 a.jpg\n")
+    with pytest.raises(UsageError, match=r"1 image id that images\.txt beside it does not name: 1$"):
+        read_boxes(table)
+    (tmp_path / "voc.xml").mkdir()
+    write(tmp_path / "voc.xml" / "README", "no XML")
+    with pytest.raises(UsageError, match="README: not an annotation with a box"):
+        read_boxes(tmp_path / "voc.xml")
 
 
 @pytest.mark.parametrize(
