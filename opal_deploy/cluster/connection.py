@@ -156,7 +156,7 @@ def _check_reachable(address: str, host: str, port: str) -> None:
 def _no_connection(address: str, error: Exception) -> UsageError:
     return UsageError(
         f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
-        "HOST:PORT of its head from such a node"
+        "HOST:PORT of its head from such a node, with RAY_AUTH_MODE=token where the cluster wants a token"
     )
 
 
