@@ -88,8 +88,8 @@ def _options(scheme: str) -> dict[str, Any]:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        # URLs stay as they are given: a signature is over the very characters
-        options |= {"client_kwargs": {"timeout": timeout}, "encoded": True}
+        # trust_env: proxies of the environment. URLs stay as they are given: a signature is over the very characters
+        options |= {"client_kwargs": {"timeout": timeout, "trust_env": True}, "encoded": True}
     return options
 
 
