@@ -89,7 +89,7 @@ class Load:
     def start(self, server: Server, users: int, seconds: float, *more: str) -> Callable[[], Phase]:
         """Start users; return what waits for them and gives what they got."""
         self._phases += 1
-        log = self._options.work / f"requests-{self._phases}.csv"
+        log = self._log = self._options.work / f"requests-{self._phases}.csv"
         hostile = ["--hostile-expected", str(self._hostile)] if self._hostile else []
         command = [
             sys.executable, "-m", "locust", "-f", str(_LOCUSTFILE), "--headless", "--host", server.url,
@@ -99,7 +99,7 @@ class Load:
         ]  # fmt: skip
         before, started = _children_cpu(), time.monotonic()
         output = (self._options.work / f"locust-{self._phases}.txt").open("wb")
-        process = subprocess.Popen(command, stdout=output, stderr=output)
+        process = self._process = subprocess.Popen(command, stdout=output, stderr=output)
 
         def wait() -> Phase:
             process.wait()
@@ -111,6 +111,11 @@ class Load:
             return Phase(sent, min(span, time.monotonic() - started), _children_cpu() - before)
 
         return wait
+
+    def wait_for_answers(self) -> None:
+        """Wait until the users that were started last have answers, or are gone."""
+        while self._process.poll() is None and not (self._log.exists() and self._log.read_bytes().count(b"\n") > 1):
+            time.sleep(0.05)
 
     def run(self, server: Server, users: int, seconds: float, *more: str) -> Phase:
         """Let users send for so many seconds."""
@@ -187,6 +192,7 @@ def sigterm(load: Load, options: LoadOptions) -> dict[str, Any]:
     """SIGTERM under load: whatever was accepted is answered. A connection refused is no loss."""
     with _server(options) as server:
         wait = load.start(server, options.users, options.seconds, "PhotographUser", "--close")
+        load.wait_for_answers()
         time.sleep(options.seconds / 2)
         signalled = server.terminate()
         code, ended = server.wait()
