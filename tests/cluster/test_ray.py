@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from opal_deploy.errors import UsageError
 from tests.cli.calls import MAIN, one_line, read_results
 
 ray = pytest.importorskip("ray")
@@ -244,6 +245,22 @@ def test_a_node_of_another_version_is_one_line(infer: Infer, nodes: Nodes) -> No
     assert process.returncode == 2, stderr
     assert "and this is 9.9; install the same version" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
+
+
+def test_a_node_that_does_not_see_a_path_says_which(tmp_path: Path) -> None:
+    from opal_deploy.cluster.actor import ActorConfig, ShardActor
+    from opal_deploy.inference.run.backend import RunOptions
+    from opal_deploy.inference.types import InferenceOptions
+    from opal_deploy.runtime.devices import Runtime
+
+    missing = str(tmp_path / "photos/a.jpg")
+    options = RunOptions(tmp_path, InferenceOptions())
+    config = ActorConfig(
+        {}, None, "cpu", 1, Runtime.auto, False, False, options, os.getcwd(), [str(tmp_path), missing], None
+    )
+    refused = ShardActor().open(config)
+    assert isinstance(refused, UsageError)
+    assert str(refused).startswith(f"{missing}: not there; expected images, --out and --atlas on storage that all")
 
 
 def test_a_damaged_model_is_the_one_line_of_the_node_that_opens_it(
