@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import re
 from collections.abc import Sequence
 from enum import IntEnum
+
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class ExitCode(IntEnum):
@@ -118,8 +121,12 @@ def require(package: str, extra: str, purpose: str, *, pip_name: str | None = No
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of another library's error, at most 200 characters, or its type if it has no text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Return the first line of another library's error, at most 200 characters, or its type if it has no text.
+
+    Terminal codes, such as those for bold text, are left out.
+    """
+    text = _TERMINAL_CODE.sub("", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
 
 

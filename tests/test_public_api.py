@@ -108,6 +108,11 @@ def test_boxes_crop_their_images(model: Model, images: list[Path]) -> None:
     assert (record["width"], record["height"]) == (96, 96)
     boxed = [model.explain(images[0]), model.explain(images[1], boxes=BOX)]
     assert model.explain(images[:2], boxes=[None, BOX]) == boxed
+    for one in ([BOX], list(BOX), np.array([BOX])):
+        assert model.explain(images[0], boxes=one) == record
+    for wrong in ([BOX, BOX], BOX[:3], [BOX[:3]], "box"):
+        with pytest.raises(ValueError, match=r"\(x0, y0, x1, y1\)"):
+            model.explain(images[0], boxes=wrong)
     for boxes in ([], [None] * 3):
         with pytest.raises(ValueError, match=f"{len(boxes)} boxes for 2 images; give one for each, None for none"):
             model.explain(images[:2], boxes=boxes)

@@ -7,6 +7,7 @@ An ONNX file has the document in its `metadata_props` under the key `opal`, an e
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
@@ -35,10 +36,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "input_kind": get_args(InputKind),
 }
+# shortens values: a few entries of a few levels
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxtuple, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring = 2, 3, 3, 3, 40
+
 _TUPLES = {"class_names", "grid", "input_size", "mean", "std", "outputs"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Metadata:
     """The metadata of a model: what it is, where it comes from and how it was verified.
 
@@ -145,6 +150,10 @@ class Metadata:
     def unverified(self) -> str:
         """The reason why the file was not compared with its reference; empty if it was."""
         return str(self.verification.get("skipped", ""))
+
+    def __repr__(self) -> str:
+        """Return all fields, each shortened: the test vectors alone are hundreds of kilobytes."""
+        return f"Metadata({', '.join(f'{f.name}={_SHORT.repr(getattr(self, f.name))}' for f in fields(self))})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document; without `top_k` it is the one that it was before there was such an option."""

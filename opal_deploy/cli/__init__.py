@@ -33,11 +33,14 @@ from opal_deploy.cli.train import train
 from opal_deploy.cli.verify import verify
 from opal_deploy.errors import ExitCode, OpalError
 
+# UsageError of the copy of click that typer has, or of the click that it imports
+_CallError: Any = typer.BadParameter.__bases__[0]
+
 
 class ErrorHandlingGroup(TyperGroup):
     """The root command: every failure becomes one line on stderr and a documented exit code."""
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Parse `args` (default: `sys.argv[1:]`), run the command, and exit.
 
         `--debug` is accepted anywhere in `args` and shows the traceback of an error.
@@ -47,13 +50,20 @@ class ErrorHandlingGroup(TyperGroup):
         """
         given = list(sys.argv[1:] if args is None else args)
         debug = "--debug" in given
+        # by default typer would print its own box of five lines and exit; `python -m` would change the name
+        extra |= {"standalone_mode": False}
         try:
-            return super().main([argument for argument in given if argument != "--debug"], *rest, **extra)
-        except SystemExit as stop:
+            arguments = [argument for argument in given if argument != "--debug"]
+            code = super().main(arguments, prog_name or "opal-deploy", *rest, **extra)
             # typer turns KeyboardInterrupt into this exit code
-            if stop.code == ExitCode.INTERRUPTED:
+            if code == ExitCode.INTERRUPTED:
                 print_message("opal-deploy: interrupted")
-            raise
+            raise SystemExit(code or ExitCode.DONE)
+        except _CallError as error:
+            # a group without a command: its help is printed already
+            if type(error).__name__ != "NoArgsIsHelpError":
+                print_message(f"opal-deploy: {one_line(_describe(error))}")
+            raise SystemExit(ExitCode.USAGE) from None
         except OpalError as error:
             if debug:
                 traceback.print_exc()
@@ -111,6 +121,13 @@ def main() -> None:
     # Pillow warns of odd metadata; a warning that matters becomes an error record
     warnings.filterwarnings("ignore", module=r"PIL\b")
     app()
+
+
+def _describe(error: Any) -> str:
+    """Return an error of typer's, such as an option that does not exist, as one line that names the command's help."""
+    text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
+    command = error.ctx.command_path if error.ctx is not None else "opal-deploy"
+    return f"{text[:1].lower()}{text[1:]}{' See' if text.endswith('?') else '; see'} {command} --help"
 
 
 def _rank() -> str:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from opal_deploy.cli.console import print_json_line, print_message
 from opal_deploy.errors import UsageError
 
-COCO, LABEL_STUDIO = "coco", "label-studio"
-
 
 def convert(
     results: Annotated[Path, typer.Argument(help="results.jsonl of `opal-deploy infer`, or its folder.")],
-    to: Annotated[str, typer.Option(help="coco, or label-studio (its JSON import).")],
+    to: Annotated[
+        Literal["coco", "label-studio"], typer.Option(help="COCO annotations, or Label Studio's JSON import.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="File to write to; default: standard output.", show_default=False)
     ] = None,
-    categories: Annotated[str, typer.Option(help="coco: class, or slot.")] = "class",
+    categories: Annotated[Literal["class", "slot"], typer.Option(help="coco: what a category is.")] = "class",
     prefix: Annotated[
         str, typer.Option(help="label-studio: what comes before each path, such as /data/local-files/?d=.")
     ] = "",
@@ -37,18 +37,14 @@ def convert(
     from opal_deploy.auditing.results_reader import find_results, read_all_records
     from opal_deploy.records import label_config, to_coco, to_label_studio
 
-    if to not in (COCO, LABEL_STUDIO):
-        raise UsageError(f"--to {to!r}: expected {COCO} or {LABEL_STUDIO}")
-    if config is not None and to != LABEL_STUDIO:
+    if config is not None and to != "label-studio":
         raise UsageError("--config: only --to label-studio has a labelling interface")
     path = find_results(results)
     document: Any
-    if to == LABEL_STUDIO:
+    if to == "label-studio":
         document = to_label_studio(read_all_records(path), prefix)
-    elif categories in ("class", "slot"):
-        document = to_coco(read_all_records(path), "class" if categories == "class" else "slot")
     else:
-        raise UsageError(f"--categories {categories!r}: expected class or slot")
+        document = to_coco(read_all_records(path), categories)
     if config is not None:
         with atomic_write(config) as temporary:
             temporary.write_text(label_config(read_all_records(path)), encoding="utf-8")
@@ -59,4 +55,5 @@ def convert(
         return
     with atomic_write(out) as temporary:
         temporary.write_text(text + "\n", encoding="utf-8")
-    print_message(f"{out}: {len(document['images'] if to == COCO else document)} images")
+    images = document["images"] if to == "coco" else document
+    print_message(f"{out}: {len(images)} images")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import cast, overload
 
@@ -45,7 +46,7 @@ class Model:
         self,
         images: Source,
         *,
-        boxes: Box | None = None,
+        boxes: Box | Sequence[Box | None] | None = None,
         top: int = 5,
         min_margin: float | None = None,
         batch: int = 16,
@@ -80,7 +81,7 @@ class Model:
             images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array
                 [N, H, W, 3] is a sequence of N.
             boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one an image, None for no
-                crop.
+                crop. For one image a sequence of one box will do.
             top: classes listed in the record's `top`; all that the model lists if there are fewer.
             min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
             batch: images a forward pass.
@@ -92,19 +93,14 @@ class Model:
             given, else None. An image that cannot be classified has an error record and raises nothing.
 
         Raises:
-            ValueError: the number of boxes is not that of the images.
+            ValueError: not boxes, or not as many as images.
             StoppedEarly: the device was lost.
         """
         one = isinstance(images, str | bytes | os.PathLike | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim < 4
         )
         sources = [cast(Source, images)] if one else list(cast(Sequence[Source], images))
-        if one:
-            box_list = [cast("Box | None", boxes)]
-        else:
-            box_list = [None] * len(sources) if boxes is None else list(cast("Sequence[Box | None]", boxes))
-        if len(box_list) != len(sources):
-            raise ValueError(f"{len(box_list)} boxes for {len(sources)} images; give one for each, None for none")
+        box_list = _parse_boxes(boxes, len(sources), one=one)
         options = InferenceOptions(
             batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
         )
@@ -159,6 +155,36 @@ class Model:
     def __repr__(self) -> str:
         metadata = self.metadata
         return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
+
+
+def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
+    """Return a box or None for each image.
+
+    Args:
+        boxes: as for `Model.explain`.
+        images: their number.
+        one: a single image was given, not a sequence of one.
+
+    Raises:
+        ValueError: something else, or of another number.
+    """
+    if boxes is None:
+        return [None] * images
+    entries = list(boxes) if isinstance(boxes, Sequence | np.ndarray) else [boxes]
+    if one and len(entries) == 4 and not any(isinstance(entry, Sequence | np.ndarray) for entry in entries):
+        entries = [entries]
+    if len(entries) != images:
+        expected = "one, (x0, y0, x1, y1)" if one else "one for each, None for none"
+        raise ValueError(f"{len(entries)} boxes for {images} {'image' if images == 1 else 'images'}; give {expected}")
+    return [None if entry is None else _parse_box(entry) for entry in entries]
+
+
+def _parse_box(box: object) -> Box:
+    try:
+        x0, y0, x1, y1 = map(float, cast("Iterable[float]", box))
+    except (TypeError, ValueError):
+        raise ValueError(f"box {reprlib.repr(box)}: expected four numbers (x0, y0, x1, y1), in pixels") from None
+    return x0, y0, x1, y1
 
 
 def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | None = None) -> Model:

@@ -100,7 +100,8 @@ def parse(path: Path, raw: dict[str, Tensor], assumptions: Assumptions) -> Autho
     if not body or not any(key in state for key in (*_PROJECTION, *_DENSE, _ANCHORS)):
         raise CheckpointError(
             f"{path}: a state dict that is no OPAL network's (found {_sample_keys(state)}); the authors' OPAL "
-            f"checkpoints have backbone.*, {', '.join((*_PROJECTION, _ANCHORS))}, or {', '.join(_DENSE)}"
+            f"checkpoints have backbone.*, {', '.join((*_PROJECTION, _ANCHORS))}, or {', '.join(_DENSE)}; to train "
+            f"from weights of another network: opal-deploy train DATA --backbone NAME --weights {path}"
         )
     is_dense = _ANCHORS not in state and any(key in state for key in _DENSE)
     has_projection = not is_dense or any(key in state for key in _PROJECTION)

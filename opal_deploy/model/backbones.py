@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
+import warnings
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -29,6 +31,9 @@ from opal_deploy.model.feature_graph import Cut, extract_classifier, find_cut, f
 _OUTPUT = "features"
 # any number that no library's networks have by default: tells which layers depend on the number of classes
 _OTHER_CLASSES = 7
+# keys of a kind that an error names; the rest is counted
+_MAX_KEYS = 3
+_PICKLED_OBJECT = re.compile(r"GLOBAL (\S+)")
 
 
 class Backbone(nn.Module):
@@ -264,22 +269,34 @@ def load_torch_file(path: Path) -> Any:
     import pickle
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # of formats that are refused next
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        # a class or function that the file wants to import; other reasons are codes of pickle's own
+        found = _PICKLED_OBJECT.search(str(error))
+        if found is None:
+            raise CheckpointError(f"{path}: damaged, or not a PyTorch file; copy or save it again") from None
         raise CheckpointError(
-            f"{path}: refused, since it holds more than tensors and plain values or is damaged "
-            f"({first_line(error)}); save its state_dict alone, or copy the file again"
+            f"{path}: refused, since it holds a Python object ({found[1]}), and loading that may run any code; save "
+            "its tensors alone where it was made: torch.save(model.state_dict(), 'weights.pth')"
         ) from None
     except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
+        if "TorchScript" in str(error):
+            raise CheckpointError(
+                f"{path}: a TorchScript archive, which is a program; save its tensors alone: "
+                f"torch.save(torch.jit.load({path.name!r}).state_dict(), 'weights.pth')"
+            ) from None
         raise CheckpointError(
             f"{path}: not a readable PyTorch file ({first_line(error)}); copy or save it again"
         ) from None
 
 
 def format_key_errors(missing: list[str], unexpected: list[str], mismatched: list[str]) -> str:
-    """Return one line that names every missing, unexpected and mismatched key of a state dict."""
+    """Return one line that counts the missing, unexpected and mismatched keys of a state dict, and names some."""
     parts = [
-        f"{len(keys)} {kind}: {', '.join(keys)}"
+        f"{len(keys)} {kind}: {', '.join(keys[:_MAX_KEYS])}{', ...' if len(keys) > _MAX_KEYS else ''}"
         for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
         if keys
     ]

@@ -51,6 +51,21 @@ def test_a_missing_package_names_the_extra_to_install(
     assert f"pip install 'opal-deploy[{extra}]'" in one_line(opal(*filled, blocked=HEAVY, cwd=tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["infer", "x", "--tpo", "3"], "--top); see opal-deploy infer --help"),
+        (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),
+        (["infr"], "no such command 'infr'. Did you mean 'infer'? See opal-deploy --help"),
+        (["export"], "missing argument 'source'; see opal-deploy export --help"),
+        (["convert", "x"], "missing option '--to'. Choose from: coco, label-studio; see opal-deploy convert --help"),
+        (["convert", "x", "--to", "y"], "'y' is not one of 'coco', 'label-studio'; see opal-deploy convert --help"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal: Opal, arguments: list[str], message: str) -> None:
+    assert one_line(opal(*arguments)).endswith(message)
+
+
 @pytest.mark.parametrize("suffix", [".onnx", ".pt"])
 def test_inspect_needs_neither_torch_nor_a_runtime(opal: Opal, exact_model: Path, suffix: str) -> None:
     done = opal("inspect", exact_model.with_suffix(suffix), blocked=HEAVY)

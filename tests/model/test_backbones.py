@@ -290,8 +290,9 @@ class TestWeightFiles:
             assert key in str(refusal.value)
 
     def test_another_networks_weights_are_refused(self, state, write):
-        with pytest.raises(CheckpointError, match="does not fit resnet18"):
+        with pytest.raises(CheckpointError, match=r"resnet18: \d+ missing: (\S+, ){3}\.\.\.; ") as refusal:
             backbones.load_weights(backbones.build("resnet18"), write(state))
+        assert len(str(refusal.value)) < 500
 
     def test_names_and_damaged_files_are_refused(self, tmp_path):
         backbone, damaged = backbones.build(SMALL), tmp_path / "w.safetensors"

@@ -261,6 +261,9 @@ class TestDamagedAndForeignFiles:
     def test_code_in_a_pickle_is_refused_and_not_run(self, tmp_path, save):
         proof = tmp_path / "executed"
         assert "refused" in refusal(save({"format": checkpoint.FORMAT, "payload": Payload(proof)}))
+        message = refusal(save(torch.nn.Linear(2, 2)))
+        assert "it holds a Python object (torch.nn.modules.linear.Linear)" in message
+        assert message.isprintable(), "PyTorch's own text has terminal codes"
         assert not proof.exists()
         torch.load(save(Payload(proof)), weights_only=False)
         assert proof.exists(), "the payload does run under unsafe loading"
@@ -298,6 +301,10 @@ class TestDamagedAndForeignFiles:
             with pytest.raises(CheckpointError):
                 checkpoint.load(save(document))
         assert "nowhere.pt" in refusal(tmp_path / "nowhere.pt", UsageError)
+
+    def test_another_networks_weights_are_named_as_what_they_are_for(self, save):
+        path = save(torch.nn.Linear(2, 2).state_dict())
+        assert f"train DATA --backbone NAME --weights {path}" in refusal(path)
 
 
 @pytest.mark.parametrize(

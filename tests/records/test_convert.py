@@ -216,8 +216,8 @@ def test_the_command_converts(opal, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "xml"], "expected coco or label-studio"),
-        (["--to", "coco", "--categories", "part"], "expected class or slot"),
+        (["--to", "xml"], "'xml' is not one of 'coco', 'label-studio'"),
+        (["--to", "coco", "--categories", "part"], "'part' is not one of 'class', 'slot'"),
         (["--to", "coco", "--config", "c.xml"], "only --to label-studio"),
         (["--to", "coco"], "line 2 is not a whole record"),
     ],
