@@ -7,7 +7,6 @@ Errors that a user can cause are returned, not raised: Ray would wrap them in tr
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import threading
@@ -150,17 +149,16 @@ class ShardActor:
         return ShardResult(pickle.dumps(records, pickle.HIGHEST_PROTOCOL), messages)
 
     def _predict(self, shard: Shard) -> list[Record]:
-        batch = self._inference.batch
         batches = predict_batches(
-            shard.pad(batch),
+            shard.requests,
             self._sessions,
             self._inference,
             print_message=self._messages.append,
             open_decoders=self._share_decoders,
+            first=shard.first,
         )
         with closing(batches):
-            padded = release_each(batches)
-            results = itertools.islice(padded, shard.count_padding(batch), None)
+            results = release_each(batches)
             if self._drawer is not None:
                 return list(self._drawer.draw_all(results, shard.first))
             return [result.record for result in results]

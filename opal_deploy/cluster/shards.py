@@ -2,7 +2,8 @@
 
 Records must not depend on how a run is cut up. Runtimes may compute the last bit of a logit differently at another
 place in a batch, so an image keeps the place that it has in a run on one machine: shards begin at multiples of the
-batch, and one that cannot (a resumed run's first one, the halves of one that killed its actor) is filled up in front.
+batch, and one that cannot (a resumed run's first one, the halves of one that killed its actor) is filled up in front,
+see `predict_batches`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from opal_deploy.errors import ImageError, OpalError
+from opal_deploy.errors import OpalError
 from opal_deploy.inference.executor import until_error
 from opal_deploy.inference.types import Request
 
 # a shard of members of a compressed archive, which travel as bytes, ends early
 _MAX_BYTES = 64 << 20
-_PADDING = Request(None, b"", error=ImageError("padding", "keeps an image's place in its batch"))
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,6 @@ class Shard:
         """Return the shard of `to_bytes`."""
         first, requests = pickle.loads(data)  # noqa: S301 (the driver of this run wrote it)
         return Shard(first, tuple(Request(*fields) for fields in requests))
-
-    def count_padding(self, batch: int) -> int:
-        """Return the number of requests that `pad` puts in front."""
-        return self.first % batch
-
-    def pad(self, batch: int) -> Iterator[Request]:
-        """Yield the requests, behind as many with an error as keep each at its place in its batch."""
-        yield from [_PADDING] * self.count_padding(batch)
-        yield from self.requests
 
     def count_death(self, node: str) -> Shard:
         """Return the shard after one more actor died with it, on the node with this id."""

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import TypeVar
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import OpalError, OutOfMemory
+from opal_deploy.errors import ImageError, OpalError, OutOfMemory
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders, group_size
 from opal_deploy.inference.decoding.slots import PreparedBatch
 from opal_deploy.inference.prediction import BatchPredictor
@@ -26,6 +26,7 @@ from opal_deploy.inference.types import InferenceOptions, Request, Result
 from opal_deploy.runtime.session import Session, pinned
 
 T = TypeVar("T")
+_PADDING = Request(None, b"", error=ImageError("padding", "keeps another image at its place in its batch"))
 
 
 def predict_stream(
@@ -58,6 +59,8 @@ def predict_batches(
     timer: StageTimer = NO_OP_TIMER,
     print_message: Callable[[str], None] = lambda _: None,
     open_decoders: Callable[..., Decoders] = DecoderPool,
+    *,
+    first: int = 0,
 ) -> Generator[list[Result], None, None]:
     """Yield the results of one batch of requests after the other, in the order of the requests.
 
@@ -69,12 +72,16 @@ def predict_batches(
         timer: gets the times of every stage.
         print_message: is called, from any thread, when memory was short and the batch is smaller from then on.
         open_decoders: makes what decodes the images, of the arguments of `DecoderPool`.
+        first: number of the first image in its run. Each image gets the place in its batch that it has in a run that
+            begins with number 0: there a runtime may compute another last bit of a logit.
 
     Raises:
         StoppedEarly: a device was lost; everything before its batch was yielded.
         OpalError: `requests` raised it; everything before it was yielded.
     """
     errors: list[OpalError] = []
+    padding = first % options.batch
+    requests = itertools.chain(itertools.repeat(_PADDING, padding), until_error(requests, errors))
     predictors = [BatchPredictor(session, options, timer, print_message) for session in sessions]
     in_flight = sum(predictor.depth for predictor in predictors)
     # every worker has a group in work, and every session its next batch
@@ -95,7 +102,7 @@ def predict_batches(
             stack.enter_context(pinned(session, decoders.pixels))
         runners = [stack.enter_context(_SessionRunner(predictor, timer)) for predictor in predictors]
         prepared = prefetch(
-            (decoders.submit(batch) for batch in _batches(until_error(requests, errors), options.batch)),
+            (decoders.submit(batch) for batch in _batches(requests, options.batch)),
             ahead,
             lambda: timer.waiting("pictures"),
         )
@@ -106,11 +113,13 @@ def predict_batches(
             lambda: timer.waiting("session"),
         )
         for batch, predictor, outputs in predicted:
-            results = predictor.build_results(batch.images, batch.pixels, outputs)
+            results = predictor.build_results(batch.images, batch.pixels, outputs)[padding:]
+            padding = 0
             batch.release()
             # nothing but the results holds the images while they are drawn
             del batch
-            yield results
+            if results:
+                yield results
     if errors:
         raise errors[0]
 

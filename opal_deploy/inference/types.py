@@ -40,8 +40,8 @@ class InferenceOptions:
         batch: images a forward pass.
         fixed_batch: fill every forward pass up to `batch` with blank images. Runtimes choose their kernels by the
             batch's size, and those may differ in the last bit: with one size a record does not depend on how many
-            others there are, or where a run was resumed. An image's place in its batch may still change the last bit
-            of a logit (1e-7), where a runtime computes several logits in one instruction.
+            others there are. An image's place in its batch may still change the last bit of a logit (1e-7), where a
+            runtime computes several logits in one instruction: a resumed run keeps it, see `predict_batches`.
         workers: images that are decoded at a time, in threads or processes.
         max_pixels: width times height above which an image is refused.
         decode: the decode path.

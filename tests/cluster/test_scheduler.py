@@ -157,13 +157,12 @@ def test_what_fails_on_a_second_actor_too_stops_the_run() -> None:
         list(schedule(Full(2, set(), 0), named(0, 50)))
 
 
-def test_a_shard_keeps_every_image_at_its_place_in_its_batch() -> None:
+def test_halves_are_cut_between_batches() -> None:
     shard = Shard(16, tuple(named(16, 32)))
     halves = shard.halve(BATCH)
     assert [(half.first, len(half)) for half in halves] == [(16, 8), (24, 8)]
-    tail = Shard(18, tuple(named(18, 20))).halve(BATCH)[1]
-    # number 19 is the last one of its batch
-    assert [request.name for request in tail.pad(BATCH)] == [None, None, None, "19"]
+    halves = Shard(18, tuple(named(18, 20))).halve(BATCH)
+    assert [(half.first, len(half)) for half in halves] == [(18, 1), (19, 1)]
 
 
 def test_shards_travel_with_all_that_is_known_of_an_image() -> None:

@@ -148,7 +148,7 @@ class LocalBackend:
         inference = options.inference_for_drawing
         with ExitStack() as stack:
             stream = predict_batches(
-                requests, self._sessions, inference, timer, options.print_message, self._open_decoders
+                requests, self._sessions, inference, timer, options.print_message, self._open_decoders, first=first
             )
             # or its threads would live as long as an exception's traceback
             batches = stack.enter_context(closing(stream))

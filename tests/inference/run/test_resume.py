@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
 from opal_deploy.inference.run.drawing import ReportOptions
@@ -25,6 +27,7 @@ from opal_deploy.inference.sources.discovery import discover
 from opal_deploy.inference.sources.items import Item, Skipped
 from opal_deploy.inference.types import InferenceOptions, Request, build_requests
 from opal_deploy.records.record import error_record
+from opal_deploy.runtime.session import ImageBatch
 from tests.inference.bright import BrightSession, own_threads
 
 
@@ -144,13 +147,22 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
+class PlacedSession(BrightSession):
+    """A session whose logits depend on the place of an image in its batch, as the last bit of a real one's may."""
+
+    def run(self, images: ImageBatch) -> Outputs:
+        outputs = super().run(images)
+        outputs.logits[:] -= np.float32(1e-3) * np.arange(len(images), dtype=np.float32)[:, None]
+        return outputs
+
+
 def run_whole(out: Path, limit: int | None = 1000, fails_at: int | None = None, **settings: Any) -> Summary:
     """Run over the images beside `out`; with a report and overlays unless `limit` is None."""
     out.mkdir(exist_ok=True)
     report = None if limit is None else ReportOptions(limit=limit)
     options = RunOptions(out, InferenceOptions(batch=4), report, resume=True, **settings)
     requests = build_requests(discover([str(out.parent / "in")], Skipped()))
-    return run(requests, LocalBackend([BrightSession(fails_at=fails_at)]), options)
+    return run(requests, LocalBackend([PlacedSession(fails_at=fails_at)]), options)
 
 
 def assert_same_files(out: Path, clean: Path) -> None:
@@ -197,7 +209,7 @@ def test_an_interrupted_run_writes_what_it_took_and_takes_no_more(tmp_path: Path
 
     out.mkdir()
     options = RunOptions(out, InferenceOptions(batch=4), ReportOptions(), resume=True)
-    summary = run(build_requests(interrupted()), LocalBackend([BrightSession()]), options, interrupt=interrupt)
+    summary = run(build_requests(interrupted()), LocalBackend([PlacedSession()]), options, interrupt=interrupt)
     assert interrupt.stopped
     # the image that was being fetched when the signal came is the last
     assert summary.total == len(list(read_records(out / "results.jsonl"))) == 10
