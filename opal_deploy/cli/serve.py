@@ -13,6 +13,7 @@ import typer
 
 from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
 from opal_deploy.errors import UsageError, require
+from opal_deploy.storage.urls import is_url, redact
 
 if TYPE_CHECKING:
     from opal_deploy.server.logs import LogFormat
@@ -171,13 +172,15 @@ def parse_models(models: Sequence[str]) -> dict[str, Path]:
     """Return the paths of the models by name, of arguments FILE and NAME=FILE.
 
     Raises:
-        UsageError: a name cannot be part of an address, or two are the same.
+        UsageError: a name cannot be part of an address, two are the same, or a model is named by a URL.
     """
     paths: dict[str, Path] = {}
     for text in models:
         name, equals, file = text.partition("=")
         if not equals or Path(text).exists():
             name, file = Path(text).stem, text
+        if is_url(file):
+            raise UsageError(f"{redact(text)}: a model is not read from a URL; download it, and give its path")
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{text}: {name!r} cannot be a model's name; expected letters, digits, _ . -; give NAME={file}"

@@ -189,6 +189,8 @@ def test_models_are_named_by_their_files_or_by_the_call(tmp_path: Path) -> None:
         (["a.onnx", "a_explain=b.onnx"], "there is a model 'a_explain' already, or its explain model"),
         ([str(odd)], "'a=b' cannot be a model's name"),
         (["/=b.onnx"], "'/' cannot be a model's name"),
+        (["s3://bucket/a.onnx"], "s3://bucket/a.onnx: a model is not read from a URL"),
+        (["a=https://me:secret@host/a.onnx"], "host/a.onnx: a model is not read from a URL"),
     ):
         with pytest.raises(UsageError, match=re.escape(reason)):
             parse_models(models)
