@@ -14,6 +14,7 @@ From the inside out:
     middleware around every request: its id, who may ask, its log line
     app        which address is answered by what
     process    the process: listens, warms up, stops in good order
+    health     the health check of a container that runs the process
 
 Nothing here imports an engine, or torch; `process` opens what a model needs.
 """

@@ -24,6 +24,7 @@ from opal_deploy.cli.serve import parse_models, read_token
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
+from opal_deploy.server.health import check_health
 from opal_deploy.server.process import Address, serve
 from opal_deploy.server.state import ServerState
 from tests.inference.bright import wait_until
@@ -175,6 +176,27 @@ def test_health_follows_the_problem() -> None:
     assert health() == (503, 200)
     state.failed = True
     assert health() == (503, 503)
+
+
+def test_the_health_check_of_a_container_asks_its_server(request: pytest.FixtureRequest) -> None:
+    with request.getfixturevalue("serving")({}) as server:
+        port = server.url.rpartition(":")[2]
+        command = [
+            "/opt/bin/python",
+            "/opt/bin/opal-deploy",
+            "--debug",
+            "serve",
+            "m.onnx",
+            "--host=0.0.0.0",
+            "--port",
+            port,
+        ]
+        assert check_health(command) is None
+        server.state.failed, server.state.problem = True, "the device was lost"
+        assert "answers 503: " in str(check_health(command))
+    assert "does not answer: " in str(check_health(command))
+    # nothing to ask
+    assert check_health(["opal-deploy", "infer", "serve"]) is check_health(["sleep", "9"]) is None
 
 
 def test_models_are_named_by_their_files_or_by_the_call(tmp_path: Path) -> None:
