@@ -271,7 +271,6 @@ class _TrainingRun:
                 (epoch - 1) * images_per_epoch + int(metrics.seen),
                 options.epochs * images_per_epoch,
                 f"epoch {epoch}/{options.epochs}, loss {metrics.loss / metrics.seen:.3f}, "
-                f"{metrics.seen / metrics.seconds:.0f} images/s, "
                 f"{metrics.waited / metrics.seconds:.0%} waiting for data",
             )
             is_inside = step < steps
@@ -291,7 +290,15 @@ class _TrainingRun:
         metrics, started = progress.epoch_metrics, time.perf_counter()
         # without synchronised batch norm, processes differ in their statistics: evaluate those that are saved
         group.broadcast_buffers(self.network)
-        val = evaluate(self.network, val_batches, gather=group.all_gather if group.size > 1 else None)
+        before = epoch * images_per_epoch - len(self.data.val)
+
+        def after_batch(done: int, _: int | None, __: str) -> None:
+            # as many in every process, but for the last batch
+            seen = min(done * group.size, len(self.data.val))
+            self.report(before + seen, options.epochs * images_per_epoch, f"epoch {epoch}/{options.epochs}, validating")
+
+        gather = group.all_gather if group.size > 1 else None
+        val = evaluate(self.network, val_batches, report=after_batch, gather=gather)
         if not math.isfinite(val.loss):
             raise DivergenceError(
                 f"the validation loss is {val.loss} in epoch {epoch} at learning rate {options.lr:g}; "

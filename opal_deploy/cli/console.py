@@ -1,13 +1,18 @@
-"""Console output: messages on stderr, data on stdout, progress bars only on a terminal."""
+"""Console output: messages on stderr, data on stdout; progress as a bar on a terminal, as lines in a log."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+# seconds between two lines of progress in a log, and between two drawings of a bar
+_LINE_SECONDS, _BAR_SECONDS = 30.0, 0.1
 
 
 def print_message(text: str = "") -> None:
@@ -41,34 +46,100 @@ def print_json_line(text: str) -> None:
 
 
 class Advance(Protocol):
-    """Moves a progress bar to `done` of `total`; `total` is None while it is unknown."""
+    """Reports that `done` of `total` are done; `total` is None while it is unknown."""
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Advance]:
-    """Show a progress bar on a terminal, and nothing in a log file."""
+    """Show a progress bar on a terminal; anywhere else print a line now and then, half a minute apart.
+
+    Nothing is drawn between calls of `Advance`, so that what is being timed has no thread beside it.
+    """
     if not sys.stderr.isatty():
-        yield lambda done, total=None, note="": None
+        yield ProgressLines(title)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            rate = task.finished_speed or task.speed
+            return Text("" if rate is None else _format_rate(rate))
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        RateColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
         task = bar.add_task(title, total=None, note="")
+        drawn = time.monotonic()
 
         def advance(done: int, total: int | None = None, note: str = "") -> None:
-            if total is None:
-                bar.update(task, completed=done, note=note)
-            else:
-                bar.update(task, completed=done, total=total, note=note)
+            nonlocal drawn
+            bar.update(task, completed=done, total=total, note=one_line(note))
+            if (now := time.monotonic()) - drawn >= _BAR_SECONDS:
+                drawn = now
+                bar.refresh()
 
         yield advance
+
+
+class ProgressLines:
+    """Progress for a log: `images: 1,234 of 5,678 (22 %), 41.2/s, 0:01:48 left`, and a note."""
+
+    def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Print nothing yet: what takes less than half a minute needs no line.
+
+        Args:
+            title: the first word of each line.
+            clock: in seconds.
+        """
+        self._title, self._clock = title, clock
+        self._printed = clock()
+        self._total: int | None = None
+        # when counting began, from how many on: a run that is resumed has some before
+        self._since: tuple[float, int] | None = None
+
+    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+        """See `Advance`."""
+        now = self._clock()
+        # another total is another task under the same title
+        is_next_task = self._total is not None and total is not None and total != self._total
+        if self._since is None or is_next_task or done < self._since[1]:
+            self._since = now, done
+        self._total = total or self._total
+        if now - self._printed < _LINE_SECONDS:
+            return
+        self._printed = now
+        seconds, counted = now - self._since[0], done - self._since[1]
+        # of the time since the line before: what is slow now shows now
+        self._since = now, done
+        parts = [self._describe_count(done)]
+        if seconds and counted:
+            parts.append(_format_rate(counted / seconds))
+            if self._total is not None:
+                left = max(self._total - done, 0) * seconds / counted
+                parts.append(f"{datetime.timedelta(seconds=round(left))} left")
+        print_message(one_line(f"{self._title}: {', '.join(parts)}{f'; {note}' if note else ''}"))
+
+    def _describe_count(self, done: int) -> str:
+        return f"{done:,}" if not self._total else f"{done:,} of {self._total:,} ({done / self._total:.0%})"
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:.0f}/s" if rate >= 100 else f"{rate:.1f}/s" if rate >= 1 else f"{60 * rate:.1f}/min"

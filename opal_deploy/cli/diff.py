@@ -107,6 +107,7 @@ def _write_records(
     from opal_deploy.inference.run.results import RecordWriter
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes
+    from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import InferenceOptions, build_requests
     from opal_deploy.runtime.select import open_sessions
@@ -125,10 +126,10 @@ def _write_records(
         model_sha256=compute_sha256(model),
     )
     requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
-    with RecordWriter(out) as writer, progress(model.name) as advance:
+    with RecordWriter(out) as writer, progress(model.name) as advance, ImageCounter(images) as counter:
         for result in predict_stream(requests, sessions, options, print_message=print_message):
             writer.write(result.record)
-            advance(writer.count)
+            advance(writer.count, counter.total)
 
 
 def _image_loader(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opal_deploy.inference.sheets import SheetBuilder
+    from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.types import Result
 FORMATS = ("png", "svg")
 _DEFAULT_DIR = Path("sheets")
@@ -83,6 +84,7 @@ def explain(
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_effective_field, with_attention
     from opal_deploy.inference.sources import discovery
     from opal_deploy.inference.sources.annotations import read_boxes
+    from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import InferenceOptions, build_requests
     from opal_deploy.runtime.select import open_sessions
@@ -110,7 +112,8 @@ def explain(
     inference = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
     requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
     results = predict_stream(requests, sessions, inference)
-    _write_sheets(results, builder, output, as_json=as_json)
+    with ImageCounter(images) as counter:
+        _write_sheets(results, counter, builder, output, as_json=as_json)
 
 
 class _Output:
@@ -172,7 +175,9 @@ class _Output:
         return self.path / Path(overlay_name(index, image_name)).with_suffix(f".{self._format}").name
 
 
-def _write_sheets(results: Iterator[Result], builder: SheetBuilder, output: _Output, *, as_json: bool) -> None:
+def _write_sheets(
+    results: Iterator[Result], counter: ImageCounter, builder: SheetBuilder, output: _Output, *, as_json: bool
+) -> None:
     """Draw and write the sheet of every result.
 
     Raises:
@@ -194,7 +199,7 @@ def _write_sheets(results: Iterator[Result], builder: SheetBuilder, output: _Out
                     raise
                 failed += 1
                 print_message(one_line(f"{name}: {error.code}: {error}"))
-            advance(index + 1)
+            advance(index + 1, counter.total)
     if not output.one:
         print_message(f"{len(documents)} sheets in {output.path}{f', {failed} images failed' if failed else ''}")
     if as_json:

@@ -140,7 +140,7 @@ def test_a_classifier_to_compare_with_has_no_collapse_and_no_risk_curve(squares,
 
 def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, monkeypatch):
     losses = iter([0.9, 0.3, 0.3, 0.7])
-    monkeypatch.setattr(loop, "evaluate", lambda network, batches, gather: Evaluation(6, next(losses), 0.5))
+    monkeypatch.setattr(loop, "evaluate", lambda network, batches, **_: Evaluation(6, next(losses), 0.5))
     result = fit(replace(squares, test=[]), replace(OPTIONS, epochs=4), tmp_path)
     assert result.best_epoch == 2  # of equals the earlier
     assert result.test is None

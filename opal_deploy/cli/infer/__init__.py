@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opal_deploy.inference.run.directory import RunDirectory
     from opal_deploy.inference.run.interrupt import Interrupt
     from opal_deploy.inference.run.summary import Summary
+    from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.types import Request
 
 
@@ -279,7 +280,7 @@ def infer(
                 if inputs.labels is not None:
                     summary.accuracy = Accuracy(frozenset(metadata.class_names))
                 document = _run(
-                    requests, backend, options, summary, directory, interrupt,
+                    requests, backend, options, summary, directory, interrupt, inputs.counter(),
                     lambda: output.summary_context(loaded.fingerprint, backend),
                 )  # fmt: skip
                 output.print_summary(summary, skipped, options, backend)
@@ -296,6 +297,7 @@ def _run(
     summary: Summary,
     directory: RunDirectory,
     interrupt: Interrupt,
+    counter: ImageCounter,
     context: Callable[[], dict[str, object]],
 ) -> dict[str, object]:
     """Run, and write summary.json, however the run ends; return its document.
@@ -311,10 +313,10 @@ def _run(
     # records are freed without the garbage collector, which would look through each batch of them several times
     gc.set_threshold(20_000)
     try:
-        with progress("images") as advance:
+        with progress("images") as advance, counter:
 
             def report_progress(done: Summary) -> None:
-                advance(done.total, note=output.progress_note(done, backend))
+                advance(done.total, counter.total, note=output.progress_note(done, backend))
                 directory.save_progress()
 
             run(

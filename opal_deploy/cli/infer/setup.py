@@ -22,6 +22,7 @@ from opal_deploy.runtime.devices import Runtime
 if TYPE_CHECKING:
     from opal_deploy.artifact.engine_file import Sidecar
     from opal_deploy.inference.sources.annotations import Boxes, Labels
+    from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import Request
     from opal_deploy.runtime.session import Session
@@ -84,6 +85,12 @@ class Inputs:
         items = discovery.discover(self.images, skipped, sys.stdin, recursive=self.recursive)
         items = itertools.chain([next(items)], items)
         return build_requests(discovery.shard(items, *self.shard), self.boxes, self.labels)
+
+    def counter(self) -> ImageCounter:
+        """Return what counts the images of `build_requests` while they are worked on."""
+        from opal_deploy.inference.sources.counting import ImageCounter
+
+        return ImageCounter(self.images, self.shard, recursive=self.recursive)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

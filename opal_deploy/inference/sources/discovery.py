@@ -115,7 +115,7 @@ def _input_items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, 
             path = Path(text.removeprefix(LIST_MARK))
             yield from _list_items(file_lines(path), path, "the list", skipped)
         elif glob.has_magic(text):
-            yield from _glob_items(text, skipped, recursive)
+            yield from glob_items(text, skipped, recursive=recursive)
         else:
             # it was there when the call was checked; its record will say not_found
             yield Item(Path(text), Path(text).name)
@@ -145,8 +145,9 @@ def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Sk
         yield container_error(origin, "no_images", f"{called} named no image; expected one path a line")
 
 
-def _glob_items(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Item]:
-    matches = sorted(_expand_glob(pattern), key=os.fsencode)
+def glob_items(pattern: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
+    """Yield what a glob matches: images, members of archives, images of folders; if none, an item with a problem."""
+    matches = sorted(expand_glob(pattern), key=os.fsencode)
     found = False
     for match in matches:
         path = Path(match)
@@ -167,7 +168,7 @@ def _glob_items(pattern: str, skipped: Skipped, recursive: bool) -> Iterator[Ite
         yield container_error(Path(pattern), "no_images", what)
 
 
-def _expand_glob(pattern: str) -> set[str]:
+def expand_glob(pattern: str) -> set[str]:
     """Return what a glob matches; `**` goes through links to folders, but in no circle, as `glob` would 40 times."""
     parts = pattern.split(os.sep)
     if "**" not in parts:
@@ -175,7 +176,7 @@ def _expand_glob(pattern: str) -> set[str]:
     index = parts.index("**")
     base, rest = os.path.join(os.sep if parts[0] == "" else "", *parts[:index]), parts[index + 1 :] or ["*"]
     folders = (folder for start in (glob.glob(base) if base else [""]) for folder in _folders_below(start))
-    return {match for folder in folders for match in _expand_glob(os.path.join(glob.escape(folder), *rest))}
+    return {match for folder in folders for match in expand_glob(os.path.join(glob.escape(folder), *rest))}
 
 
 def _folders_below(start: str) -> Iterator[str]:

@@ -1,0 +1,33 @@
+"""What a person sees while a command works."""
+
+from opal_deploy.cli.console import ProgressLines
+
+
+def lines(capsys, title, *calls):
+    """What is printed when progress is reported at (seconds, done, total, note)."""
+    clock = iter([0, *(seconds for seconds, *_ in calls)])
+    advance = ProgressLines(title, clock=lambda: next(clock))
+    for _, *arguments in calls:
+        advance(*arguments)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_log_gets_a_line_each_half_minute_with_the_present_rate_and_the_time_left(capsys):
+    # 1,000 were there before; ten a second, then two; the total is known after a while
+    assert lines(
+        capsys, "images",
+        (1, 1_000), (20, 1_190), (31, 1_300), (60, 1_590, 5_000), (61, 1_600, 5_000, "1 failed"), (91, 1_660, 5_000),
+    ) == [
+        "images: 1,300, 10.0/s",
+        "images: 1,600 of 5,000 (32%), 10.0/s, 0:05:40 left; 1 failed",
+        "images: 1,660 of 5,000 (33%), 2.0/s, 0:27:50 left",
+    ]  # fmt: skip
+
+
+def test_what_is_short_prints_nothing_and_what_follows_counts_anew(capsys):
+    reading = (1, 10, 20), (29, 20, 20)
+    assert lines(capsys, "training", *reading) == []
+    assert lines(capsys, "training", *reading, (50, 100, 1_000), (60, 110, 1_000), (90, 130, 1_000)) == [
+        "training: 100 of 1,000 (10%)",
+        "training: 130 of 1,000 (13%), 45.0/min, 0:19:20 left",
+    ]
