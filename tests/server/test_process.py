@@ -80,7 +80,7 @@ def test_sigterm_under_load_loses_no_accepted_request(
             except httpx.TransportError:
                 return
 
-    with serving(f"trees={exact_model}", "--device", "cpu", "--drain", "0.3") as (process, url):
+    with serving(f"trees={exact_model}", "--device", "cpu", "--drain", "5") as (process, url):
         drained = threading.Thread(target=lambda: process.stderr and process.stderr.read())
         threads = [threading.Thread(target=call, args=(url,), kwargs={"keeps": n % 2}) for n in range(6)]
         threads += [threading.Thread(target=watch, args=(url,)), drained]
