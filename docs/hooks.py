@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from typer.cli import get_docs_for_click
 
 from opal_deploy.cli import app
-from opal_deploy.runtime.verification import GATES, WIDEST
+from opal_deploy.runtime.gates import GATES, WIDEST
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -5,17 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import onnx
 
 from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.export.images import VerificationImages
+from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run_in_batches
 from opal_deploy.export.options import ExportOptions, Report, no_report
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.export.quantization import to_int8
-from opal_deploy.runtime.verification import Rounding
+from opal_deploy.runtime.gates import Rounding
+
+
+class VerificationSample(NamedTuple):
+    """Verification images and the reference with its outputs on them."""
+
+    images: VerificationImages
+    reference: Reference
+
+
+@dataclass
+class SampledReference:
+    """The reference on a pool of images, computed as images are asked for and then kept for the next precision.
+
+    Attributes:
+        pool: the images.
+        run: returns the reference with its outputs on uint8 [n, H0, W0, 3].
+    """
+
+    pool: ImagePool
+    run: Callable[[Pixels], Reference]
+    _parts: list[Reference] = field(default_factory=list)
+
+    def first(self, count: int) -> VerificationSample:
+        """Return the first `count` images, or all that there are, with the reference."""
+        images = self.pool.first(count)
+        done = sum(len(part.images) for part in self._parts)
+        if done < len(images.pixels):
+            self._parts.append(run_in_batches(self.run, images.pixels[done:], Reference.concatenate))
+        return VerificationSample(images, Reference.concatenate(self._parts).rows(0, len(images.pixels)))
 
 
 @dataclass(frozen=True)
@@ -27,6 +56,8 @@ class ExportCandidate:
         metadata: metadata of the file, still without test vectors, verification report and digest.
         reference: the verification images with the reference's outputs.
         images: the verification images with their names.
+        more: returns the first so many verification images, or all that there are, with the reference's outputs; None
+            where there are no others.
         reference_name: the reference, for people: which runtime, where, in which precision.
         test_vectors: the images and outputs to store in the file.
         calibration: images that int8's ranges are measured on; None where int8 is not made.
@@ -41,6 +72,7 @@ class ExportCandidate:
     images: VerificationImages
     reference_name: str
     test_vectors: Reference = field(repr=False)
+    more: Callable[[int], VerificationSample] | None = field(default=None, repr=False)
     calibration: VerificationImages | None = field(default=None, repr=False)
     measure_rounding: Callable[[], Rounding] | None = None
     baseline: onnx.ModelProto | None = field(default=None, repr=False)

@@ -12,13 +12,13 @@ import torch
 from opal_deploy.artifact.metadata import Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.graph import ExportGraph, trace
-from opal_deploy.export.images import choose_images, run_in_batches
+from opal_deploy.export.images import SAMPLE_SIZES, choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions, Report, no_report
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
+from opal_deploy.runtime.gates import Rounding
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.runtime.verification import Rounding
 from opal_deploy.synthetic import test_vector_images
 
 
@@ -59,8 +59,9 @@ class CheckpointSource:
             exporter={"torch": torch.__version__},
         )
         session = TorchSession(self.checkpoint, device="cpu")
-        images, calibration = choose_images(metadata, options, calibrate="int8" in precisions)
-        reference = run_in_batches(session.run_reference, images.pixels, Reference.concatenate)
+        choice = choose_images(metadata, options, calibrate="int8" in precisions, report=report)
+        sample = SampledReference(choice.verification, session.run_reference)
+        images, reference = sample.first(SAMPLE_SIZES[0])
 
         def measure_rounding() -> Rounding:
             report("Measuring how far PyTorch's own outputs move when its convolutions sum in another order")
@@ -74,7 +75,8 @@ class CheckpointSource:
             images,
             reference_name=session.description,
             test_vectors=_halve_margin(session.run_reference(test_vector_images(*metadata.input_size))),
-            calibration=calibration,
+            more=sample.first,
+            calibration=choice.calibration,
             measure_rounding=measure_rounding,
         )
 

@@ -123,7 +123,7 @@ def stage_onnx(
             verification = verify_candidate(described, path.parent, options.threads, report)
             comparison = verification.comparison
             if not comparison:
-                raise verification_error(described, verification, path.name)
+                raise verification_error(verification, path.name)
             doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
             metadata = replace(metadata, verification={**verification.document, **doubt})
         described = replace(candidate, metadata=metadata)

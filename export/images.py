@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,19 +15,22 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.datasets.recorded import find_recorded_dataset
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.options import ExportOptions, Report, no_report
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
-from opal_deploy.synthetic import example_images
+from opal_deploy.synthetic import draw_example
 
 Pixels = NDArray[np.uint8]
 Result = TypeVar("Result", Outputs, Reference)
 
-# creatures have five slots each, so that one cell in 320 is less than the half percent that lower precisions may lose
-CREATURES = 64
-PHOTOGRAPHS = 64
+# a lower precision is judged on the first of these numbers of images, and on more while that does not tell
+SAMPLE_SIZES = (64, 192, 576)
+# drawing one takes as long as a small network's pass, and more of them tell little about photographs
+MAX_CREATURES = 192
 # one, two, and an odd number: a graph that fixed its batch size, or mixes the images of a batch, fails one of them
 BATCHES = (1, 2, 7)
 MAX_CALIBRATION_IMAGES = 128
@@ -33,6 +38,15 @@ MIN_CALIBRATION_IMAGES = 16
 # share of a folder for calibration where the rest of it has to judge the result
 _CALIBRATION_SHARE = 2 / 3
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+_SPLITS = {"val": "validation", "test": "test", "train": "training"}
+
+
+@dataclass(frozen=True)
+class Photograph:
+    """An image file: its sample (the label is not used), and the split that it belongs to, empty if to none."""
+
+    sample: Sample
+    split: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,98 +64,174 @@ class VerificationImages:
     description: str
 
 
+class ImagePool:
+    """Photographs or generated creatures in a fixed order, read as they are needed and then kept.
+
+    Attributes:
+        input_size: (H0, W0) of the model.
+        place: the name of the photographs' folder or data set; None for creatures, MAX_CREATURES at most.
+    """
+
+    def __init__(
+        self, input_size: tuple[int, int], photographs: Iterable[Photograph] = (), place: str | None = None
+    ) -> None:
+        """Make a pool; nothing is read yet.
+
+        Args:
+            input_size: (H0, W0) of the model.
+            photographs: in their order; those that cannot be read are passed over.
+            place: where the photographs are; None for creatures.
+        """
+        self.input_size = input_size
+        self.place = place
+        self._pixels: list[Pixels] = []
+        self._names: list[str] = []
+        self._splits: list[str] = []
+        self._unread = self._draw() if place is None else self._decode(photographs)
+
+    def first(self, count: int) -> VerificationImages:
+        """Return the first `count` images, or as many as there are."""
+        for pixels, name, split in islice(self._unread, max(0, count - len(self._pixels))):
+            self._pixels.append(pixels)
+            self._names.append(name)
+            self._splits.append(split)
+        kept = self._pixels[:count]
+        stacked = np.stack(kept) if kept else np.empty((0, *self.input_size, 3), np.uint8)
+        return VerificationImages(stacked, tuple(self._names[:count]), self._describe(self._splits[:count]))
+
+    def _describe(self, splits: Sequence[str]) -> str:
+        if self.place is None:
+            return f"{len(splits)} generated creatures"
+        parts = ", ".join(f"{number} {split}" for split, number in Counter(splits).items() if split)
+        return f"{len(splits)} photographs of {self.place}{f' ({parts})' if parts else ''}"
+
+    def _draw(self) -> Iterator[tuple[Pixels, str, str]]:
+        for number in range(MAX_CREATURES):
+            yield draw_example(number, *self.input_size), f"creature {number}", ""
+
+    def _decode(self, photographs: Iterable[Photograph]) -> Iterator[tuple[Pixels, str, str]]:
+        for photograph in photographs:
+            path, box = photograph.sample.path, photograph.sample.box
+            try:
+                image = decode(path)
+                pixels = to_input(image, compute_geometry(image, box), self.input_size)
+            except ImageError:
+                continue
+            yield pixels, str(path), photograph.split
+
+
+@dataclass(frozen=True)
+class ImageChoice:
+    """The images of an export; none is in both.
+
+    Attributes:
+        verification: images to verify on.
+        calibration: images to measure int8's ranges on; None where int8 is not made.
+    """
+
+    verification: ImagePool
+    calibration: VerificationImages | None = None
+
+
 def choose_images(
-    metadata: Metadata, options: ExportOptions, *, calibrate: bool
-) -> tuple[VerificationImages, VerificationImages | None]:
-    """Return the images to verify on and, for int8, those to calibrate with; no image is in both.
+    metadata: Metadata,
+    options: ExportOptions,
+    *,
+    calibrate: bool,
+    torchvision: bool = True,
+    report: Report = no_report,
+) -> ImageChoice:
+    """Choose the images to verify on and, for int8, those to calibrate with.
+
+    Verification takes the photographs of `options.images`, else of the data set that the model was trained on if that
+    is still there, validation images first, else those of `options.calibrate` that are left, else creatures.
+    Calibration takes those of `options.calibrate`, else training images.
 
     Args:
-        metadata: metadata of the model, for its input size.
+        metadata: metadata of the model: input size, classes, record of the training run.
         options: the folders.
         calibrate: whether int8 is made.
+        torchvision: whether data sets that torchvision reads may be read, which imports torch.
+        report: receives progress messages.
 
     Raises:
         UsageError: a folder is missing or has too few readable images.
     """
-    if not calibrate:
-        return choose_verification_images(metadata, options.images), None
-    folder, judging = options.calibrate, options.images or options.calibrate
-    shared = options.verify and folder is not None and judging is not None and judging.resolve() == folder.resolve()
-    calibration = choose_calibration_images(metadata, folder, share=_CALIBRATION_SHARE if shared else 1.0)
-    return choose_verification_images(metadata, judging, [Path(name) for name in calibration.names]), calibration
-
-
-def choose_verification_images(
-    metadata: Metadata, folder: Path | None, excluded: Sequence[Path] = ()
-) -> VerificationImages:
-    """Return photographs of a folder, spread evenly over it, or generated creatures.
-
-    Args:
-        metadata: metadata of the model, for its input size.
-        folder: the folder; None for creatures.
-        excluded: files that int8's ranges were measured on; they may not judge the result.
-
-    Raises:
-        UsageError: fewer than sum(BATCHES) readable images remain.
-    """
-    if folder is None:
-        pixels = example_images(CREATURES, *metadata.input_size)
-        names = tuple(f"creature {number}" for number in range(CREATURES))
-        return VerificationImages(pixels, names, f"{CREATURES} generated creatures")
-    images = read_images(folder, metadata.input_size, PHOTOGRAPHS, excluded)
-    if len(images.pixels) < sum(BATCHES):
-        besides = " besides those that it is calibrated with" if excluded else ""
+    data = None
+    if (options.verify and options.images is None) or (calibrate and options.calibrate is None):
+        data = find_recorded_dataset(metadata.training, metadata.class_names, torchvision=torchvision)
+        root = (metadata.training.get("data") or {}).get("root")
+        if data is None and root and options.images is None and options.calibrate is None:
+            report(f"The images that it was trained on are not in {root} any more; --pictures names others")
+    calibration = _choose_calibration_images(metadata, options, data) if calibrate else None
+    folder = options.images or (options.calibrate if calibrate and data is None else None)
+    used = {Path(name).resolve() for name in calibration.names} if calibration else set()
+    if folder is not None:
+        pool = ImagePool(metadata.input_size, _photographs(folder, used), folder.name)
+    elif data is not None:
+        splits = [(name, _interleave(getattr(data, split))) for split, name in _SPLITS.items()]
+        photographs = [
+            Photograph(s, name) for name, samples in splits for s in samples if not used or s.path.resolve() not in used
+        ]
+        pool = ImagePool(metadata.input_size, photographs, data.root.name)
+    else:
+        return ImageChoice(ImagePool(metadata.input_size), calibration)
+    found = len(pool.first(SAMPLE_SIZES[0]).names)
+    if found < sum(BATCHES):
+        besides = " besides those that it is calibrated with" if calibration else ""
         raise UsageError(
-            f"{folder}: {len(images.pixels)} readable images{besides}; verification needs at least {sum(BATCHES)}"
+            f"{folder or (data and data.root)}: {found} readable images{besides}; verification needs at least "
+            f"{sum(BATCHES)}"
         )
-    return images
+    return ImageChoice(pool, calibration)
 
 
-def choose_calibration_images(metadata: Metadata, folder: Path | None, *, share: float = 1.0) -> VerificationImages:
-    """Return at most MAX_CALIBRATION_IMAGES images of a folder, and at most a share of it.
+def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data: DataSet | None) -> VerificationImages:
+    """Return at most MAX_CALIBRATION_IMAGES images of a folder, or training images.
 
     Raises:
-        UsageError: no folder, or fewer than MIN_CALIBRATION_IMAGES readable images.
+        UsageError: no folder and no data, or fewer than MIN_CALIBRATION_IMAGES readable images.
     """
-    if folder is None:
+    folder, count, kept = options.calibrate, MAX_CALIBRATION_IMAGES, ""
+    if folder is not None:
+        paths = list_images(folder)
+        judging = options.images or (None if data else folder)
+        if options.verify and judging is not None and judging.resolve() == folder.resolve():
+            count = min(count, int(_CALIBRATION_SHARE * len(paths)))
+            kept = " (a third of the folder is kept to judge the result; --pictures gives others)"
+        samples, split, place = [Sample(path, 0) for path in paths], "", folder.name
+    elif data is not None:
+        samples, split, place = data.train, _SPLITS["train"], data.root.name
+    else:
         raise UsageError(
             "--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see: "
             "ranges measured on anything else cost accuracy and cells"
         )
-    count = min(MAX_CALIBRATION_IMAGES, int(share * len(list_images(folder))))
-    images = read_images(folder, metadata.input_size, count)
-    if len(images.pixels) < MIN_CALIBRATION_IMAGES:
-        kept = " (a third of the folder is kept to judge the result; --pictures gives others)" if share < 1.0 else ""
+    photographs = [Photograph(sample, split) for sample in _interleave(samples, [count])]
+    images = ImagePool(metadata.input_size, photographs, place).first(count)
+    if len(images.names) < MIN_CALIBRATION_IMAGES:
         raise UsageError(
-            f"{folder}: {len(images.pixels)} readable images to calibrate with{kept}; "
+            f"{folder or (data and data.root)}: {len(images.names)} readable images to calibrate with{kept}; "
             f"at least {MIN_CALIBRATION_IMAGES} are needed"
         )
     return images
 
 
-def read_images(
-    folder: Path, input_size: tuple[int, int], count: int, excluded: Sequence[Path] = ()
-) -> VerificationImages:
-    """Return at most `count` readable images of a folder and its subfolders, spread evenly over their sorted paths.
+def _photographs(folder: Path, excluded: Collection[Path]) -> list[Photograph]:
+    kept = [Sample(path, 0) for path in list_images(folder) if not excluded or path.resolve() not in excluded]
+    return [Photograph(sample) for sample in _interleave(kept)]
 
-    Raises:
-        UsageError: no such folder.
-    """
-    skipped = {path.resolve() for path in excluded}
-    paths = [path for path in list_images(folder) if path.resolve() not in skipped]
-    pixels: list[Pixels] = []
-    names: list[str] = []
-    for path in _spread(paths, count):
-        if len(pixels) == count:
-            break
-        try:
-            image = decode(path)
-        except ImageError:
-            continue
-        pixels.append(to_input(image, compute_geometry(image), input_size))
-        names.append(str(path))
-    stacked = np.stack(pixels) if pixels else np.empty((0, *input_size, 3), np.uint8)
-    return VerificationImages(stacked, tuple(names), f"{len(pixels)} photographs of {folder.name}")
+
+def _interleave(samples: Sequence[Sample], sizes: Sequence[int] = SAMPLE_SIZES) -> list[Sample]:
+    """Return samples in an order in which the first of each of these numbers are spread evenly over all."""
+    ordered: list[Sample] = []
+    left = list(samples)
+    for size in sizes:
+        count = min(size - len(ordered), len(left))
+        chosen = {len(left) * index // count for index in range(count)}
+        ordered += [left[index] for index in sorted(chosen)]
+        left = [sample for index, sample in enumerate(left) if index not in chosen]
+    return ordered + left
 
 
 def list_images(folder: Path) -> list[Path]:

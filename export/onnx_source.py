@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.metadata import Metadata, Precision, check_all_outputs
-from opal_deploy.artifact.outputs import FloatArray, Outputs
+from opal_deploy.artifact.outputs import FloatArray
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
-from opal_deploy.export.candidate import ExportCandidate
+from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.graph_edit import producers, with_outputs
-from opal_deploy.export.images import BATCHES, Pixels, choose_images, run_in_batches
+from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
 from opal_deploy.export.options import ExportOptions, Report, no_report
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -66,18 +66,25 @@ class OnnxSource:
         # the reference is all of the file's outputs
         check_all_outputs(self.metadata, str(self.path), "another precision of it")
         session = self._verify_vectors(options, report)
-        images, calibration = choose_images(self.metadata, options, calibrate="int8" in precisions)
+        choice = choose_images(self.metadata, options, calibrate="int8" in precisions, torchvision=False, report=report)
         model = onnx.load(self.path)
-        outputs = run_in_batches(session.run, images.pixels, Outputs.concatenate)
+        find_margin = _margin_finder(model, session)
+
+        def run(pixels: Pixels) -> Reference:
+            return Reference(pixels, session.run(pixels), None if find_margin is None else find_margin(pixels))
+
+        sample = SampledReference(choice.verification, run)
+        images, reference = sample.first(SAMPLE_SIZES[0])
         doubt = self.metadata.unverified
         return ExportCandidate(
             model,
             self.metadata,
-            Reference(images.pixels, outputs, compute_top2_margin(model, session, images.pixels)),
+            reference,
             images,
             reference_name=f"{self.path.name} in {session.description}",
             test_vectors=test_vectors.unpack(self.metadata.test_vectors, str(self.path)),
-            calibration=calibration,
+            more=sample.first,
+            calibration=choice.calibration,
             unverified=f"made from {self.path.name}, which was {doubt}" if doubt else "",
         )
 
@@ -118,16 +125,16 @@ class OnnxSource:
         return session
 
 
-def compute_top2_margin(model: onnx.ModelProto, session: OnnxSession, pixels: Pixels) -> FloatArray | None:
-    """Return by how much each channel's best cell exceeds its second, which a file's own outputs do not tell.
+def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pixels], FloatArray] | None:
+    """Return what finds by how much each channel's best cell exceeds its second, which a file's outputs do not tell.
 
     Args:
         model: graph of the file.
         session: the file, loaded.
-        pixels: uint8 [N, H0, W0, 3].
 
     Returns:
-        float32 [N, K], relative to the best cell; see `Reference.top2_margin`.
+        A function from uint8 [n, H0, W0, 3] to float32 [n, K], relative to the best cell (see `Reference.top2_margin`);
+        None for a model without cells.
     """
     if "argmax" not in session.metadata.outputs:
         return None
@@ -139,11 +146,12 @@ def compute_top2_margin(model: onnx.ModelProto, session: OnnxSession, pixels: Pi
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = session.threads, 1
     runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    margins = []
-    for start in range(0, len(pixels), BATCHES[-1]):
-        (cells,) = runner.run(None, {"images": session.prepare_input(pixels[start : start + BATCHES[-1]])})
-        margins.append(_relative_margin(cells.reshape(*cells.shape[:2], -1)))
-    return np.concatenate(margins)
+
+    def find(pixels: Pixels) -> FloatArray:
+        (cells,) = runner.run(None, {"images": session.prepare_input(pixels)})
+        return _relative_margin(cells.reshape(*cells.shape[:2], -1))
+
+    return find
 
 
 def _relative_margin(cells: NDArray[Any]) -> FloatArray:

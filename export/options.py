@@ -33,9 +33,8 @@ class ExportOptions:
         input_kind: input of the graph; see `Metadata.input_kind`.
         attention: output the attention maps [N, K, H, W] too.
         top_k: output the k best classes with their evidence instead of all classes and channels; None: output all.
-        images: folder of photographs to verify on; None: those of `calibrate` that int8 is not calibrated with, else
-            generated creatures.
-        calibrate: folder of photographs that int8's ranges are measured on.
+        images: folder of photographs to verify on; None: see `images.choose_images`.
+        calibrate: folder of photographs that int8's ranges are measured on; None: the model's training images.
         threads: threads of ONNX Runtime during verification; None: as many as the process may use.
         verify: compare each file with its reference before it gets its name.
     """

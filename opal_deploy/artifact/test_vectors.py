@@ -39,6 +39,11 @@ class Reference:
     outputs: Outputs
     top2_margin: FloatArray | None = None
 
+    def rows(self, start: int, stop: int) -> Reference:
+        """Return the reference on images `start` to `stop`; views of the arrays."""
+        margin = None if self.top2_margin is None else self.top2_margin[start:stop]
+        return Reference(self.images[start:stop], self.outputs.rows(start, stop), margin)
+
     @staticmethod
     def concatenate(parts: Sequence[Reference]) -> Reference:
         """Return one reference for consecutive batches of one model."""

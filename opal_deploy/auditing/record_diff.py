@@ -18,7 +18,7 @@ from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.verification import GATES, Gate
+from opal_deploy.runtime.gates import GATES, Gate
 
 # fields that no model computes: how the image was found, files written beside the record, what people said
 NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "truth", "name"})

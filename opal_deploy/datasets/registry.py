@@ -29,6 +29,7 @@ _ADAPTERS: dict[str, Adapter] = {
     for adapter in (CUB, CUB100, DOGS, CARS, PETS, FLOWERS, IMAGENET, CALTECH101, DTD, SUN397, IMAGE_FOLDER)
 }
 DATASET_NAMES: tuple[str, ...] = tuple(_ADAPTERS)
+_TORCHVISION = frozenset(adapter.name for adapter in (CARS, PETS, FLOWERS, DTD, SUN397))
 
 
 def read_dataset(
@@ -60,6 +61,25 @@ def read_dataset(
         return _read_and_check(root, dataset, partition, skip_missing, validation, report)
     except OSError as error:
         raise unreadable_error(error, root) from None
+
+
+def list_dataset(root: Path, dataset: str, *, validation: Validation = "authors", torchvision: bool = True) -> DataSet:
+    """Return what the lists of a data set say, its first partition, without looking at the image files.
+
+    Args:
+        root: see `read_dataset`.
+        dataset: one of `DATASET_NAMES`.
+        validation: see `read_dataset`.
+        torchvision: whether data sets that torchvision reads may be read, which imports torch.
+
+    Raises:
+        UsageError: the lists cannot be read, or the data set may not be.
+    """
+    if dataset not in _ADAPTERS or (dataset in _TORCHVISION and not torchvision):
+        raise UsageError(f"{root}: the lists of {dataset!r} are not read here")
+    adapter, folder = _locate(root, _ADAPTERS[dataset])
+    data = adapter.read(folder, 1).data
+    return data if data.val else set_validation_aside(data, validation)
 
 
 def _read_and_check(

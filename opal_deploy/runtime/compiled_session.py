@@ -26,9 +26,10 @@ from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.graph import build_inference_graph
 from opal_deploy.runtime.diagnostics import find_compile_problem
+from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import TorchSession, to_tensor, torch_device, translate_error
-from opal_deploy.runtime.verification import GATES, compare_outputs
+from opal_deploy.runtime.verification import compare_outputs
 from opal_deploy.synthetic import test_vector_images
 
 # uint8 [N, H0, W0, 3] to the model's outputs, N a size that is compiled

@@ -1,13 +1,6 @@
-"""The gates that a model's outputs must pass when they are compared with a reference.
+"""The comparison of a model's outputs with a reference, by the gates of `gates`.
 
-fp32: every cosine within 1e-6, every cell equal except ties (best and second within 1e-4 of each other). fp16 and
-bf16: at least 99.5 % of the predicted block's cells, int8 at least 97 %; the class equal wherever the margin exceeds
-twice the cosine difference measured. Logits are compared where |logit| > 1e-2: the root magnifies rounding near zero.
-
-Some networks do not even agree with themselves to 1e-6: PyTorch's own outputs move by more when its convolutions sum in
-another order. For those, and only those, the exporter measures that movement (`Rounding`) and widens the gate to four
-times its size, within `WIDEST`: one other order shows a part of what another runtime's kernels may do. The gate that
-was used is written into the artifact. `verify_test_vectors` checks an artifact against the vectors that it carries.
+`compare_outputs` measures and judges; `verify_test_vectors` checks an artifact against the vectors that it carries.
 
 Of a graph that lists its best classes alone, these are compared with the reference's values of the same classes; and no
 class may be missing from the list that is better than a listed one by more than twice the gate.
@@ -22,103 +15,14 @@ import numpy as np
 
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
-from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs, TopOutputs, cosines, select_top
+from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs, TopOutputs, select_top
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
+from opal_deploy.runtime.gates import GATES, NEAR_TIE, Agreement, Gate, compute_cosines
 from opal_deploy.runtime.session import Session
 
-# the gate of a network is widened to this many times its own rounding
-_ROUNDING_FACTOR = 4
 # float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
 _RESOLUTION = 1e-6
-# a differing cell whose lead is under this is called a near tie in reports
-NEAR_TIE = 1e-2
-
-
-@dataclass(frozen=True)
-class Gate:
-    """The largest differences that a precision may cause.
-
-    Attributes:
-        cosine: largest difference of any class's cosine.
-        logit: largest difference of a logit, relative to max(1, |logit|).
-        score: largest difference of a score.
-        tie: relative lead of the best cell under which two cells count as equal.
-        cells: share of the predicted class's untied cells that must agree; all untied cells of all classes for 1.0.
-        all_cells: share of the untied cells of all classes that must agree: what no rounding explains.
-    """
-
-    cosine: float
-    logit: float
-    score: float
-    tie: float
-    cells: float
-    all_cells: float = 0.0
-
-    def widened_by(self, rounding: Rounding) -> Gate:
-        """Return the gate that a network with this much rounding of its own can pass; never beyond `WIDEST`."""
-        return replace(
-            self,
-            cosine=max(self.cosine, min(_ROUNDING_FACTOR * rounding.cosine, WIDEST.cosine)),
-            score=max(self.score, min(_ROUNDING_FACTOR * rounding.score, WIDEST.score)),
-            tie=max(self.tie, min(_ROUNDING_FACTOR * rounding.relative_score, WIDEST.tie)),
-        )
-
-    def relaxed_for_machine(self) -> Gate:
-        """Return the gate for another machine than the exporting one, whose kernels sum in an order of their own.
-
-        It is ten times as wide where the gate allows for rounding only; a lower precision's gate is wide enough. The
-        few stored vectors have too few cells of predicted classes for a share of 99.5 % to mean much: there the share
-        of all cells counts, and near ties do not.
-        """
-
-        def wider(own: float, widest: float) -> float:
-            return min(10 * own, max(own, widest))
-
-        return replace(
-            self,
-            cosine=wider(self.cosine, WIDEST.cosine),
-            score=wider(self.score, WIDEST.score),
-            tie=wider(self.tie, WIDEST.tie) if self.cells >= 1.0 else NEAR_TIE,
-            cells=1.0 if self.cells >= 1.0 else min(self.cells, self.all_cells),
-        )
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """How far a network's float32 outputs move when only the order of summation changes.
-
-    Attributes:
-        cosine, score: largest absolute movement.
-        relative_score: largest movement of a score relative to the score.
-    """
-
-    cosine: float
-    score: float
-    relative_score: float
-
-    @staticmethod
-    def between(one: Outputs, other: Outputs, metadata: Metadata) -> Rounding:
-        """Return the movement between two runs of one network on the same images; zero without scores."""
-        if one.scores is None or other.scores is None:
-            return Rounding(0.0, 0.0, 0.0)
-        difference = np.abs(one.scores - other.scores)
-        return Rounding(
-            float(np.abs(_cosines(one, metadata) - _cosines(other, metadata)).max()),
-            float(difference.max()),
-            float((difference / np.maximum(np.abs(one.scores), 1e-30)).max()),
-        )
-
-
-# a network noisier than this has no outputs to reproduce
-WIDEST = Gate(cosine=1e-4, logit=1e-3, score=1e-4, tie=1e-2, cells=1.0)
-
-GATES = {
-    "fp32": Gate(cosine=1e-6, logit=1e-4, score=1e-5, tie=1e-4, cells=1.0),
-    "fp16": Gate(cosine=2e-2, logit=5e-2, score=5e-2, tie=1e-4, cells=0.995, all_cells=0.9),
-    "bf16": Gate(cosine=5e-2, logit=1e-1, score=1e-1, tie=1e-4, cells=0.995, all_cells=0.7),
-    "int8": Gate(cosine=2e-1, logit=3e-1, score=3e-1, tie=1e-4, cells=0.97, all_cells=0.3),
-}
 
 
 @dataclass(frozen=True)
@@ -129,9 +33,10 @@ class Comparison:
         max_cosine, max_logit, max_score: largest absolute differences (None where the model has no such output).
         cells, cells_tied, cells_different: of all K channels of all images: compared, left out as ties, different.
         block_cells, block_cells_different: the same within the reference's predicted class, ties left out.
-        block_near_ties: those of block_cells_different whose best cell leads by less than NEAR_TIE.
+        block_near_ties: cells within the predicted class that differ and lead by less than NEAR_TIE.
         classes_different: images whose predicted class differs although the margin is large enough to tell.
         worst: index of the image that is furthest from the reference.
+        agreement: the share of block_cells that agree with its bounds; None where the plain share is judged.
         failures: one sentence for each gate that failed; empty if the candidate passed.
     """
 
@@ -147,6 +52,7 @@ class Comparison:
     block_near_ties: int = 0
     classes_different: int = 0
     worst: int = 0
+    agreement: Agreement | None = None
     failures: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -157,8 +63,19 @@ class Comparison:
         return {**asdict(self), "failures": list(self.failures), "passed": bool(self)}
 
 
-def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate) -> Comparison:
-    """Compare a candidate's outputs with the reference, on the reference's images."""
+def compare_outputs(
+    reference: Reference, candidate: Outputs, metadata: Metadata, gate: Gate, confidence: float | None = None
+) -> Comparison:
+    """Compare a candidate's outputs with the reference, on the reference's images.
+
+    Args:
+        reference: images with the outputs to reproduce.
+        candidate: outputs on the same images.
+        metadata: of the model.
+        gate: the largest differences.
+        confidence: refuse the share of the predicted classes' cells only where it is shown, at this confidence, to be
+            too small; None: refuse every share that is too small.
+    """
     expected = reference.outputs
     failures = _shape_failures(expected, candidate, metadata)
     if failures:
@@ -176,15 +93,16 @@ def compare_outputs(reference: Reference, candidate: Outputs, metadata: Metadata
             failures=tuple(f for f in messages if f),
         )  # fmt: skip
     return _compare_evidence(
-        reference, candidate, _cosines(candidate, metadata), candidate.logits.argmax(1), metadata, gate
-    )
+        reference, candidate, compute_cosines(candidate, metadata), candidate.logits.argmax(1), metadata, gate,
+        confidence=confidence,
+    )  # fmt: skip
 
 
 def _compare_top(reference: Reference, top: TopOutputs, metadata: Metadata, gate: Gate) -> Comparison:
     """Compare the listed classes; all others count as equal, and none of their cells as compared."""
     expected, m = reference.outputs, metadata.prototypes_per_class
     place = np.arange(len(expected))[:, None], top.classes
-    logits, after = expected.logits.copy(), _cosines(expected, metadata)
+    logits, after = expected.logits.copy(), compute_cosines(expected, metadata)
     scores, argmax = cast(FloatArray, expected.scores).copy(), cast(IntArray, expected.argmax).copy()
     listed = np.zeros(scores.shape, np.bool_)
     logits[place] = top.logits
@@ -226,6 +144,7 @@ def _compare_evidence(
     metadata: Metadata,
     gate: Gate,
     listed: Any = True,
+    confidence: float | None = None,
 ) -> Comparison:
     """Compare outputs with scores.
 
@@ -237,36 +156,37 @@ def _compare_evidence(
         metadata: of the model.
         gate: the largest differences.
         listed: bool [N, K], the channels whose cells are compared; True: all.
+        confidence: see `compare_outputs`.
     """
     expected = reference.outputs
     logit, logit_failure = _logits(expected.logits, candidate.logits, gate)
     score = float(np.abs(cast(FloatArray, expected.scores) - cast(FloatArray, candidate.scores)).max())
-    before = _cosines(expected, metadata)
+    before = compute_cosines(expected, metadata)
     distance = np.abs(before - after).max(axis=1)
     cosine = float(distance.max())
     cells, moved = _cells(reference, candidate, metadata, gate, listed)
+    agreement = None
+    if confidence is not None and cells and gate.cells < 1.0:
+        count = cells["block_cells"]
+        agreement = Agreement.of(count - cells["block_cells_different"], count, gate.cells, confidence)
     flipped = (expected.logits.argmax(1) != predicted) & _decided(before, cosine)
     messages = [
         logit_failure,
         "" if cosine <= gate.cosine else f"a cosine differs by {cosine:.3g}, more than {gate.cosine:g}",
         "" if score <= gate.score else f"a score differs by {score:.3g}, more than {gate.score:g}",
-        _cells_failure(cells, gate),
+        _cells_failure(cells, gate, agreement),
         _all_cells_failure(cells, gate),
         _classes_failure(int(flipped.sum())),
     ]
     return Comparison(
         len(expected), logit, cosine, score, **cells, classes_different=int(flipped.sum()),
-        worst=_worst(flipped, moved, distance), failures=tuple(f for f in messages if f),
+        worst=_worst(flipped, moved, distance), agreement=agreement, failures=tuple(f for f in messages if f),
     )  # fmt: skip
 
 
 def _worst(*criteria: Any) -> int:
     """Return the image that is largest by the first criterion [N], of equals by the next."""
     return int(np.lexsort(criteria[::-1])[-1])
-
-
-def _cosines(outputs: Outputs, metadata: Metadata) -> Any:
-    return cosines(cast(FloatArray, outputs.scores), metadata.prototypes_per_class, metadata.epsilon)
 
 
 def _shape_failures(expected: Outputs, candidate: Outputs, metadata: Metadata) -> tuple[str, ...]:
@@ -319,7 +239,8 @@ def _cells(
     if expected.argmax is None or candidate.argmax is None or margin is None:
         return {}, np.zeros(len(expected))
     untied = (margin >= gate.tie) & listed
-    differs = (expected.argmax != candidate.argmax) & untied
+    unequal = expected.argmax != candidate.argmax
+    differs = unequal & untied
     m = metadata.prototypes_per_class
     predicted = expected.logits.argmax(axis=1)
     in_block = np.arange(expected.argmax.shape[1])[None] // m == predicted[:, None]
@@ -329,22 +250,23 @@ def _cells(
         "cells_different": int(differs.sum()),
         "block_cells": int((untied & in_block).sum()),
         "block_cells_different": int((differs & in_block).sum()),
-        "block_near_ties": int((differs & in_block & (margin < NEAR_TIE)).sum()),
+        "block_near_ties": int((unequal & listed & in_block & (margin < NEAR_TIE)).sum()),
     }
     return counts, (differs if gate.cells >= 1.0 else differs & in_block).sum(axis=1)
 
 
-def _cells_failure(cells: dict[str, int], gate: Gate) -> str:
+def _cells_failure(cells: dict[str, int], gate: Gate, agreement: Agreement | None) -> str:
     if not cells:
         return "there are no cells to compare"
     if gate.cells >= 1.0:
         count, different = cells["cells"], cells["cells_different"]
         return f"{different} of {count} cells differ; none may" if different else ""
     count, different = cells["block_cells"], cells["block_cells_different"]
-    if different <= (1.0 - gate.cells) * count:
+    if not agreement.refuted if agreement else different <= (1.0 - gate.cells) * count:
         return ""
-    agree = 100.0 * (1.0 - different / count)
-    return f"{agree:.2f} % of the predicted classes' {count} cells agree; at least {100 * gate.cells:g} % must"
+    agree = f"{100.0 * (1.0 - different / count):.2f} % of the predicted classes' {count} cells agree"
+    at_most = f" (in all such images at most {100 * agreement.high:.2f} %)" if agreement else ""
+    return f"{agree}{at_most}; at least {100 * gate.cells:g} % must"
 
 
 def _all_cells_failure(cells: dict[str, int], gate: Gate) -> str:

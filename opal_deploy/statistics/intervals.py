@@ -157,6 +157,23 @@ def clopper_pearson_bound(cases: int, trials: int, confidence: float = 0.95) -> 
     return high
 
 
+def share_bounds(hits: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Return Clopper and Pearson's lower and upper bound of a share, each one-sided at `confidence`.
+
+    Args:
+        hits: 0 ... trials.
+        trials: 0 or more; without trials the bounds are 0 and 1.
+        confidence: between 0 and 1.
+
+    Raises:
+        ValueError: see `clopper_pearson_bound`.
+    """
+    return (
+        1.0 - clopper_pearson_bound(trials - hits, trials, confidence),
+        clopper_pearson_bound(hits, trials, confidence),
+    )
+
+
 def trials_needed(rate: float, confidence: float = 0.95) -> int:
     """Return how many trials without a single case put the upper bound at `rate` or under it.
 

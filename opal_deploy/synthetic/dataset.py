@@ -224,12 +224,20 @@ def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
         raise UsageError(f"{count} images: the number must not be negative")
     check_size((height, width))
     images = np.empty((count, height, width, 3), dtype=np.uint8)
-    kinds = list_species(MAX_SPECIES)
     for i in range(count):
-        images[i] = draw_creature(
-            kinds[i % MAX_SPECIES], np.random.default_rng([_EXAMPLE_SEED, i]), (height, width)
-        ).image
+        images[i] = draw_example(i, height, width)
     return images
+
+
+def draw_example(number: int, height: int, width: int) -> NDArray[np.uint8]:
+    """Return image `number` of `example_images`: uint8 [height, width, 3], RGB.
+
+    Raises:
+        UsageError: a side is under 32 pixels.
+    """
+    check_size((height, width))
+    kind = list_species(MAX_SPECIES)[number % MAX_SPECIES]
+    return draw_creature(kind, np.random.default_rng([_EXAMPLE_SEED, number]), (height, width)).image
 
 
 def noise_image(height: int, width: int) -> NDArray[np.uint8]:

@@ -36,7 +36,7 @@ def test_a_file_lands_beside_its_source_with_a_report_and_json(opal: Opal, folde
     document = json.loads(done.stdout)
     assert document["path"] == "c.fp16.onnx"
     assert document["verification"]["passed"] is True
-    assert "Verified on 64 images: largest differences: logit" in done.stderr
+    assert "generated creatures: largest differences: logit" in done.stderr
     assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 

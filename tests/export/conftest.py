@@ -10,7 +10,7 @@ from opal_deploy.export.exporter import export
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.model.config import HeadConfig
-from opal_deploy.synthetic import example_images
+from opal_deploy.synthetic import draw_example
 from tests.builders import build_checkpoint
 
 
@@ -19,14 +19,14 @@ def _images_drawn_once():
     """Drawing the verification images takes longer than the rest of a tiny export; they are always the same."""
     drawn = {}
 
-    def cached(count, height, width):
-        key = (count, height, width)
+    def cached(number, height, width):
+        key = (number, height, width)
         if key not in drawn:
-            drawn[key] = example_images(count, height, width)
-        return drawn[key].copy()
+            drawn[key] = draw_example(number, height, width)
+        return drawn[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "example_images", cached)
+        patch.setattr(images, "draw_example", cached)
         yield
 
 

@@ -80,7 +80,8 @@ class TestImages:
         monkeypatch.chdir(cub_mini / "images")
         judging = {"none": None, "a link": tmp_path / "link", "relative": Path()}[way]
         options = ExportOptions(calibrate=cub_mini / "images", images=judging)
-        judges, calibration = choose_images(onnx_file.read_metadata(fp32), options, calibrate=True)
+        choice = choose_images(onnx_file.read_metadata(fp32), options, calibrate=True)
+        judges, calibration = choice.verification.first(64), choice.calibration
         assert calibration is not None
         assert (len(calibration.names), len(judges.names)) == (128, 64)
         used, judged = ({Path(name).resolve() for name in images.names} for images in (calibration, judges))

@@ -13,8 +13,8 @@ from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.graph_edit import BODY_OUTPUT
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.runtime.gates import WIDEST, Rounding
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import WIDEST, Rounding
 
 
 def _edit(ending, change):

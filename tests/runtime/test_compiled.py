@@ -12,9 +12,10 @@ from opal_deploy.errors import UsageError, VerificationError
 from opal_deploy.runtime import compiled_session, cuda_compiled_session, diagnostics, torch_session
 from opal_deploy.runtime.compiled_session import CompiledSession, open_compiled_session
 from opal_deploy.runtime.cuda_compiled_session import CudaCompiledSession, ProgramKernels
+from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.runtime.verification import GATES, compare_outputs
+from opal_deploy.runtime.verification import compare_outputs
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint
 from tests.runtime.tensorrt.conftest import L4

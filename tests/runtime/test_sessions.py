@@ -21,10 +21,11 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.runtime.cuda_options import parse_cuda_options
+from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.runtime.verification import GATES, compare_outputs, verify_test_vectors
+from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
 
 IMAGES = example_images(5, 64, 96)

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.stats import beta
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, select_top
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.runtime.verification import GATES, NEAR_TIE, WIDEST, Gate, Rounding, compare_outputs
+from opal_deploy.runtime.gates import GATES, NEAR_TIE, WIDEST, Gate, Rounding
+from opal_deploy.runtime.verification import compare_outputs
 
 CLASSES, M, CELLS = 4, 5, 49
 METADATA = Metadata(tuple("abcd"), M, {"distance": "l2", "epsilon": 1e-8}, "exact", "resnet18", (7, 7), (224, 224))
@@ -123,6 +125,31 @@ class TestCells:
         report = compare(FP16, reference=reference, argmax=flip(flips, block=True, reference=reference))
         assert (report.block_cells, report.block_cells_different) == (1000, flips)
         assert bool(report) is passes
+
+    @pytest.mark.parametrize(
+        ("cells", "flips", "passes", "shown"),
+        [
+            (300, 0, True, False), (300, 3, True, False), (300, 5, False, False), (300, 30, False, False),
+            (1000, 0, True, True), (1000, 9, True, False), (1000, 11, False, False),
+        ],
+    )  # fmt: skip
+    def test_a_share_is_refused_only_where_it_is_shown_to_be_too_small(self, cells, flips, passes, shown):
+        reference = build_reference(n=cells // M)
+        changed = replace(reference.outputs, argmax=flip(flips, block=True, reference=reference))
+        report = compare_outputs(reference, changed, METADATA, FP16, confidence=0.95)
+        assert (bool(report), report.agreement.shown) == (passes, shown)
+        # the exact bounds: scipy.stats.beta.ppf, of k equal cells, (0.05, k, n - k + 1) and (0.95, k + 1, n - k)
+        k = cells - flips
+        low = 0.0 if not k else beta.ppf(0.05, k, cells - k + 1)
+        high = 1.0 if k == cells else beta.ppf(0.95, k + 1, cells - k)
+        assert (report.agreement.low, report.agreement.high) == pytest.approx((low, high), abs=1e-9)
+
+    def test_a_near_tie_counts_as_a_difference_in_no_share_but_is_reported(self):
+        argmax = flip(2, block=True)
+        leads = set_value(REFERENCE.top2_margin, argmax != OUTPUTS.argmax, 0.9 * NEAR_TIE)
+        report = compare(FP16, reference=replace(REFERENCE, top2_margin=leads), argmax=argmax)
+        assert report
+        assert (report.block_cells, report.block_cells_different, report.block_near_ties) == (48, 0, 2)
 
     def test_fp16_counts_other_blocks_only_against_what_no_rounding_explains(self):
         assert compare(FP16, argmax=flip(18, block=False))

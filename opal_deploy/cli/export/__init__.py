@@ -40,10 +40,15 @@ def export(
         typer.Option(help="Precision of the body; the head stays float32. Default: fp32, with --trt fp16."),
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="Photographs that int8's ranges are measured on, such as the model will see.")
+        Path | None,
+        typer.Option(help="Photographs that int8's ranges are measured on; default: the model's training images."),
     ] = None,
     pictures: Annotated[
-        Path | None, typer.Option(help="Verify on the photographs of this folder instead of generated images.")
+        Path | None,
+        typer.Option(
+            help="Verify on the photographs of this folder; default: the data set that the model was trained on, "
+            "validation images first, or where it is gone generated images."
+        ),
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare with the reference first; --no-verify is recorded.")

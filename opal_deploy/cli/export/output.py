@@ -48,7 +48,7 @@ def print_onnx(exported: ExportedOnnx) -> None:
         print_message(f"NOT VERIFIED: {metadata.unverified}: nobody compared its outputs with PyTorch's")
     if comparison is not None:
         print_message(
-            f"Verified on {comparison.images} images: largest differences: logit {comparison.max_logit:.2g}"
+            f"Verified on {metadata.verification['pictures']}: largest differences: logit {comparison.max_logit:.2g}"
             + _describe_evidence(comparison, metadata.precision)
         )
     megabytes = exported.path.stat().st_size / 1e6
@@ -63,8 +63,12 @@ def _describe_evidence(comparison: Comparison, precision: str) -> str:
         ties = f", {comparison.cells_tied} tied" if comparison.cells_tied else ""
         return f"{text}{comparison.cells - comparison.cells_different} of {comparison.cells} cells equal{ties}"
     equal = comparison.block_cells - comparison.block_cells_different
-    near = f" ({comparison.block_near_ties} of the others near ties)" if comparison.block_near_ties else ""
-    return f"{text}{equal} of {comparison.block_cells} cells of the predicted classes equal{near}"
+    text += f"{equal} of {comparison.block_cells} cells of the predicted classes equal"
+    if (agreement := comparison.agreement) is not None:
+        known = "" if agreement.shown else f", too few cells to show the {agreement.required:.1%} required"
+        text += f" ({agreement.share:.2%}, at least {agreement.low:.2%} with 95 % confidence{known})"
+    near = comparison.block_near_ties
+    return f"{text}, and {near} near {'tie' if near == 1 else 'ties'} chosen otherwise" if near else text
 
 
 def _print_engine(engine: ExportedEngine) -> None:
