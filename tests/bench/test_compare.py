@@ -17,7 +17,9 @@ from opal_deploy.bench.compare import (
     measure_comparison,
     time_interleaved,
 )
+from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.targets.loading import Setup
+from opal_deploy.cli.bench.compare import _format as format_comparison
 from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.statistics.intervals import median, paired_ratios
 
@@ -107,3 +109,14 @@ def test_every_model_but_the_first_has_a_measurement(fake_target: Any, fake_time
         assert measurement == type(measurement).from_line(measurement.to_line())
         is_noisy = any(mark.startswith("noisy: the rounds' ratios differ by") for mark in measurement.marks)
         assert is_noisy is (measurement is noisy)
+
+
+@pytest.mark.parametrize(("rate", "explained"), [(29.54, True), (29.10, False)])
+def test_a_ratio_that_the_two_rates_do_not_divide_to_is_explained(rate: float, explained: bool) -> None:
+    figures = {
+        "ratio": Figure(0.9863, "ratio", "higher", (0.98, 0.9863, 1.01), (0.97, 1.01)),
+        "images_per_second": Figure(rate, "images/s"),
+        "reference_images_per_second": Figure(29.51, "images/s"),
+    }
+    text = format_comparison(Measurement("compare", None, {"reference": "A", "batch": 1}, figures))
+    assert ("the two rates divide to 1.0010" in text) is explained

@@ -22,7 +22,9 @@ from opal_deploy.bench.timing import TimingOptions
 SERVICE = 0.010
 
 
-def serve_queries(clock: Any, rate: float, due: Any, *, max_batch: int = 1, limit: float = 1.0) -> tuple[Trial, list]:
+def serve_queries(
+    clock: Any, rate: float, due: Any, *, max_batch: int = 1, limit: float = 1.0, min_seconds: float = 1e9
+) -> tuple[Trial, list]:
     """Serve with calls of SERVICE seconds, however many images they have; returns the sizes of the calls too."""
     sizes: list[int] = []
 
@@ -31,7 +33,9 @@ def serve_queries(clock: Any, rate: float, due: Any, *, max_batch: int = 1, limi
         clock.spend(SERVICE)
 
     seconds = {"clock": lambda: clock() / 1e9, "sleep": clock.spend}
-    return serve(run_batch, rate, np.asarray(due), max_batch=max_batch, limit=limit, **seconds), sizes
+    return serve(
+        run_batch, rate, np.asarray(due), max_batch=max_batch, limit=limit, min_seconds=min_seconds, **seconds
+    ), sizes
 
 
 def test_arrivals_are_a_poisson_process_that_another_rate_stretches() -> None:
@@ -43,6 +47,8 @@ def test_arrivals_are_a_poisson_process_that_another_rate_stretches() -> None:
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.02)
     assert (gaps > 0).all()
     assert len(draw_arrivals(2.0, 0.1, seed=0)) == 100
+    # enough for as many calls, however many images each of them takes
+    assert len(draw_arrivals(2.0, 0.1, seed=0, max_batch=8)) == 800
     assert np.allclose(draw_arrivals(1.0, 10, seed=3)[:50], 4 * draw_arrivals(4.0, 10, seed=3)[:50])
     assert not np.allclose(draw_arrivals(1.0, 10, seed=3), draw_arrivals(1.0, 10, seed=4))
 
@@ -125,5 +131,28 @@ def test_an_unattainable_limit_is_marked(fake_target: Callable[..., Any], fake_t
     options = ServerOptions(5, 2, TimingOptions(0.1, repeats=1, warm_up_seconds=0))
     measurement = measure_server(fake_target(0.01, fake_time.spend), options)
     assert "queries_per_second" not in measurement.figures
-    assert any(mark.startswith("unattainable: no rate that was tried kept 5 ms") for mark in measurement.marks)
-    assert not any(trial["held"] for trial in measurement.details["tried"])
+    mark = next(mark for mark in measurement.marks if mark.startswith("unattainable"))
+    assert "3 of 3 single images alone already took longer than 5 ms (median 10.00 ms)" in mark
+    assert measurement.details["tried"] == []
+
+
+def test_the_search_ends_where_waiting_is_not_what_makes_images_late(fake_clock: Callable[..., Any]) -> None:
+    rates: list[float] = []
+
+    def try_rate(rate: float) -> Trial:
+        rates.append(rate)
+        return Trial(rate, np.full(100, 1.0), 100, True, 0.5)
+
+    assert find_largest_rate(try_rate, 64.0, 3.0)[0] == 0
+    assert rates == [32, 16, 8, 4]
+
+
+def test_a_trial_lasts_for_a_hundred_calls_as_queries_of_one_call_are_late_together(
+    fake_clock: Callable[..., Any],
+) -> None:
+    # some four arrive during each call
+    due = draw_arrivals(400, 0.1, seed=0, max_batch=32)
+    trial, sizes = serve_queries(fake_clock(), 400, due, max_batch=32, min_seconds=0)
+    assert trial.complete
+    assert (trial.batches, len(sizes)) == (100, 100)
+    assert 300 < len(trial.latencies) == sum(sizes) < 500

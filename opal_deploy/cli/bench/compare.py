@@ -103,9 +103,16 @@ def _format(measurement: Measurement) -> str:
     low, high = ratio.interval or (ratio.value, ratio.value)
     target = measurement.target
     name = f"{target.name} ({target.runtime}, {target.precision})" if target is not None else ""
+    medians = rate.value / figures["reference_images_per_second"].value
     text = (
         f"{name}: {ratio.value:.4f} of {measurement.case['reference']}'s throughput, 95 % interval {low:.4f} to "
         f"{high:.4f}; {rate.value:.2f} against {figures['reference_images_per_second'].value:.2f} images/s, "
         f"batch {measurement.case['batch']}, {len(ratio.repeats)} rounds"
     )
+    if abs(medians - ratio.value) > 0.005:
+        # or the figures seem to contradict each other
+        text += (
+            f"\n  the two rates divide to {medians:.4f}: each is the median of its own rounds, which may be different "
+            "ones, so the machine's drift is in it; it cancels out in the ratio of a round"
+        )
     return "\n".join([text, *(f"  {mark}" for mark in measurement.marks)])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.bench import options
+from opal_deploy.cli.console import print_message
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _measure(
     from opal_deploy.bench.server_scenario import measure_server
 
     if server is not None:
-        yield measure_server(loaded, server)
+        yield measure_server(loaded, server, lambda line: print_message(f"  {line}"))
     elif scenario is not None:
         yield measure_single_stream(loaded, timing)
     else:
@@ -112,11 +113,12 @@ def _format(measurement: Measurement) -> str:
     marks = "".join(f"; {mark}" for mark in measurement.marks)
     if measurement.kind == "server":
         if "queries_per_second" not in figures:
-            return f"  server: {measurement.marks[-1]}"
+            return "\n".join(f"  server: {mark}" for mark in reversed(measurement.marks))
         return (
             f"  server: {figures['queries_per_second']} images/s keep {measurement.case['limit_ms']:g} ms "
-            f"(p50 {figures['p50_ms']}, p90 {figures['p90_ms']}, p99 {figures['p99_ms']}), "
-            f"{figures['mean_batch']} a batch{marks}"
+            f"(p50 {figures['p50_ms']}, p90 {figures['p90_ms']}, p99 {figures['p99_ms']}; {figures['late']} % of "
+            f"{measurement.figures['queries'].value:.0f} queries were late, with 95 % confidence at most "
+            f"{figures['late_bound']} %), {figures['mean_batch']} a batch{marks}"
         )
     case = measurement.case.get("scenario") or f"batch {measurement.case['batch']}"
     if not figures:
