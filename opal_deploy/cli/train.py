@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,7 +12,7 @@ import typer
 
 from opal_deploy.cli.console import discard_message, one_line, print_message, progress
 from opal_deploy.cli.options import format_box_option, parse_size
-from opal_deploy.errors import require
+from opal_deploy.errors import ExitCode, require
 
 if TYPE_CHECKING:
     from opal_deploy.datasets.samples import DataSet
@@ -237,13 +239,24 @@ def train(
     for line in labelled.warnings:
         log(f"warning: {one_line(line)}")
     log(f"read as {one_line(labelled.describe())}")
-    with progress("training") as advance:
-        result = fit(
-            labelled, resolved.options, out,
-            overwrite=overwrite, resume=resume, recipe=resolved, report=advance, log=log,
-        )  # fmt: skip
+    try:
+        with progress("training") as advance:
+            result = fit(
+                labelled, resolved.options, out,
+                overwrite=overwrite, resume=resume, recipe=resolved, report=advance, log=log,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        log(f"Interrupted; resume with: {_format_resume_command()}")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
     if is_main_process():
         _print_result(result, labelled)
+
+
+def _format_resume_command() -> str:
+    """Return the command that resumes this run, as a shell takes it."""
+    name, *arguments = sys.argv
+    kept = [argument for argument in arguments if argument not in ("--overwrite", "--resume")]
+    return shlex.join([Path(name).name, *kept, "--resume"])
 
 
 def _print_result(result: TrainResult, data: DataSet) -> None:

@@ -38,7 +38,7 @@ def read_dataset(
     *,
     partition: int = 1,
     skip_missing: bool = False,
-    validation: Validation = "authors",
+    validation: Validation | None = "authors",
     report: ProgressCallback | None = None,
 ) -> DataSet:
     """Read and check a data set, and set a fifth of each class aside for validation where it has no validation split.
@@ -49,7 +49,8 @@ def read_dataset(
             ImageFolder.
         partition: number of the official partition, from 1, where a data set has several.
         skip_missing: leave listed images that do not exist out, with a warning, instead of raising.
-        validation: how validation images are set aside; `samples.recorded_validation` says it of a run.
+        validation: how validation images are set aside; `samples.recorded_validation` says it of a run. None sets none
+            aside.
         report: called while image headers are read, which takes minutes on a network drive.
 
     Raises:
@@ -87,7 +88,7 @@ def _read_and_check(
     dataset: str | None,
     partition: int,
     skip_missing: bool,
-    validation: Validation,
+    validation: Validation | None,
     report: ProgressCallback | None,
 ) -> DataSet:
     if not root.is_dir():
@@ -95,7 +96,7 @@ def _read_and_check(
     adapter, folder = _recognize(root) if dataset is None else _locate(root, _ADAPTERS[dataset])
     _check_partition(adapter, partition)
     data = check_dataset(adapter.read(folder, partition), skip_missing=skip_missing, report=report)
-    if not data.val:
+    if not data.val and validation is not None:
         data = set_validation_aside(data, validation)
     # after the split, because two equal files of train/ may now be in different splits
     return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])

@@ -71,6 +71,11 @@ class DataSet:
         """The number of classes, C."""
         return len(self.class_names)
 
+    def select(self, split: str) -> list[Sample]:
+        """Return the images of `train`, `val` or `test`, or of all three for `all`."""
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        return [*self.train, *self.val, *self.test] if split == "all" else splits[split]
+
     def describe(self) -> str:
         """Return one line for a person: what the folder was read as, and the sizes of the splits."""
         return (

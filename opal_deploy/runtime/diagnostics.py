@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.runtime import cuda_libraries
-from opal_deploy.runtime.nvml import Driver
+from opal_deploy.runtime.nvml import NO_GPU_ADVICE, Driver
 
 # the lowest compute capability that each CUDA major version has kernels for
 OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
@@ -163,7 +163,7 @@ def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
 def _diagnose_gpu(driver: Driver, cuda: tuple[int, int]) -> tuple[str, str]:
     """Return why no GPU here runs programs of a CUDA version and what to do; two empty strings where one does."""
     if not driver.gpus:
-        return driver.problem, "install the NVIDIA driver (in a container: docker run --gpus all)"
+        return driver.problem, NO_GPU_ADVICE
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 LIBRARY = "libnvidia-ml.so.1"
+NO_GPU_ADVICE = "install the NVIDIA driver (in a container: docker run --gpus all)"
 
 # why a GPU's clocks are not the highest (nvmlClocksEventReasons), by bit
 _CLOCK_REASONS = {
@@ -84,6 +85,12 @@ def read_driver() -> Driver:
         return _read_gpus()
     finally:
         pynvml.nvmlShutdown()
+
+
+def find_gpu_problem() -> str:
+    """Return why there is no NVIDIA GPU here and what to do, for the end of an error; empty where there is one."""
+    driver = read_driver()
+    return "" if driver.gpus else f"{driver.problem}; {NO_GPU_ADVICE}, or use --device cpu"
 
 
 def _read_gpus() -> Driver:

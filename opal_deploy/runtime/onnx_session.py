@@ -22,7 +22,7 @@ from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEar
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda_options import CudaOptions
 from opal_deploy.runtime.devices import available_cpus, parse_device
-from opal_deploy.runtime.nvml import read_driver
+from opal_deploy.runtime.nvml import find_gpu_problem, read_driver
 from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
 
 CUDA = "CUDAExecutionProvider"
@@ -133,9 +133,9 @@ class OnnxSession:
             if _is_out_of_memory(error):
                 raise OutOfMemory(f"{self._path}: no room for it ({reason}); free memory there") from None
             if providers[0] != CPU:
+                advice = find_gpu_problem() or "see `opal-deploy doctor`, or use --device cpu"
                 raise UsageError(
-                    f"{self._path}: ONNX Runtime cannot load it on {self._where()} ({reason}); see "
-                    "`opal-deploy doctor`, or use --device cpu"
+                    f"{self._path}: ONNX Runtime cannot load it on {self._where()} ({reason}); {advice}"
                 ) from None
             raise ArtifactError(f"{self._path}: ONNX Runtime refuses it ({reason}); export it again") from None
 
@@ -198,29 +198,34 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def cuda_is_usable() -> bool:
     """Return whether ONNX Runtime is installed with its CUDA provider and there is an NVIDIA GPU."""
+    return _has_cuda_provider() and bool(read_driver().gpus)
+
+
+def _has_cuda_provider() -> bool:
     try:
         import onnxruntime
     except ImportError:
         return False
-    return CUDA in onnxruntime.get_available_providers() and bool(read_driver().gpus)
+    return CUDA in onnxruntime.get_available_providers()
 
 
 def _runs_on_cuda(device: str) -> bool:
     """Return whether a device name means a GPU here.
 
     Raises:
-        UsageError: not a device name, or an onnxruntime that cannot use a GPU.
+        UsageError: not a device name, or without a GPU or an onnxruntime that can use it.
         MissingExtra: onnxruntime is not installed.
     """
     kind, _ = parse_device(device)
     if kind == "cpu" or (kind == "auto" and not cuda_is_usable()):
         return False
+    if _has_cuda_provider():
+        return True
+    # no package helps a machine without a driver
+    if problem := find_gpu_problem():
+        raise UsageError(f"device {device}: {problem}")
     require("onnxruntime", "gpu", "running an ONNX model on a GPU", pip_name="onnxruntime-gpu")
-    import onnxruntime
-
-    if CUDA not in onnxruntime.get_available_providers():
-        raise UsageError(
-            "device cuda: this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then "
-            "pip install 'opal-deploy[gpu]'"
-        )
-    return True
+    raise UsageError(
+        f"device {device}: this onnxruntime has no CUDA provider; pip uninstall onnxruntime, then pip install "
+        "'opal-deploy[gpu]'"
+    )

@@ -17,6 +17,7 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import HeadOutputs
+from opal_deploy.runtime.nvml import find_gpu_problem
 from opal_deploy.runtime.session import ImageBatch, check_batch
 
 
@@ -147,7 +148,8 @@ def torch_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"device {name}: PyTorch sees no CUDA GPU; see `opal-deploy doctor`, or use --device cpu")
+        problem = find_gpu_problem() or "PyTorch sees no CUDA GPU; see `opal-deploy doctor`, or use --device cpu"
+        raise UsageError(f"device {name}: {problem}")
     try:
         device = torch.device(name)
     except RuntimeError:

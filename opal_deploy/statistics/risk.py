@@ -196,6 +196,28 @@ def choose_threshold(summary: Mapping[str, Any], target: float, confidence: floa
     return chosen
 
 
+def smallest_target(summary: Mapping[str, Any], confidence: float = 0.95) -> float | None:
+    """Return the smallest error rate, in tenths of a percent, that `choose_threshold` finds a threshold for.
+
+    Args:
+        summary: of a `RiskCurve`.
+        confidence: of the bound.
+
+    Returns:
+        A rate below 1; None if there is none.
+
+    Raises:
+        ValueError: not the summary of a risk-coverage curve.
+    """
+    # a threshold is found if the bound of the first one tried is under the target: the rate is one of these bounds
+    bounds = {clopper_pearson_bound(level.wrong, level.answered, confidence) for level in _levels(summary)[1]}
+    for bound in sorted(bounds):
+        target = math.ceil(1000 * bound) / 1000
+        if target < 1 and choose_threshold(summary, target, confidence).min_margin is not None:
+            return target
+    return None
+
+
 def _levels(summary: Mapping[str, Any]) -> tuple[int, list[Level]]:
     try:
         levels = [Level(float(margin), int(answered), int(wrong)) for margin, answered, wrong in summary["levels"]]

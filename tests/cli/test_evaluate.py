@@ -182,6 +182,23 @@ def test_a_model_without_prototypes_has_neither_collapse_nor_cosines_and_its_cro
     assert {(row["cosine"], row["margin"]) for row in predictions} == {("", "")}
 
 
+def test_a_folder_without_splits_is_measured_whole_if_asked_for(
+    folder: Path, linear: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from opal_deploy.model import checkpoint as checkpoints
+
+    whole = folder / "train"
+    with pytest.raises(UsageError, match=r"no test images; give --split all for all 12 if they were kept"):
+        evaluate(whole, [linear], threads=1, dataset="imagefolder")
+    checkpoints.save(
+        tmp_path / "trained.pt", replace(checkpoints.load(linear), training={"data": {"root": str(whole)}})
+    )
+    evaluate(whole, [tmp_path / "trained.pt"], split="all", threads=1, dataset="imagefolder", as_json=True)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["all_images"] == sum(1 for path in whole.rglob("*") if path.is_file())
+    assert "was trained on images of this folder" in printed.err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -54,8 +54,13 @@ def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, t
     assert done.returncode == 3
     # a name must not drive the terminal
     assert "\x1b" not in done.stderr
-    for text in ("6 images in", "2 error, 4 ok", "not_an_image: 1", "empty_file: 1",
-                 "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)"):  # fmt: skip
+    for text in (
+        "6 images in",
+        "2 error, 4 ok",
+        f"not_an_image: 1 ({pictures}/bad.jpg)",
+        f"empty_file: 1 ({pictures}/empty.jpg)",
+        "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)",
+    ):
         assert text in done.stderr
     assert len(read_results(out)) == 6
     assert (out / "report.html").read_text(encoding="utf-8").count('src="overlays/') == 4

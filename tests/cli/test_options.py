@@ -46,6 +46,9 @@ def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model:
 
 def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model: Path) -> None:
     few = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
-    for risk, message in ((few, "20 validation images"), ({}, r"remembers no validation images.*--target-error 5%")):
+    for risk, message in (
+        (few, r"20 validation images\); the smallest rate that works is 14%$"),
+        ({}, r"remembers no validation images.*--target-error 5%"),
+    ):
         with pytest.raises(UsageError, match=message):
             parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk=risk))

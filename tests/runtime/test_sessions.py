@@ -3,9 +3,11 @@
 import os
 from dataclasses import replace
 from itertools import islice, product
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
+import pynvml
 import pytest
 import torch
 
@@ -106,12 +108,24 @@ class TestDevices:
 
     def test_without_a_provider_for_cuda_auto_takes_the_cpu_and_cuda_names_the_extra(self, tiny, monkeypatch):
         monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+        monkeypatch.setattr("opal_deploy.runtime.onnx_session.find_gpu_problem", lambda: "")
         assert "on CPU" in OnnxSession(tiny.path, device="auto", threads=1).description
         with pytest.raises(UsageError, match=r"opal-deploy\[gpu\]"):
             OnnxSession(tiny.path, device="cuda")
 
+    def test_where_there_is_no_driver_cuda_says_so_and_names_no_package(self, tiny, monkeypatch):
+        monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=missing))
+        for session, source in ((OnnxSession, tiny.path), (TorchSession, tiny.checkpoint)):
+            with pytest.raises(UsageError, match=r"no NVIDIA driver found .*or use --device cpu") as refused:
+                session(source, device="cuda")
+            assert "pip" not in str(refused.value)
+
     @pytest.mark.parametrize(
-        ("gpus", "device", "message"), [(0, "cuda:0", "no CUDA GPU"), (2, "cuda:2", "cuda:2: PyTorch sees 2")]
+        ("gpus", "device", "message"),
+        [(0, "cuda:0", "no CUDA GPU|no NVIDIA"), (2, "cuda:2", "cuda:2: PyTorch sees 2")],
     )
     def test_a_gpu_that_is_not_there_is_refused_by_torch(self, tiny, monkeypatch, gpus, device, message):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.statistics.intervals import clopper_pearson_bound
-from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, explain_too_few
+from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, explain_too_few, smallest_target
 
 
 def test_five_images_by_hand():
@@ -135,3 +135,11 @@ def test_the_summary_survives_json_and_still_gives_the_same_threshold():
 def test_what_is_no_summary_is_refused(summary):
     with pytest.raises(ValueError, match="not the summary"):
         choose_threshold(summary, 0.05)
+
+
+@pytest.mark.parametrize(("images", "wrong"), [(20, 0), (60, 46), (300, 20), (2, 2)])
+def test_the_smallest_target_is_the_first_of_all_that_has_a_threshold(images: int, wrong: int) -> None:
+    summary = compute_risk_curve(np.linspace(0, 1, images), np.arange(images) >= wrong).summary()
+    tenths = (tenth / 1000 for tenth in range(1, 1000))
+    found = next((rate for rate in tenths if choose_threshold(summary, rate).min_margin is not None), None)
+    assert smallest_target(summary) == found

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from opal_deploy.cli.options import parse_size
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
@@ -45,6 +46,15 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     weights = [checkpoint.load(out / "best.pt").network.state_dict() for out in (first, second)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert checkpoint.load(second / "best.pt").network.config.head.cws is False
+
+
+def test_interrupted_training_names_the_command_that_resumes_it(opal, squares, tmp_path, monkeypatch):
+    monkeypatch.setattr("opal_deploy.train.loop.fit", Mock(side_effect=KeyboardInterrupt))
+    shutil.copytree(squares.root / "train", tmp_path / "my data")
+    done = opal("train", "my data", *SMALL, "--overwrite", "--epochs", 3, cwd=tmp_path)
+    assert done.returncode == ExitCode.INTERRUPTED
+    options = "--backbone shufflenet_v2_x0_5 --weights none --size 64 --epochs 3"
+    assert f"resume with: opal-deploy train 'my data' {options} --resume\n" in done.stderr
 
 
 def test_tensorboard_logs_each_epoch(opal, squares, tmp_path):

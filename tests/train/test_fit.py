@@ -157,7 +157,7 @@ def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, 
     ("options", "message"),
     [
         (replace(OPTIONS, device="tpu"), "expected auto, cpu, cuda"),
-        (replace(OPTIONS, device="cuda:99"), "CUDA GPU"),
+        (replace(OPTIONS, device="cuda:99"), "CUDA GPU|no NVIDIA driver"),
         (replace(OPTIONS, lr=0.0), "learning rate a number above 0"),
         (replace(OPTIONS, backbone="resnet19"), "no such classifier"),
         (replace(OPTIONS, input_size=(100, 100)), "multiples of its stride"),

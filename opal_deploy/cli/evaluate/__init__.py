@@ -23,6 +23,7 @@ from opal_deploy.cli.evaluate.inputs import (
     read_model_metadata,
     select_inputs,
     warn_crop_mismatch,
+    warn_trained_images,
 )
 from opal_deploy.cli.evaluate.measure import add_agreements, measure_model
 from opal_deploy.cli.evaluate.output import print_table
@@ -38,7 +39,10 @@ def evaluate(
     dataset: DatasetName = None,
     partition: Partition = 1,
     skip_missing: SkipMissing = False,
-    split: Annotated[Literal["test", "val", "train"], typer.Option(help="Which images.")] = "test",
+    split: Annotated[
+        Literal["test", "val", "train", "all"],
+        typer.Option(help="Which images; `all` for a folder of images that were kept from training as a whole."),
+    ] = "test",
     boxes: CropToBoxes = True,
     parts: Annotated[
         bool | None,
@@ -138,7 +142,8 @@ def evaluate(
             dataset,
             partition=partition,
             skip_missing=skip_missing,
-            validation=recorded_validation(sessions[0].metadata.training),
+            # a few images a class, all to be measured, need not suffice for a split
+            validation=recorded_validation(sessions[0].metadata.training) if split in ("train", "val") else None,
             report=advance,
         )
     print_message(one_line(f"read as {data_set.describe()}"))
@@ -147,6 +152,7 @@ def evaluate(
     check_split(data_set, split)
     for path in model:
         check_validation(path, metadata[path].training, data_set, split)
+        warn_trained_images(path, metadata[path].training, data_set, split)
         check_classes(path, list(metadata[path].class_names), data_set)
         warn_crop_mismatch(path, metadata[path].crop, data_set, boxes=boxes)
     inputs = select_inputs(data_set, options)

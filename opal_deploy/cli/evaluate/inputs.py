@@ -24,7 +24,7 @@ class EvaluateOptions:
     """The options of `evaluate` that its measurements read.
 
     Attributes:
-        split: `train`, `val` or `test`.
+        split: `train`, `val`, `test` or `all`.
         boxes: crop to the data set's boxes.
         parts: measure on part locations; None: where the data set has them.
         annotations: COCO file with the boxes of the objects; None: what the data set knows.
@@ -177,7 +177,7 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
     from opal_deploy.evaluation.annotations import annotate, has_creatures
     from opal_deploy.evaluation.risk import check_support
 
-    samples: list[Sample] = getattr(data_set, options.split)
+    samples = data_set.select(options.split)
     if options.target_error is not None:
         check_support(len(samples), options.target_error)
     located, generated = cub.has_parts(data_set), has_creatures(data_set)
@@ -197,15 +197,30 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
 
 def check_split(data_set: DataSet, split: str) -> None:
     """Raise UsageError if a split has no images."""
-    if not getattr(data_set, split):
-        raise UsageError(f"{data_set.root}: it has no {split} images; choose another --split")
+    if not data_set.select(split):
+        count = len(data_set.select("all"))
+        raise UsageError(
+            f"{data_set.root}: it has no {split} images; give --split all for all {count:,} if they were kept from "
+            "training, or --split val for those that `train` sets aside"
+        )
+
+
+def warn_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
+    """Warn if a model is evaluated on images of the folder that it was trained on."""
+    data = training.get("data")
+    root = data.get("root") if isinstance(data, dict) else None
+    if split in ("train", "all") and isinstance(root, str) and Path(root).resolve() == data_set.root.resolve():
+        print_message(
+            f"warning: {one_line(str(path))} was trained on images of this folder, so on some of those that it is "
+            "measured on; the figures are better than on new ones"
+        )
 
 
 def check_validation(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
     """Raise UsageError if a model was trained on images that the data set has in another split than it."""
     from opal_deploy.datasets.samples import recorded_validation
 
-    if split == "test" or data_set.validation is None:
+    if split in ("test", "all") or data_set.validation is None:
         return
     if recorded_validation(training) != data_set.validation:
         raise UsageError(

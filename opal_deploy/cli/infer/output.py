@@ -127,7 +127,9 @@ def print_summary(summary: Summary, skipped: Skipped, options: RunOptions, backe
     if rates := backend.describe_progress():
         print_message(f"  {rates}")
     for code, count in summary.errors.most_common():
-        print_message(f"  {code}: {count}")
+        names = summary.error_examples[code]
+        named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
+        print_message(f"  {code}: {count}{one_line(named)}")
     for code, count in summary.drawing_errors.most_common():
         print_message(f"  predicted, but not drawn: {code}: {count}")
     if summary.accuracy is not None:

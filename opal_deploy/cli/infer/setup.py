@@ -240,7 +240,7 @@ def parse_min_margin(text: str, path: Path, metadata: Metadata) -> float:
             raise UsageError(
                 f"--min-margin {text!r}: expected a margin such as 0.05, or an error rate such as 5%"
             ) from None
-    from opal_deploy.statistics.risk import choose_threshold
+    from opal_deploy.statistics.risk import choose_threshold, smallest_target
 
     rate = parse_rate("--min-margin", text)
     if not metadata.risk:
@@ -250,10 +250,9 @@ def parse_min_margin(text: str, path: Path, metadata: Metadata) -> float:
         )
     chosen = choose_threshold(metadata.risk, rate)
     if chosen.min_margin is None:
-        raise UsageError(
-            f"--min-margin {text}: {chosen.reason} ({chosen.images} validation images); allow a larger rate, or give "
-            "a margin"
-        )
+        smallest = smallest_target(metadata.risk)
+        advice = "give a margin" if smallest is None else f"the smallest rate that works is {100 * smallest:g}%"
+        raise UsageError(f"--min-margin {text}: {chosen.reason} ({chosen.images} validation images); {advice}")
     print_message(
         f"Margins under {chosen.min_margin:.4g} are marked: of {chosen.images} validation images that leaves "
         f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; with {chosen.confidence:.0%} confidence at "

@@ -12,6 +12,8 @@ from opal_deploy.records.record import Record
 
 # a percentage of fewer images says little
 _MIN_IMAGES_FOR_PERCENT = 100
+# names that are kept as examples
+_MAX_EXAMPLES = 3
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Accuracy:
             self.unlabelled += 1
         elif truth not in self.class_names:
             self.unknown += 1
-            if len(self.unknown_examples) < 3 and truth not in self.unknown_examples:
+            if len(self.unknown_examples) < _MAX_EXAMPLES and truth not in self.unknown_examples:
                 self.unknown_examples.append(truth)
         elif "prediction" not in record:
             self.failed += 1
@@ -77,6 +79,8 @@ class Summary:
     Attributes:
         statuses: number of records by status.
         errors: number of error records by code.
+        error_examples: names of the first few images with an error record, as records have them, by code; not in
+            summary.json, which names nobody's folders.
         drawing_errors: number of records without a drawing that was asked for, by code.
         classes: number of predictions by (class id, label).
         accuracy: where images have labels; else None.
@@ -88,6 +92,7 @@ class Summary:
 
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+    error_examples: dict[str, list[str]] = field(default_factory=dict)
     drawing_errors: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     accuracy: Accuracy | None = None
@@ -115,7 +120,11 @@ class Summary:
         """Add one record."""
         self.statuses[record["status"]] += 1
         if record["status"] == "error":
-            self.errors[record["error"]["code"]] += 1
+            code = record["error"]["code"]
+            self.errors[code] += 1
+            examples = self.error_examples.setdefault(code, [])
+            if len(examples) < _MAX_EXAMPLES and record["image"] is not None:
+                examples.append(record["image"])
         else:
             prediction = record["prediction"]
             self.classes[prediction["class_id"], prediction["label"]] += 1
