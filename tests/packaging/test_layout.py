@@ -51,7 +51,7 @@ def test_commands_and_options_that_the_pages_name_exist() -> None:
     } | {"--debug", "--version", "--help"}
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
     # options of torchrun, pip, Docker, Kubernetes, Triton, curl and systemd are not ours
-    programs = "pip (?:download|install|wheel)|docker (?:build|run)|kubectl|tritonserver -|curl |systemd-run "
+    programs = "pip (?:download|install|wheel)|docker (?:build|compose|run)|kubectl|tritonserver -|curl |systemd-run "
     others = rf"torchrun .*? -m|(?:{programs})(?:.*\\\n)*.*$"
     text = re.sub(others, "", text, flags=re.MULTILINE)
 
