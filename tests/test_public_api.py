@@ -144,6 +144,9 @@ def test_records_are_what_the_cli_writes(
 
 
 def test_a_model_describes_itself_and_other_files_are_refused(model: Model, tmp_path: Path) -> None:
+    prediction = model.explain(np.zeros((96, 96, 3), np.uint8))["prediction"]
+    assert model.names[prediction["class_id"]] == prediction["label"]
+    assert list(model.names) == [0, 1, 2, 3]
     assert repr(model).startswith("<opal_deploy.Model shufflenet_v2_x0_5, 4 classes, ONNX Runtime")
     (tmp_path / "model.onnx").write_bytes(b"nothing")
     with pytest.raises(opal_deploy.ArtifactError, match="not an ONNX file"):

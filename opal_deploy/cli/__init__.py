@@ -35,10 +35,29 @@ from opal_deploy.errors import ExitCode, OpalError
 
 # UsageError of the copy of click that typer has, or of the click that it imports
 _CallError: Any = typer.BadParameter.__bases__[0]
+# commands of other tools (Ultralytics, scikit-learn), by the command of ours that does the same
+_FOREIGN_COMMANDS = {
+    "predict": "infer", "detect": "infer", "classify": "infer", "inference": "infer", "val": "evaluate",
+    "validate": "evaluate", "test": "evaluate", "score": "evaluate", "fit": "train", "finetune": "train",
+    "benchmark": "bench", "info": "inspect", "checks": "doctor",
+}  # fmt: skip
 
 
 class ErrorHandlingGroup(TyperGroup):
     """The root command: every failure becomes one line on stderr and a documented exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that `args` names, with its arguments; typer suggests names that are spelled alike.
+
+        Raises:
+            UsageError: of click: there is none; its message suggests ours where another tool has such a command.
+        """
+        try:
+            return super().resolve_command(ctx, args)
+        except _CallError as error:
+            if args and (ours := _FOREIGN_COMMANDS.get(args[0])):
+                error.message = f"No such command {args[0]!r}. Did you mean {ours!r}?"
+            raise
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
         """Parse `args` (default: `sys.argv[1:]`), run the command, and exit.

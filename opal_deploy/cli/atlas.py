@@ -46,7 +46,11 @@ def atlas(
         Path, typer.Argument(help="A data set as `train` takes it, or any folder or archive with a folder a class.")
     ],
     model: Annotated[
-        Path | None, typer.Option(help="An exported model, or a checkpoint; default: the one in this directory.")
+        Path | None,
+        typer.Option(
+            help="An exported model, or a checkpoint; default: the one here, or of the newest run in runs/.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("atlas"),
     top: Annotated[int, typer.Option(min=1, max=100, help="Patches to keep of each slot.")] = 8,

@@ -26,7 +26,11 @@ def explain(
         list[str], typer.Argument(help="Images: files, folders, globs, archives, or - for a list on stdin.")
     ],
     model: Annotated[
-        Path | None, typer.Option(help="An exported model, or a checkpoint; default: the one in this directory.")
+        Path | None,
+        typer.Option(
+            help="An exported model, or a checkpoint; default: the one here, or of the newest run in runs/.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None,

@@ -41,6 +41,11 @@ class Model:
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The label of each class by its id, the index of its logit, as in `class_id` and `label` of a record."""
+        return dict(enumerate(self.metadata.class_names))
+
     @overload
     def explain(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
         self,

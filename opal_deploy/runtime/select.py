@@ -106,8 +106,28 @@ def check_runtime(path: Path, runtime: Runtime) -> None:
         )
 
 
+def find_newest_run(folder: Path) -> Path | None:
+    """Return the run with the newest `runs/*/best.*` of a folder, if the folder itself has nothing like a model.
+
+    Args:
+        folder: the working directory of `train`, whose default is to write below its `runs`.
+
+    Returns:
+        The run's folder; None if there is none, or a checkpoint, an ONNX file or an engine lies in `folder` itself.
+    """
+    if any(model_kind(path) in _KIND_NAMES for path in folder.iterdir()):
+        return None
+    files = [path for path in folder.glob("runs/*/best.*") if model_kind(path) in _KIND_NAMES]
+    return max(files, key=lambda path: (path.stat().st_mtime_ns, path)).parent if files else None
+
+
 def find_model(
-    folder: Path, *, gpu: bool, check_engine: Callable[[Sidecar], str], runtime: Runtime = Runtime.auto
+    folder: Path,
+    *,
+    gpu: bool,
+    check_engine: Callable[[Sidecar], str],
+    runtime: Runtime = Runtime.auto,
+    prefix: str = "",
 ) -> ModelChoice:
     """Choose the best of a folder's exported models that this machine can run, if all stem from one checkpoint.
 
@@ -119,19 +139,20 @@ def find_model(
         gpu: whether this machine can run ONNX Runtime on a GPU; half precision pays only there.
         check_engine: returns why an engine cannot run here, from its sidecar; empty if it can.
         runtime: consider its models only; for `torch` and `compiled` the folder's one checkpoint.
+        prefix: consider only files whose names begin so.
 
     Raises:
         UsageError: there is none, or there are several of different checkpoints.
     """
     if _KINDS.get(runtime) == "checkpoint":
-        return _find_checkpoint(folder, runtime)
-    models, others = _list_models(folder, check_engine)
+        return _find_checkpoint(folder, runtime, prefix)
+    models, others = _list_models(folder, check_engine, prefix)
     if runtime is not Runtime.auto:
         wanted = [model for model in models if model.engine == (runtime is Runtime.tensorrt)]
         others += [f"--runtime {runtime} does not run {model.path.name}" for model in models if model not in wanted]
         models = wanted
     if not models:
-        raise UsageError(_explain_no_model(folder, others))
+        raise UsageError(_explain_no_model(folder, others, prefix))
     origins = {model.metadata.source.get("sha256") or model.path.name for model in models}
     if len(origins) > 1:
         listed = ", ".join(f"{model.path.name} (of {model.metadata.source.get('file', 'unknown')})" for model in models)
@@ -148,16 +169,16 @@ def find_model(
     return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
 
 
-def _find_checkpoint(folder: Path, runtime: Runtime) -> ModelChoice:
-    paths = _list_checkpoints(folder)
+def _find_checkpoint(folder: Path, runtime: Runtime, prefix: str) -> ModelChoice:
+    paths = _list_checkpoints(folder, prefix)
     if len(paths) != 1:
         found = f"several checkpoints here: {', '.join(path.name for path in paths)}" if paths else "no checkpoint here"
         raise UsageError(f"--runtime {runtime}: {found}; choose one with --model")
     return ModelChoice(paths[0], "the only checkpoint here")
 
 
-def _list_checkpoints(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix in CHECKPOINT_SUFFIXES)
+def _list_checkpoints(folder: Path, prefix: str) -> list[Path]:
+    return sorted(path for path in folder.glob(f"{prefix}*") if path.suffix in CHECKPOINT_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -177,11 +198,11 @@ class _Model:
         return kind, order.index(self.metadata.precision), self.path.name
 
 
-def _list_models(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[list[_Model], list[str]]:
+def _list_models(folder: Path, check_engine: Callable[[Sidecar], str], prefix: str) -> tuple[list[_Model], list[str]]:
     """Return our ONNX files and engines of a folder, and one line for every other file that looks like a model."""
     models, others = [], []
     # files that are being written begin with a dot
-    visible = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.is_file())
+    visible = sorted(path for path in folder.glob(f"{prefix}*") if not path.name.startswith(".") and path.is_file())
     for path in (path for path in visible if path.suffix == ONNX_SUFFIX):
         try:
             metadata = onnx_file.read_metadata(path)
@@ -210,9 +231,9 @@ def _list_models(folder: Path, check_engine: Callable[[Sidecar], str]) -> tuple[
     return models, others
 
 
-def _explain_no_model(folder: Path, others: list[str]) -> str:
+def _explain_no_model(folder: Path, others: list[str], prefix: str) -> str:
     where = "the working directory" if folder == Path() else str(folder)
-    checkpoints = [path.name for path in _list_checkpoints(folder)]
+    checkpoints = _list_checkpoints(folder, prefix)
     hint = "give one with --model"
     if checkpoints:
         hint = f"export one first: opal-deploy export {checkpoints[0]}"

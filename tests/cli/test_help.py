@@ -56,6 +56,7 @@ def test_a_missing_package_names_the_extra_to_install(
     [
         (["infer", "x", "--tpo", "3"], "--top); see opal-deploy infer --help"),
         (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),
+        (["predict", "a.jpg"], "no such command 'predict'. Did you mean 'infer'? See opal-deploy --help"),
         (["infr"], "no such command 'infr'. Did you mean 'infer'? See opal-deploy --help"),
         (["export"], "missing argument 'source'; see opal-deploy export --help"),
         (["convert", "x"], "missing option '--to'. Choose from: coco, label-studio; see opal-deploy convert --help"),

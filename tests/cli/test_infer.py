@@ -43,6 +43,12 @@ def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pic
     assert [Path(r["image"]).name for r in read_results(out)] == ["000.png", "001.png", "002.png", "003.png"]
     assert len(list((out / "overlays").iterdir())) == 4
     assert (out / "report.html").read_text(encoding="utf-8").count('src="data:image/jpeg;base64,') == 4
+    # as `train` and `export` leave it
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "ckpt.onnx").rename(tmp_path / "runs/mine/best.onnx")
+    done = opal("infer", "in/000.png", "--out", "again", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"Model: {Path('runs/mine/best.onnx')} (of the newest run in runs; fp32, " in done.stderr
 
 
 def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, tmp_path: Path) -> None:

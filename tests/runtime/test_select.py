@@ -1,5 +1,6 @@
 """The model that `infer` chooses when none is named, and the refusal where it cannot choose."""
 
+import os
 import shutil
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.runtime.devices import Runtime
-from opal_deploy.runtime.select import find_model, open_sessions
+from opal_deploy.runtime.select import find_model, find_newest_run, open_sessions
 from tests.builders import build_sidecar
 
 
@@ -98,6 +99,49 @@ class TestEngines:
             find(with_engines, misfit=lambda _: "no GPU")
 
 
+class TestRuns:
+    """The models that `train` and `export` leave in `runs`."""
+
+    @pytest.fixture
+    def runs(self, tiny, tmp_path):
+        """Two runs, of which `a` was trained last; its last weights were exported too."""
+        for age, name in enumerate(["a", "b"]):
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            for file in ("best.pt", "best.onnx", "last.pt"):
+                shutil.copy(tiny.path, tmp_path / "runs" / name / file)
+                os.utime(tmp_path / "runs" / name / file, (1e9 - age, 1e9 - age))
+        return tmp_path
+
+    def test_the_run_with_the_newest_best_model_is_found(self, runs):
+        (runs / "notes.txt").touch()
+        assert find_newest_run(runs) == runs / "runs/a"
+        # a last.pt that grows is no finished model
+        (runs / "runs/b/last.pt").touch()
+        assert find_newest_run(runs) == runs / "runs/a"
+        (runs / "runs/b/best.onnx").touch()
+        assert find_newest_run(runs) == runs / "runs/b"
+
+    def test_other_models_of_the_run_are_passed_over(self, runs, another):
+        shutil.copy(another, runs / "runs/a/last.onnx")
+        choice = find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", prefix="best.")
+        assert choice.path == runs / "runs/a/best.onnx"
+        choice = find_model(
+            runs / "runs/a", gpu=False, check_engine=lambda _: "", runtime=Runtime.compiled, prefix="best."
+        )
+        assert choice.path == runs / "runs/a/best.pt"
+
+    def test_a_run_that_was_not_exported_says_how_to(self, runs):
+        (runs / "runs/a/best.onnx").unlink()
+        with pytest.raises(UsageError, match=r"opal-deploy export .*runs/a/best\.pt"):
+            find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", prefix="best.")
+
+    @pytest.mark.parametrize("name", ["ckpt.pt", "damaged.onnx", "m.engine"])
+    def test_any_model_in_the_folder_itself_comes_first(self, runs, name):
+        (runs / name).touch()
+        assert find_newest_run(runs) is None
+        assert find_newest_run(runs / "runs") is None
+
+
 class TestNoChoice:
     def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder, another):
         shutil.copy(another, folder / "other.onnx")
@@ -111,7 +155,7 @@ class TestNoChoice:
         ("create", "says"),
         [
             (lambda folder: None, r"no exported model.*--model"),
-            (lambda folder: (folder / "ckpt.pt").touch(), r"opal-deploy export ckpt\.pt"),
+            (lambda folder: (folder / "ckpt.pt").touch(), r"opal-deploy export .*ckpt\.pt"),
             (lambda folder: foreign_file(folder / "theirs.onnx"), r"theirs\.onnx is not one of ours"),
         ],
         ids=["an empty folder", "a checkpoint alone", "a foreign file alone"],

@@ -33,7 +33,11 @@ def infer(
         ),
     ],
     model: Annotated[
-        Path | None, typer.Option(help="An exported model, or a checkpoint; default: the one in this directory.")
+        Path | None,
+        typer.Option(
+            help="An exported model, or a checkpoint; default: the one here, or of the newest run in runs/.",
+            show_default=False,
+        ),
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Draw an overlay per image and write report.html.")

@@ -163,9 +163,12 @@ def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runti
 
 
 def find_default_model(device: str, runtime: Runtime = Runtime.auto) -> Path:
-    """Return the best model of the working directory that this machine can run, of those that the runtime runs."""
+    """Return the best model that this machine can run, of those that the runtime runs, and print which and why.
+
+    The models of the working directory are considered, or, if it has none, those of the newest run below `runs`.
+    """
     from opal_deploy.runtime.onnx_session import cuda_is_usable
-    from opal_deploy.runtime.select import find_model
+    from opal_deploy.runtime.select import find_model, find_newest_run
     from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility_here
 
     # of several devices the first stands for all: they are of one kind, or the session of another refuses
@@ -178,8 +181,10 @@ def find_default_model(device: str, runtime: Runtime = Runtime.auto) -> Path:
         return find_incompatibility_here(sidecar, index)
 
     gpu = device != "cpu" and cuda_is_usable()
-    choice = find_model(Path(), gpu=gpu, check_engine=check_engine, runtime=runtime)
-    print_message(f"Model: {choice.path} ({choice.reason})")
+    run = find_newest_run(Path())
+    folder, prefix, origin = (Path(), "", "") if run is None else (run, "best.", "of the newest run in runs; ")
+    choice = find_model(folder, gpu=gpu, check_engine=check_engine, runtime=runtime, prefix=prefix)
+    print_message(f"Model: {choice.path} ({origin}{choice.reason})")
     return choice.path
 
 
