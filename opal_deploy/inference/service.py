@@ -214,15 +214,16 @@ class Service:
                 if self._closed:
                     raise RuntimeError("the service is closed")
                 for request in requests:
-                    begun.append(self._decoders.submit([request]))
+                    future: Future[T] = Future()
+                    # what is cancelled while it waits for a decoder is not decoded
+                    begun.append(self._decoders.submit([request], future.cancelled))
+                    futures.append(future)
                     self._decoding += 1
         except BaseException:
             self._give_back(len(requests) - len(begun))
             raise
         finally:
-            for prepared in begun:
-                future: Future[T] = Future()
-                futures.append(future)
+            for prepared, future in zip(begun, futures, strict=True):
                 prepared.add_done_callback(
                     lambda done, future=future: self._decoded(done, future, convert, submitted)  # type: ignore[misc]
                 )
@@ -258,7 +259,7 @@ class Service:
             self._observer.prepared(time.monotonic() - submitted)
             self._ready.put(_Job(future, batch.images[0], batch.pixels, batch.release, convert))
         else:
-            # not the image's fault: its decoder could not be started
+            # not the image's fault: its decoder could not be started, or it was cancelled
             self._give_back()
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

@@ -141,7 +141,7 @@ class _ProtocolRoutes:
         model, explains = self._find(request)
         async with self._state.gate.enter(request, model.service) as body:
             inputs, outputs = model.specs(explains=explains)
-            parsed = parse_request(body, _read_json_size(request), inputs, outputs)
+            parsed = parse_request(body, _read_json_size(request), inputs, outputs, model.service.capacity)
             seconds = self._state.limits.request_timeout
             request.state.images = len(next(iter(parsed.inputs.values())))
             if explains:

@@ -16,6 +16,8 @@ from opal_deploy.inference.service import Service
 
 # how many of the largest bodies may be in memory at a time
 _LARGEST_BODIES = 8
+# bodies that are inflated at a time: each takes twice `max_body` before it is counted
+_INFLATED_AT_ONCE = 2
 # gzip or zlib, whichever the data begins with
 _WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
 
@@ -71,6 +73,7 @@ class Gate:
         self._limits = limits
         self.requests = 0
         self.held_bytes, self._max_bytes = 0, _LARGEST_BODIES * limits.max_body
+        self._inflating = asyncio.Semaphore(_INFLATED_AT_ONCE)
 
     @asynccontextmanager
     async def enter(self, request: Request, service: Service) -> AsyncIterator[bytes]:
@@ -139,9 +142,10 @@ class Gate:
             ) from None
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if encoding in _WBITS:
-            # it may take a while, and holds no lock
-            body = await asyncio.to_thread(inflate, body, encoding, limit)
-            held.add(len(body))
+            async with self._inflating:
+                # it may take a while, and holds no lock
+                body = await asyncio.to_thread(inflate, body, encoding, limit)
+                held.add(len(body))
         return body
 
 
@@ -171,6 +175,8 @@ def inflate(data: bytes, encoding: str, limit: int) -> bytes:
     except zlib.error as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"the body is no {encoding}: {str(error)[:80]}") from None
     if len(inflated) > limit:
+        # the error's traceback would keep it
+        del inflated
         raise _too_large(f"more than {limit:,} bytes found once inflated", limit)
     if not decompressor.eof or decompressor.unused_data:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"the body's {encoding} ends early, or before the body does")

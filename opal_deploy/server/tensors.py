@@ -29,7 +29,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
 }
 # JSON holds the event loop while it is parsed: so much of it takes a fifth of a second
-MAX_JSON_BYTES, MAX_JSON_VALUES = 16 << 20, 1_000_000
+MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_OBJECTS = 16 << 20, 1_000_000, 10_000
 _LENGTH = struct.Struct("<I")
 _MAX_RANK = 8
 
@@ -80,7 +80,11 @@ def datatype_of(dtype: np.dtype[Any]) -> str:
 
 
 def parse_request(
-    body: bytes, json_size: int | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+    body: bytes,
+    json_size: int | None,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    max_images: int | None = None,
 ) -> InferRequest:
     """Read the body of a request.
 
@@ -89,6 +93,7 @@ def parse_request(
         json_size: the header Inference-Header-Content-Length; None: there is none, and all is JSON.
         inputs: what the model takes.
         outputs: what the model gives.
+        max_images: rows of a tensor at most, so that no memory is taken for more; None: any number.
 
     Raises:
         BadRequest: it does not follow the protocol, or does not fit the model.
@@ -105,6 +110,8 @@ def parse_request(
         if spec.name in tensors:
             raise BadRequest(f"input {spec.name!r} is there twice")
         shape = _read_shape(raw, spec)
+        if max_images is not None and shape[0] > max_images:
+            raise BadRequest(f"{shape[0]} images; expected {max_images} at most; send several requests")
         size = _parameters(raw).get("binary_data_size")
         if size is None:
             tensors[spec.name] = _parse_json_tensor(raw, spec, shape)
@@ -177,8 +184,12 @@ def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
 
 
 def _load_json(body: bytes) -> dict[str, Any]:
-    values = body.count(b",") + 1
-    for found, limit, what in ((len(body), MAX_JSON_BYTES, "bytes"), (values, MAX_JSON_VALUES, "values")):
+    values, objects = body.count(b",") + 1, body.count(b"{")
+    for found, limit, what in (
+        (len(body), MAX_JSON_BYTES, "bytes"),
+        (values, MAX_JSON_VALUES, "values"),
+        (objects, MAX_JSON_OBJECTS, "objects"),
+    ):
         if found > limit:
             raise BadRequest(f"{found:,} {what} of JSON found, {limit:,} at most expected; send tensors in binary")
     try:

@@ -54,7 +54,7 @@ def parse_scheme(url: str) -> str:
     """Return the scheme of a URL, in lower case.
 
     Raises:
-        UsageError: it is not read here, or the URL holds a password where none is used.
+        UsageError: it is not read here, names no bucket, or holds a password where none is used.
         MissingExtra: what reads it is not installed.
     """
     match = _URL.match(url)
@@ -68,6 +68,8 @@ def parse_scheme(url: str) -> str:
             f"{redact(url)}: credentials inside the URL are not used; give them as the storage's own tools take them "
             "(environment, profile, role)"
         )
+    if scheme.is_bucket and url.partition("://")[2][:1] in ("", "/"):
+        raise UsageError(f"{url}: it names no bucket; expected {name}://BUCKET/...")
     require(scheme.package, scheme.extra, f"reading {name}://")
     require("fsspec", scheme.extra, f"reading {name}://")
     return name

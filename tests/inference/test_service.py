@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +144,36 @@ def test_a_cancelled_image_is_never_predicted() -> None:
         again = [service.submit(array(shade)) for shade in range(4)]
         assert [cell(future.result(30)) for future in again] == [0, 1, 2, 3]
     assert session.batches == [1] * 6
+
+
+@dataclass(frozen=True)
+class HeldFile:
+    """A file that is opened only when it may be."""
+
+    name: str
+    may_open: threading.Event
+    opened: list[str]
+
+    def open(self) -> io.BytesIO:
+        self.opened.append(self.name)
+        self.may_open.wait(30)
+        return io.BytesIO(b"no image")
+
+
+def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded() -> None:
+    may_open, opened = threading.Event(), list[str]()
+    options = InferenceOptions(batch=1, workers=1, isolate=False)
+    with Service([BrightSession()], options, capacity=3) as service:
+        first, second, third = (
+            service.submit_requests([Request(name, HeldFile(name, may_open, opened))])[0] for name in "abc"
+        )
+        assert second.cancel()
+        may_open.set()
+        assert wait([first, third], 30).not_done == set()
+        # its place, and the memory of its pixels, are free again
+        again = service.submit_requests([Request(name, HeldFile(name, may_open, opened)) for name in "def"])
+        assert wait(again, 30).not_done == set()
+    assert opened == list("acdef")
 
 
 def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:

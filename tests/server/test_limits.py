@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.server.limits import HttpError, inflate
+from opal_deploy.server.tensors import BadRequest, TensorSpec, parse_request
 from tests.inference.bright import BrightSession, wait_until
 
 INFER = "/v2/models/light/infer"
@@ -67,7 +68,8 @@ def sized(size: object, **changes: Any) -> dict[str, Any]:
         ({"json": document(datatype="FP32")}, "datatype FP32 found, UINT8 expected"),
         ({"json": document(shape=[1, 3, 32, 32])}, r"shape [1, 3, 32, 32] found, UINT8 [N, 32, 32, 3] expected"),
         ({"json": document(shape=[0, 32, 32, 3], data=[])}, "shape [0, 32, 32, 3] found"),
-        ({"json": document(shape=[1 << 40, 32, 32, 3])}, "3072 values found"),
+        ({"json": document(shape=[1 << 40, 32, 32, 3])}, "send several requests"),
+        ({"json": {"inputs": [{}] * 10_000}}, "10,001 objects of JSON found"),
         ({"json": document(data=[0] * 9)}, "9 values found, 3072 expected"),
         ({"json": document(data=[256] * 3072)}, "values that are no integers from 0 to 255"),
         ({"json": document(data=[[1], [1, 2]])}, "data is not a list of numbers"),
@@ -154,6 +156,35 @@ def test_a_body_that_inflates_too_far_is_refused(server: Any, encoding: str) -> 
     for damaged in (compress(PIXELS)[:-5], compress(PIXELS) + b"more"):
         with pytest.raises(HttpError, match="ends early"):
             inflate(damaged, encoding, 100_000)
+
+
+def test_images_beyond_the_queue_are_refused_before_memory_is_taken_for_them() -> None:
+    # each empty element takes four bytes of the request, and ten times that once it is an object
+    with pytest.raises(BadRequest, match="3 images; expected 2 at most; send several requests"):
+        parse_request(
+            b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[3,1],"parameters":{"binary_data_size":0}}]}',
+            None, [TensorSpec("image", "BYTES", (-1, 1))], [], max_images=2,
+        )  # fmt: skip
+
+
+def test_few_bodies_are_inflated_at_a_time(serving: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, most, lock = [0], [0], threading.Lock()
+
+    def slow(data: bytes, encoding: str, limit: int) -> bytes:
+        with lock:
+            counts[0] += 1
+            most[0] = max(most[0], counts[0])
+        time.sleep(0.05)
+        with lock:
+            counts[0] -= 1
+        return inflate(data, encoding, limit)
+
+    monkeypatch.setattr("opal_deploy.server.limits.inflate", slow)
+    body = {"content": gzip.compress(b"no image"), "headers": {"Content-Encoding": "gzip"}}
+    with serving({"light": BrightSession()}) as server, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: httpx.post(f"{server.url}/explain", **body), range(6)))
+    assert [answer.status_code for answer in answers] == [415] * 6
+    assert most == [2]
 
 
 def test_a_slow_body_is_given_up(server: Any) -> None:

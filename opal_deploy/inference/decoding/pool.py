@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -99,15 +99,18 @@ class DecoderPool:
         """The slots: uint8 [slots, rows, H0, W0, 3]."""
         return self._slots.pixels
 
-    def submit(self, requests: Sequence[Request]) -> Future[PreparedBatch]:
+    def submit(
+        self, requests: Sequence[Request], abandoned: Callable[[], bool] = lambda: False
+    ) -> Future[PreparedBatch]:
         """Begin to prepare a batch, at most `rows` images.
 
-        The future raises nothing that an image can cause; it raises StoppedEarly where no process can be started.
+        The future raises nothing that an image can cause; it raises StoppedEarly where no process can be started, and
+        CancelledError where `abandoned` said, before the work began, that nobody waits for it any more.
 
         Raises:
             IndexError: no slot is free.
         """
-        batch = _Batch(requests, self._slots)
+        batch = _Batch(requests, self._slots, abandoned)
         for start in range(0, len(requests), self._group):
             stop = min(start + self._group, len(requests))
             work = self._threads.submit(self._prepare_group, batch, start, stop)
@@ -134,6 +137,9 @@ class DecoderPool:
         """Prepare some images of a batch; what goes wrong beyond an image goes into the batch's future."""
         rows = range(start, stop)
         if batch.future.cancelled():
+            return
+        if batch.abandoned():
+            batch.finish_rows(rows, CancelledError())
             return
         try:
             isolated = [row for row in rows if self._processes is not None and _has_decoder(batch.requests[row])]
@@ -198,8 +204,8 @@ def _read_prepared(request: Request, process: WorkerProcess, header: dict[str, A
 class _Batch:
     """A batch whose groups are being prepared, by several threads."""
 
-    def __init__(self, requests: Sequence[Request], slots: PixelSlots) -> None:
-        self.requests, self.slot = requests, slots.acquire()
+    def __init__(self, requests: Sequence[Request], slots: PixelSlots, abandoned: Callable[[], bool]) -> None:
+        self.requests, self.slot, self.abandoned = requests, slots.acquire(), abandoned
         self._release = partial(slots.release, self.slot)
         self.pixels = slots.pixels[self.slot]
         self.images: list[Prepared | None] = [None] * len(requests)
