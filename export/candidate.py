@@ -92,6 +92,11 @@ class ExportSource(Protocol):
         """Precision of the ONNX file that the source is; None for a checkpoint."""
         ...
 
+    @property
+    def origin(self) -> Metadata:
+        """Metadata that files of the source inherit: checkpoint, class names, version of PyTorch."""
+        ...
+
     def build_candidate(
         self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
     ) -> ExportCandidate:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from opal_deploy.artifact.metadata import Precision
+from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
@@ -34,6 +35,11 @@ class CheckpointSource:
         """None: the source is no ONNX file."""
         return None
 
+    @cached_property
+    def origin(self) -> Metadata:
+        """The checkpoint's metadata, with the version of PyTorch that exports it."""
+        return replace(build_metadata(self.checkpoint), exporter={"torch": torch.__version__})
+
     def build_candidate(
         self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
     ) -> ExportCandidate:
@@ -42,7 +48,7 @@ class CheckpointSource:
         Raises:
             UsageError: the network is over ONNX's 2 GB, or too few images to verify on or to calibrate with.
         """
-        description = build_metadata(self.checkpoint)
+        description = self.origin
         report(f"Tracing {description.backbone}, {description.num_classes} classes")
         graph = ExportGraph(
             self.checkpoint.network,
@@ -56,7 +62,6 @@ class CheckpointSource:
             description,
             input_kind=options.input_kind,
             outputs=graph.output_names,
-            exporter={"torch": torch.__version__},
         )
         session = TorchSession(self.checkpoint, device="cpu")
         choice = choose_images(metadata, options, calibrate="int8" in precisions, report=report)

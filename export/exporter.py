@@ -17,6 +17,7 @@ from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision
+from opal_deploy.export.existing import describe_options, find_kept_files
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions, ExportTargets, Report, no_report
 from opal_deploy.export.tensorrt.engine import ExportedEngine, stage_engines
@@ -30,11 +31,15 @@ NOT_VERIFIED = "exported with --no-verify"
 
 @dataclass(frozen=True)
 class ExportedOnnx:
-    """An ONNX file that an export wrote; `comparison` with the reference is None where verification was skipped."""
+    """An ONNX file of an export; `kept` where it was there already, as the same source and options gave it.
+
+    `comparison` with the reference is None where verification was skipped, or the file was kept.
+    """
 
     path: Path
     metadata: Metadata
     comparison: Comparison | None
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,20 @@ def export(
         ArtifactError: an ONNX source is not ours or damaged, a weight is beyond a precision's range, or TensorRT's
             parser refuses a graph.
         VerificationError: a file does not reproduce its reference, or an engine its test vectors.
-        UsageError: an option does not fit the source, the builder fails, or a file cannot be written.
+        UsageError: an option does not fit the source, another file is in the way, the builder fails, or a file cannot
+            be written.
     """
     options = options or ExportOptions()
     with ExitStack() as stack:
         staged: list[StagedOnnx] = []
+        kept = find_kept_files(source, targets, options)
         if targets.onnx:
-            candidate = source.build_candidate(targets.onnx.keys(), options, report)
+            missing = [precision for precision in targets.onnx if precision not in kept]
+            candidate = source.build_candidate(missing, options, report) if missing else None
             for precision, path in targets.onnx.items():
+                if candidate is None or precision in kept:
+                    staged.append(StagedOnnx(ExportedOnnx(path, kept[precision], None, kept=True), path))
+                    continue
                 converted = convert_precision(candidate, precision, report)
                 if options.top_k is not None:
                     converted = with_top_classes(converted, options.top_k)
@@ -112,7 +123,7 @@ def stage_onnx(
     metadata = replace(
         candidate.metadata,
         test_vectors=test_vectors.pack(candidate.test_vectors),
-        exporter=_describe_exporter(candidate),
+        exporter={**_describe_exporter(candidate), **describe_options(options)},
         verification={} if options.verify else {"skipped": NOT_VERIFIED},
         file_sha256=BLANK_DIGEST,
     )
@@ -139,8 +150,10 @@ def stage_onnx(
 
 
 def _describe_exporter(candidate: ExportCandidate) -> dict[str, Any]:
+    # of an ONNX source, the folders were named for that file
+    inherited = {k: v for k, v in candidate.metadata.exporter.items() if k not in ("pictures", "calibrate")}
     return {
-        **candidate.metadata.exporter,
+        **inherited,
         "opal_deploy": __version__,
         "onnx": onnx.__version__,
         "onnxruntime": onnxruntime.__version__,

@@ -45,6 +45,11 @@ class OnnxSource:
         """The file's precision."""
         return self.metadata.precision
 
+    @property
+    def origin(self) -> Metadata:
+        """The file's metadata."""
+        return self.metadata
+
     def build_candidate(
         self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
     ) -> ExportCandidate:

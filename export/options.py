@@ -37,6 +37,7 @@ class ExportOptions:
         calibrate: folder of photographs that int8's ranges are measured on; None: the model's training images.
         threads: threads of ONNX Runtime during verification; None: as many as the process may use.
         verify: compare each file with its reference before it gets its name.
+        overwrite: replace files that are there; False keeps those that the same source and options gave.
     """
 
     input_kind: InputKind = "uint8"
@@ -46,6 +47,7 @@ class ExportOptions:
     calibrate: Path | None = None
     threads: int | None = None
     verify: bool = True
+    overwrite: bool = True
 
 
 @dataclass(frozen=True)

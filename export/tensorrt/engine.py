@@ -28,8 +28,8 @@ from opal_deploy.artifact.engine_file import (
     write_sidecar,
 )
 from opal_deploy.artifact.files import ENGINE_SUFFIX, atomic_write
-from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
-from opal_deploy.errors import ArtifactError
+from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
+from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.options import PRECISION_ENDINGS, Report
 from opal_deploy.export.tensorrt.builder import Network, SerializedEngine
 from opal_deploy.export.tensorrt.options import EngineRequest, EngineTarget
@@ -60,11 +60,11 @@ class _OnnxInput:
     graph_sha256: str
 
 
-def engine_name(stem: str, metadata: Metadata, target: EngineTarget) -> str:
+def engine_name(stem: str, precision: Precision, target: EngineTarget) -> str:
     """Return `ckpt.fp16.sm80.rtx.engine` for the stem `ckpt` or `ckpt.fp16`."""
     for ending in PRECISION_ENDINGS:
         stem = stem.removesuffix(ending)
-    return f"{stem}.{metadata.precision}.{target.sm}.{SHORT_NAMES[target.builder]}{ENGINE_SUFFIX}"
+    return f"{stem}.{precision}.{target.sm}.{SHORT_NAMES[target.builder]}{ENGINE_SUFFIX}"
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def stage_engines(path: Path, name: str, request: EngineRequest, report: Report)
                 library = load(target.builder, "export --trt")
                 networks[target.builder] = Network(library, onnx_input.content, name, request.on_message)
             network = networks[target.builder]
-            out = request.folder / engine_name(Path(name).stem, onnx_input.metadata, target)
+            out = request.folder / engine_name(Path(name).stem, onnx_input.metadata.precision, target)
             key = _compute_key(onnx_input, network.library, target, request)
             sidecar = None if request.rebuild else _read_reusable(out, key)
             reused = sidecar is not None
@@ -100,6 +100,11 @@ def stage_engines(path: Path, name: str, request: EngineRequest, report: Report)
                     f"Reusing {out}: built from the same graph by {network.library.title} for {target.sm}, same options"
                 )
                 sidecar = _follow_onnx(stack, out, sidecar, onnx_input.metadata)
+            elif out.exists() and not (request.overwrite or request.rebuild):
+                raise UsageError(
+                    f"{out}: it is there already, of another graph, builder, GPU or options; replace it with "
+                    "--overwrite"
+                )
             else:
                 report(
                     f"Building for {target.sm} with {network.library.title} ({target.reason}), "

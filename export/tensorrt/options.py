@@ -134,6 +134,7 @@ class EngineRequest:
         driver: the machine's driver and GPUs.
         build: options of every build.
         rebuild: build even where the same engine is there already.
+        overwrite: replace engines that are there and are others.
         on_message: receives everything that the builder logs.
         on_progress: receives the builder's progress.
 
@@ -146,6 +147,7 @@ class EngineRequest:
     driver: Driver
     build: BuildOptions = BuildOptions()
     rebuild: bool = False
+    overwrite: bool = True
     on_message: OnMessage | None = None
     on_progress: OnProgress = lambda *_: None
 

@@ -106,6 +106,26 @@ def test_files_that_are_being_written_are_no_models(opal: Opal, folder: Path, ma
     assert done.stderr.startswith("Model: c.onnx ")
 
 
+def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal: Opal, folder: Path, tmp_path: Path) -> None:
+    call = ("export", "c.onnx", "--precision", "fp16", "--no-verify", "--out", "out.onnx")
+    assert "Wrote out.onnx" in opal(*call, cwd=folder).stderr
+    first = (folder / "out.onnx").read_bytes()
+    assert "Kept out.onnx" in opal(*call, cwd=folder).stderr
+    # not verified, and of another format
+    for arguments in (call[:4] + call[5:], ("export", "c.onnx", "--precision", "bf16", *call[4:])):
+        refused = one_line(opal(*arguments, cwd=folder))
+        assert "out.onnx: it is there already, of " in refused
+        assert "the same checkpoint, exported with other" in refused
+    assert (folder / "out.onnx").read_bytes() == first
+    # done again in another process, the bytes are the same
+    again = [sys.executable, "-m", "opal_deploy", *call, "--overwrite"]
+    assert "Wrote" in subprocess.run(again, cwd=folder, capture_output=True, text=True, timeout=120).stderr
+    assert (folder / "out.onnx").read_bytes() == first
+    (folder / "out.onnx").write_bytes(b"foreign")
+    assert "no file of ours" in one_line(opal(*call, cwd=folder))
+    assert (folder / "out.onnx").read_bytes() == b"foreign"
+
+
 # ---- engines
 
 
@@ -139,6 +159,10 @@ def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kep
     assert [engine["target"]["sm"] for engine in document["engines"]] == ["sm80", "sm89"]
     assert {engine["state"]["state"] for engine in document["engines"]} == {"unverified"}
     assert "Kept c.fp16.sm80.rtx.engine" in opal(*call, cwd=folder).stderr
+    # the engine is refused before the work is done, although the ONNX file is gone
+    (folder / "c.fp16.onnx").unlink()
+    refused = one_line(opal(*call, "--batch", "1:1:1", cwd=folder))
+    assert "c.fp16.sm80.rtx.engine: it is there already, built with other options" in refused
 
 
 @needs_rtx

@@ -148,7 +148,8 @@ def export(
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace models of these names.", rich_help_panel=_TRITON)
+        bool,
+        typer.Option("--overwrite", help="Replace other files, or models of a repository, that are there."),
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of ONNX Runtime while verifying.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the report to stdout as JSON.")] = False,
@@ -243,6 +244,7 @@ def export(
         calibrate=calibrate,
         threads=threads,
         verify=verify,
+        overwrite=overwrite,
     )
     if not trt:
         targets = plan_targets(export_source, precision, out=out)
@@ -263,6 +265,7 @@ def export(
             driver,
             build,
             rebuild,
+            overwrite,
             on_message=_print_builder_message if verbose else None,
             on_progress=lambda phase, step, steps: advance(step, steps, phase),
         )

@@ -44,6 +44,9 @@ def print_engine_export(result: ExportResult, as_json: bool) -> None:
 def print_onnx(exported: ExportedOnnx) -> None:
     """Print how an ONNX file was verified, and that it was written."""
     metadata, comparison = exported.metadata, exported.comparison
+    if exported.kept:
+        print_message(f"Kept {exported.path}: the same checkpoint and options gave it; --overwrite exports it again")
+        return
     if metadata.unverified:
         print_message(f"NOT VERIFIED: {metadata.unverified}: nobody compared its outputs with PyTorch's")
     if comparison is not None:

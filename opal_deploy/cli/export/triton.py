@@ -20,8 +20,8 @@ def plan_repository(
         UsageError: models of these names are there, or other options do not go with it.
     """
     if folder is None:
-        if name is not None or overwrite:
-            raise UsageError(f"{'--name' if name is not None else '--overwrite'}: of a Triton repository; add --triton")
+        if name is not None:
+            raise UsageError("--name: of a Triton repository; add --triton")
         return None
     if trt:
         raise UsageError("--triton: build the engine first (--trt), then export the .engine with --triton")
