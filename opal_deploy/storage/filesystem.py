@@ -154,6 +154,11 @@ def _class_names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
+def _one_line(error: BaseException) -> str:
+    # what botocore finds wrong with a name stands behind the first line
+    return first_line(Exception(" ".join(str(error).split()) or type(error).__name__))
+
+
 def to_image_error(error: BaseException) -> ImageError:
     """Return the ImageError of what a storage's library raised."""
     status, code = response_code(error)
@@ -170,4 +175,4 @@ def to_image_error(error: BaseException) -> ImageError:
     if is_temporary(error):
         what = answer or type(error).__name__
         return ImageError("storage_unavailable", f"the storage did not answer within {PATIENCE_SECONDS:g} s ({what})")
-    return ImageError("unreadable", f"it cannot be used: {answer or redact(first_line(Exception(str(error))))}")
+    return ImageError("unreadable", f"it cannot be used: {answer or redact(_one_line(error))}")

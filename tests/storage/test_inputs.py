@@ -87,6 +87,11 @@ _B = ("b/000.png", "b/001.png", "b/002.png")
         ("s3://nobucket/", "s3://nobucket/: no such bucket"),
         ("@s3://photos/none.txt", "s3://photos/none.txt: the list cannot be read: no such object"),
         ("s3://me:hidden@photos/a.jpg", "s3://photos/a.jpg: credentials inside the URL are not used"),
+        ("s3:///a.jpg", "s3:///a.jpg: it names no bucket; expected s3://BUCKET/"),
+        (
+            "s3://Not a bucket/",
+            "cannot be used: Parameter validation failed: Invalid bucket name",
+        ),
         ("file:///a.jpg", "file:///a.jpg: file:// is not read; give the path itself"),
         ("ftp://host/a.jpg", "ftp://host/a.jpg: ftp:// is not read"),
     ],
