@@ -206,13 +206,16 @@ def check_split(data_set: DataSet, split: str) -> None:
 
 
 def warn_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
-    """Warn if a model is evaluated on images of the folder that it was trained on."""
+    """Warn if a model is evaluated on images of the folder that it was trained on, or of one inside or around it."""
     data = training.get("data")
     root = data.get("root") if isinstance(data, dict) else None
-    if split in ("train", "all") and isinstance(root, str) and Path(root).resolve() == data_set.root.resolve():
+    if split not in ("train", "all") or not isinstance(root, str):
+        return
+    trained, measured = Path(root).resolve(), data_set.root.resolve()
+    if trained.is_relative_to(measured) or measured.is_relative_to(trained):
         print_message(
-            f"warning: {one_line(str(path))} was trained on images of this folder, so on some of those that it is "
-            "measured on; the figures are better than on new ones"
+            f"warning: {one_line(str(path))} was trained on images in {one_line(root)}, perhaps on some of those "
+            "that it is measured on; figures on these are better than on new ones"
         )
 
 
