@@ -105,6 +105,8 @@ def verify_candidate(
             rounding = candidate.measure_rounding()
             gate = gate.widened_by(rounding)
             comparison = compare_outputs(reference, outputs, metadata, gate, _CONFIDENCE)
+        # a maximum grows with the sample: its limits are for the first one, and more images are for the share alone
+        share_gate = replace(gate, cosine=float("inf"), logit=float("inf"), score=float("inf"))
         for size in SAMPLE_SIZES[1:]:
             agreement, seen = comparison.agreement, len(reference.images)
             if not comparison or candidate.more is None or agreement is None or agreement.shown:
@@ -115,7 +117,7 @@ def verify_candidate(
             report(f"{comparison.block_cells} cells do not tell yet: {images.description}")
             added = run_in_batches(session.run, reference.images[seen:], Outputs.concatenate)
             outputs = Outputs.concatenate([outputs, added])
-            comparison = compare_outputs(reference, outputs, metadata, gate, _CONFIDENCE)
+            comparison = compare_outputs(reference, outputs, metadata, share_gate, _CONFIDENCE)
         judged = replace(candidate, images=images, reference=reference)
         if comparison and metadata.top_k is not None:
             comparison = replace(comparison, failures=find_selection_errors(outputs, metadata))
