@@ -41,6 +41,7 @@ class TimingOptions:
         warm_up_seconds: least length of the warm-up.
         buffers: batches of noise that the calls rotate over.
         seed: of the noise.
+        report: is called after each repeat.
     """
 
     seconds: float = 3.0
@@ -49,6 +50,7 @@ class TimingOptions:
     warm_up_seconds: float = 1.0
     buffers: int = 4
     seed: int = 0
+    report: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def time_repeats(call: Call, options: TimingOptions, *, clock: Clock = time.perf
         calls, total = _time_repeat(call, options.seconds, options.iterations, clock)
         repeats.append(calls)
         elapsed.append(total)
+        options.report()
     return Timing(tuple(repeats), tuple(elapsed), warmed)
 
 

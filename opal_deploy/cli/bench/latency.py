@@ -86,23 +86,27 @@ def latency(
             cuda_graphs=cuda_graphs,
         ),
     ):
-        measurements = _measure(loaded, scenario, batches, timing, server)
-        options.deliver(measurements, _format, out, as_json=as_json)
+        if server is not None:
+            # which prints a line a rate instead
+            options.deliver([_measure_server(loaded, server)], _format, out, as_json=as_json)
+            continue
+        with options.report_repeats(timing, len(batches)) as reporting:
+            measurements = _measure(loaded, scenario, batches, reporting)
+            options.deliver(measurements, _format, out, as_json=as_json)
+
+
+def _measure_server(loaded: LoadedTarget, server: ServerOptions) -> Measurement:
+    from opal_deploy.bench.server_scenario import measure_server
+
+    return measure_server(loaded, server, lambda line: print_message(f"  {line}"))
 
 
 def _measure(
-    loaded: LoadedTarget,
-    scenario: str | None,
-    batches: tuple[int, ...],
-    timing: TimingOptions,
-    server: ServerOptions | None,
+    loaded: LoadedTarget, scenario: str | None, batches: tuple[int, ...], timing: TimingOptions
 ) -> Iterator[Measurement]:
     from opal_deploy.bench.latency import measure_latency, measure_single_stream
-    from opal_deploy.bench.server_scenario import measure_server
 
-    if server is not None:
-        yield measure_server(loaded, server, lambda line: print_message(f"  {line}"))
-    elif scenario is not None:
+    if scenario is not None:
         yield measure_single_stream(loaded, timing)
     else:
         yield from measure_latency(loaded, batches, timing)

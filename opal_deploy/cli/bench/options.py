@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import typer
 
-from opal_deploy.cli.console import print_json_line, print_message
+from opal_deploy.cli.console import print_json_line, print_message, progress
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, UsageError, require
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from opal_deploy.bench.measurement import Figure, Measurement
     from opal_deploy.bench.targets.loading import LoadedTarget, Setup
     from opal_deploy.bench.targets.networks import NamedNetwork
+    from opal_deploy.bench.timing import TimingOptions
     from opal_deploy.inference.sources.items import Item
 
 
@@ -168,6 +171,14 @@ def deliver(
     for measurement in measurements:
         write_measurement(measurement, out, as_json=as_json)
         print_message(format_measurement(measurement))
+
+
+@contextmanager
+def report_repeats(timing: TimingOptions, batches: int) -> Iterator[TimingOptions]:
+    """Show the progress over the repeats of so many batch sizes while the block times them with the options yielded."""
+    with progress("repeats") as advance:
+        done = itertools.count(1)
+        yield replace(timing, report=lambda: advance(next(done), timing.repeats * batches))
 
 
 def format_spread(figure: Figure) -> str:

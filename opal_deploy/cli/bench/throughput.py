@@ -65,8 +65,9 @@ def throughput(
             cuda_graphs=cuda_graphs,
         ),
     ):
-        measurements = measure_throughput(loaded, batches, timing, ceilings)
-        options.deliver(measurements, _format, out, as_json=as_json)
+        with options.report_repeats(timing, len(batches)) as reporting:
+            measurements = measure_throughput(loaded, batches, reporting, ceilings)
+            options.deliver(measurements, _format, out, as_json=as_json)
 
 
 def _format(measurement: Measurement) -> str:
