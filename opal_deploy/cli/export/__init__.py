@@ -158,6 +158,7 @@ def export(
 
     A file gets its name only after its outputs were compared with PyTorch's on images, in several batch sizes.
     With --triton the file, or an .onnx or .engine as it is, becomes a model repository for NVIDIA Triton.
+    All formats in a table, with their files, what they run on and where they ran: docs/howto/export.md.
     """
     from opal_deploy.artifact.files import model_kind
     from opal_deploy.cli.export.triton import plan_repository, verify_model, write_repository
