@@ -175,4 +175,7 @@ def to_image_error(error: BaseException) -> ImageError:
     if is_temporary(error):
         what = answer or type(error).__name__
         return ImageError("storage_unavailable", f"the storage did not answer within {PATIENCE_SECONDS:g} s ({what})")
+    if answer in ("400", "status 400"):
+        # the answer to HEAD has no body that would say more
+        return ImageError("unreadable", "the request is refused (status 400), as where credentials have expired")
     return ImageError("unreadable", f"it cannot be used: {answer or redact(_one_line(error))}")

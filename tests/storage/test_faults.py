@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from opal_deploy.errors import ImageError
 from opal_deploy.inference.sources.discovery import discover
@@ -158,3 +159,9 @@ def test_a_bucket_is_listed_page_by_page_in_byte_order(
             (name, folder.child(name, file.fingerprint)) for name, file in listing.list_files(folder, recursive=True)
         ]
         assert [name for name, _ in listing.list_files(folder, recursive=True)] == expected
+
+
+def test_a_refusal_without_words_says_what_it_may_be() -> None:
+    answer = {"Error": {"Code": "400", "Message": "Bad Request"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+    error = filesystem.to_image_error(ClientError(answer, "HeadObject"))  # type: ignore[arg-type]
+    assert str(error) == "the request is refused (status 400), as where credentials have expired"
