@@ -69,9 +69,12 @@ class CheckpointSource:
         images, reference = sample.first(SAMPLE_SIZES[0])
 
         def measure_rounding() -> Rounding:
-            report("Measuring how far PyTorch's own outputs move when its convolutions sum in another order")
-            reordered = run_in_batches(session.run_channels_last, images.pixels, Outputs.concatenate)
-            return Rounding.between(reference.outputs, reordered, metadata)
+            report("Measuring how far PyTorch's own outputs move in another order of summation and in float64")
+            others = [
+                run_in_batches(run, images.pixels, Outputs.concatenate)
+                for run in (session.run_channels_last, session.run_float64)
+            ]
+            return Rounding.between(reference.outputs, others, metadata)
 
         return ExportCandidate(
             model,

@@ -10,13 +10,14 @@ therefore refuses a share only where its exact one-sided upper bound (Clopper an
 and takes more images until a bound decides (`Agreement`).
 
 Some networks do not even agree with themselves to 1e-6: PyTorch's own outputs move by more when its convolutions sum in
-another order. For those, and only those, the exporter measures that movement (`Rounding`) and widens the gate to four
-times its size, within `WIDEST`: one other order shows a part of what another runtime's kernels may do. The gate that
-was used is written into the artifact.
+another order, or when they are computed in float64. For those, and only those, the exporter measures that movement
+(`Rounding`) and widens the gate to four times its size, within `WIDEST`: it shows a part of what another runtime's
+kernels may do. The gate that was used is written into the artifact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -83,7 +84,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a network's float32 outputs move when only the order of summation changes.
+    """How far a network's float32 outputs move when only the order of summation changes, or the precision of sums.
 
     Attributes:
         cosine, score: largest absolute movement.
@@ -95,16 +96,20 @@ class Rounding:
     relative_score: float
 
     @staticmethod
-    def between(one: Outputs, other: Outputs, metadata: Metadata) -> Rounding:
-        """Return the movement between two runs of one network on the same images; zero without scores."""
-        if one.scores is None or other.scores is None:
-            return Rounding(0.0, 0.0, 0.0)
-        difference = np.abs(one.scores - other.scores)
-        return Rounding(
-            float(np.abs(compute_cosines(one, metadata) - compute_cosines(other, metadata)).max()),
-            float(difference.max()),
-            float((difference / np.maximum(np.abs(one.scores), 1e-30)).max()),
-        )
+    def between(one: Outputs, others: Sequence[Outputs], metadata: Metadata) -> Rounding:
+        """Return the largest movement from one run of a network to others on the same images; zero without scores."""
+        movements = [_movement(one, other, metadata) for other in others if one.scores is not None]
+        return Rounding(*(max(values) for values in zip(*movements, strict=True))) if movements else Rounding(0, 0, 0)
+
+
+def _movement(one: Outputs, other: Outputs, metadata: Metadata) -> tuple[float, float, float]:
+    scores = cast(FloatArray, one.scores)
+    difference = np.abs(scores - cast(FloatArray, other.scores))
+    return (
+        float(np.abs(compute_cosines(one, metadata) - compute_cosines(other, metadata)).max()),
+        float(difference.max()),
+        float((difference / np.maximum(np.abs(scores), 1e-30)).max()),
+    )
 
 
 # a network noisier than this has no outputs to reproduce

@@ -248,11 +248,11 @@ class TestWidenedByRounding:
     def test_movement_is_measured_between_two_runs(self):
         score = OUTPUTS.scores[0, 0]
         moved = with_scores(set_value(OUTPUTS.scores, (0, 0), score * np.float32(1.001)))
-        rounding = Rounding.between(OUTPUTS, replace(OUTPUTS, **moved), METADATA)
+        rounding = Rounding.between(OUTPUTS, [OUTPUTS, replace(OUTPUTS, **moved)], METADATA)
         assert rounding.score == pytest.approx(1e-3 * score, rel=1e-2)
         assert rounding.relative_score == pytest.approx(1e-3, rel=1e-2)
         assert 0 < rounding.cosine < 1e-3
-        assert Rounding.between(BARE, BARE, METADATA) == Rounding(0.0, 0.0, 0.0)
+        assert Rounding.between(BARE, [BARE], METADATA) == Rounding(0.0, 0.0, 0.0)
 
 
 TOP = select_top(OUTPUTS, M, 2)
