@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.session import EvaluationResult
+from opal_deploy.statistics.intervals import clopper_pearson_bound
 from opal_deploy.statistics.risk import RiskCurve, Threshold, compute_risk_curve, explain_too_few
 
 
@@ -29,7 +31,10 @@ def check_support(images: int, target: float) -> None:
     """
     reason = explain_too_few(images, target)
     if reason:
-        raise UsageError(f"--target-error {100 * target:g}%: {reason}; give more images, or a larger rate")
+        least = math.ceil(1000 * clopper_pearson_bound(0, images)) / 10
+        raise UsageError(
+            f"--target-error {100 * target:g}%: {reason}; give more images, or a rate of {least:g}% or more"
+        )
 
 
 def format_curve(curve: RiskCurve) -> Iterator[str]:
@@ -44,11 +49,19 @@ def format_curve(curve: RiskCurve) -> Iterator[str]:
     )
 
 
-def format_threshold(threshold: Threshold) -> Iterator[str]:
-    """Yield the threshold chosen for an error rate, or the reason why there is none."""
+def format_threshold(threshold: Threshold, smallest: float | None = None) -> Iterator[str]:
+    """Yield the threshold chosen for an error rate, or the reason why there is none.
+
+    Args:
+        threshold: as chosen.
+        smallest: the smallest error rate that these images support, named where there is no threshold; None if none.
+    """
     target = f"an error rate of at most {100 * threshold.target:g} %"
     if threshold.min_margin is None:
-        yield f"no --min-margin is known to give {target}: {threshold.reason}"
+        advice = (
+            "no rate works" if smallest is None else f"--target-error {100 * smallest:g}% is the smallest that works"
+        )
+        yield f"no --min-margin is known to give {target}: {threshold.reason}; {advice}"
         return
     yield (
         f"--min-margin {threshold.min_margin!r} for {target}: answers {threshold.coverage:.1%} of "

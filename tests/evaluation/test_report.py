@@ -15,7 +15,7 @@ from opal_deploy.evaluation.report import (
     model_folders,
     write_evaluation,
 )
-from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
+from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, smallest_target
 
 
 def _drawn(counts, names, path):
@@ -104,8 +104,17 @@ def test_a_printed_threshold_can_be_typed_back():
     assert float(line.split()[1]) == threshold.min_margin == curve.margins[-1]
     assert "answers 100.0% of 80 images, 0 of 80 wrong" in line
     assert "with 95% confidence at most 3.68 %" in line
-    (refusal,) = risk.format_threshold(choose_threshold(curve.summary(), 0.01))
+    smallest = smallest_target(curve.summary())
+    (refusal,) = risk.format_threshold(choose_threshold(curve.summary(), 0.01), smallest)
     assert "no --min-margin is known to give an error rate of at most 1 %: 80 labelled images cannot" in refusal
+    assert refusal.endswith("--target-error 3.7% is the smallest that works")
+    assert choose_threshold(curve.summary(), 0.037).min_margin is not None
+
+
+def test_too_few_images_name_the_rate_that_they_could_support():
+    with pytest.raises(UsageError, match=r"or a rate of 3\.7% or more$"):
+        risk.check_support(80, 0.01)
+    risk.check_support(80, 0.037)
 
 
 @pytest.mark.parametrize("target", [None, 0.2, 0.01], ids=["no target", "threshold", "no threshold"])

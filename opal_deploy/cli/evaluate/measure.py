@@ -73,15 +73,18 @@ def add_agreements(results: list[ModelResult]) -> None:
 
 def _add_risk(result: ModelResult, options: EvaluateOptions, folder: Path | None) -> None:
     from opal_deploy.evaluation import report, risk
-    from opal_deploy.statistics.risk import choose_threshold
+    from opal_deploy.statistics.risk import choose_threshold, smallest_target
 
     curve = risk.compute_margin_curve(result.evaluation)
     if curve is None:
         return
-    threshold = None if options.target_error is None else choose_threshold(curve.summary(), options.target_error)
-    for line in (*risk.format_curve(curve), *(risk.format_threshold(threshold) if threshold else ())):
+    for line in risk.format_curve(curve):
         print_message(line)
-    if threshold is not None:
+    threshold = None
+    if options.target_error is not None:
+        threshold = choose_threshold(curve.summary(), options.target_error)
+        for line in risk.format_threshold(threshold, smallest_target(curve.summary())):
+            print_message(line)
         result.extra["threshold"] = threshold.to_dict()
     if folder is not None:
         report.write_risk(folder, curve, threshold)
