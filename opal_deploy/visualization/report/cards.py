@@ -12,14 +12,14 @@ from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.records.record import Record, Slot
 from opal_deploy.visualization.legend import COSINE, DISTANCE, SCORE, build_bars, get_prediction
 from opal_deploy.visualization.overlay import overlay_width, photograph_size
-from opal_deploy.visualization.palette import NUM_COLORS, slot_color, text_color, to_hex
+from opal_deploy.visualization.palette import COLORS, slot_color, text_color, to_hex
 from opal_deploy.visualization.text import escape_unprintable
 
 MEANINGS = (COSINE, DISTANCE, SCORE)
 STATUSES = ("ok", "abstained", "error")
 NO_NAME = "(no name)"
 # (tag colour, text colour) of each slot as CSS; slots beyond them repeat the colours
-SLOT_COLORS = tuple((to_hex(slot_color(slot)), to_hex(text_color(slot_color(slot)))) for slot in range(NUM_COLORS))
+SLOT_COLORS = tuple((to_hex(color), to_hex(text_color(color))) for color in COLORS)
 # digits after the point; results.jsonl has every value in full precision
 _DIGITS = 6
 _MESSAGE_LIMIT = 500
