@@ -22,6 +22,7 @@ from opal_deploy.errors import (
 )
 
 if TYPE_CHECKING:
+    from opal_deploy.evaluation.api import evaluate_model
     from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.service import Service
     from opal_deploy.records import to_coco, to_label_studio, to_pandas
@@ -41,6 +42,7 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "__version__",
+    "evaluate_model",
     "json_schema",
     "load",
     "to_coco",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "evaluate_model": "opal_deploy.evaluation.api",
     "Model": "opal_deploy.inference.api",
     "load": "opal_deploy.inference.api",
     "Service": "opal_deploy.inference.service",
@@ -67,3 +70,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    # those that are imported when they are first used, too
+    return sorted({*globals(), *__all__})

@@ -23,6 +23,11 @@ def print_message(text: str = "") -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
+def print_line(text: str) -> None:
+    """Print one line for the user: a line break, as in the name of a file, is escaped too."""
+    print_message(one_line(text))
+
+
 def discard_message(line: str) -> None:
     """Print nothing: stands in for `print_message` in processes that do not print."""
 

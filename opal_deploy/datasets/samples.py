@@ -21,6 +21,11 @@ Validation = Literal["authors", "list-order"]
 # called with the number of images done, the number of all images where known, and a note on what is being done
 ProgressCallback = Callable[[int, int | None, str], None]
 
+
+def no_progress(done: int, total: int | None, note: str) -> None:
+    """Report nothing."""
+
+
 # names that an error or a warning spells out; the rest is counted
 MAX_LISTED = 20
 

@@ -32,12 +32,14 @@ class Model:
         metadata: class names, prototypes per class, grid, input size, kind of evidence, verification report, ...
         description: engine, device, threads and precision, in one line.
         sha256: hex digest of the model's file; None for a model without one.
+        path: of that file; None for a model without one.
+        sessions: what runs the model, one a device.
     """
 
-    def __init__(self, sessions: Sequence[Session], sha256: str | None = None) -> None:
+    def __init__(self, sessions: Sequence[Session], sha256: str | None = None, path: Path | None = None) -> None:
         """Wrap open sessions of one model; `load` opens them."""
-        self._sessions = list(sessions)
-        self.sha256 = sha256
+        self.sessions = list(sessions)
+        self.sha256, self.path = sha256, path
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
 
@@ -110,7 +112,7 @@ class Model:
             batch=batch, top=top, min_margin=min_margin, max_pixels=max_pixels, model_sha256=self.sha256
         )
         requests = (Request(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True))
-        records = to_explanations(result.record for result in predict_stream(requests, self._sessions, options))
+        records = to_explanations(result.record for result in predict_stream(requests, self.sessions, options))
         return records[0] if one else records
 
     def serve(
@@ -155,7 +157,7 @@ class Model:
             isolate=isolate,
             model_sha256=self.sha256,
         )
-        return Service(self._sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
+        return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
 
     def __repr__(self) -> str:
         metadata = self.metadata
@@ -206,4 +208,4 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
         UsageError: there is no such device.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
-    return Model(sessions, compute_sha256(Path(path)))
+    return Model(sessions, compute_sha256(Path(path)), Path(path))

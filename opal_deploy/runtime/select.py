@@ -92,6 +92,24 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
     return OnnxSession(path, device=device, threads=threads)
 
 
+def read_model_metadata(path: Path) -> Metadata:
+    """Return a model's metadata without opening a runtime.
+
+    Raises:
+        UsageError: not one of ours, or damaged.
+    """
+    kind = model_kind(path)
+    if kind == "checkpoint":
+        from opal_deploy.model import checkpoint
+
+        return checkpoint.build_metadata(checkpoint.load(path))
+    if kind == "engine":
+        return read_sidecar(path).metadata
+    if kind == "onnx":
+        return onnx_file.read_metadata(path)
+    raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
+
+
 def check_runtime(path: Path, runtime: Runtime) -> None:
     """Check that a runtime runs models of this suffix.
 

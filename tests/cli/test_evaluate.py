@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy import load
+from opal_deploy import evaluate_model, load
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.errors import UsageError
 
@@ -121,6 +121,27 @@ def test_checkpoint_and_export_agree_in_one_table_and_a_list(
     assert rows[0].split()[1:] == rows[1].split()[1:]
 
 
+def test_the_function_measures_what_the_command_prints_and_prints_nothing(
+    folder: Path, model: Path, metrics: Metrics, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = metrics(folder, model)
+    lines: list[str] = []
+    notes: list[tuple[int, int | None]] = []
+    result = evaluate_model(
+        load(model, device="cpu", threads=1), str(folder), batch=5, log=lines.append,
+        progress=lambda done, total, note: notes.append((done, total)),
+    )  # fmt: skip
+    assert result.to_dict() == document
+    assert (result.accuracy, result.metrics.images) == (document["test_accuracy"], 12)
+    assert f"accuracy {result.accuracy:.2%}" in "\n".join(lines)
+    assert notes[-1] == (12, 12)
+    (whole,) = evaluate_model([model], folder, split="all", threads=1)
+    assert whole.metrics.images == 36
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(UsageError, match="no such model"):
+        evaluate_model(folder / "none.onnx", folder)
+
+
 def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
     folder: Path, model: Path, metrics: Metrics, tmp_path: Path
 ) -> None:
@@ -221,7 +242,7 @@ def test_a_wrong_call_is_refused_before_any_model_runs(
     options: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(
-        "opal_deploy.evaluation.session.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
+        "opal_deploy.evaluation.measure.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
     )
     out = folder.parent / options["out"] if "out" in options else tmp_path / "out"
     second = options.get("second")
@@ -265,19 +286,18 @@ def test_logits_that_are_not_finite_are_refused(folder: Path, linear: Path, metr
 )
 def test_another_crop_than_in_training_is_a_warning(
     folder: Path,
-    capsys: pytest.CaptureFixture[str],
     trained: str | None,
     cropped: Any,
     boxes: bool,
     warning: str | None,
 ) -> None:
-    from opal_deploy.cli.evaluate.inputs import warn_crop_mismatch
     from opal_deploy.datasets.registry import read_dataset
+    from opal_deploy.evaluation.inputs import describe_crop_mismatch
 
-    warn_crop_mismatch(Path("model.pt"), trained, replace(read_dataset(folder), crop=cropped), boxes=boxes)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.endswith(warning or "") for line in lines] == [True] * (warning is not None)
-    assert all(line.startswith("warning: model.pt says it was trained on ") for line in lines)
+    text = describe_crop_mismatch(Path("model.pt"), trained, replace(read_dataset(folder), crop=cropped), boxes=boxes)
+    assert text.endswith(warning or "")
+    assert text.startswith("model.pt says it was trained on " if warning else text)
+    assert bool(text) == (warning is not None)
 
 
 def test_names_that_are_not_utf8_are_written_as_infer_writes_them(

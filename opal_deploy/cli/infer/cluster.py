@@ -58,7 +58,7 @@ def describe_model(path: Path | None, plan: ActorPlan, expect_sha256: str | None
     Raises:
         ArtifactError: there is no such model, it is damaged, or its digest is not `expect_sha256`.
     """
-    from opal_deploy.cli.evaluate.inputs import read_model_metadata
+    from opal_deploy.runtime.select import read_model_metadata
 
     path = path or find_default_model("auto" if plan.gpus else "cpu", runtime)
     if not path.is_file():

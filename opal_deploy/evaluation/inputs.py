@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opal_deploy.cli.console import one_line, print_message
+from opal_deploy.artifact.metadata import Metadata, check_all_outputs
+from opal_deploy.datasets import cub
+from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet, ProgressCallback, Sample, pluralize, recorded_validation
 from opal_deploy.errors import UsageError
-
-if TYPE_CHECKING:
-    from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.datasets.cub import PartLocations
-    from opal_deploy.datasets.samples import DataSet, Sample
-    from opal_deploy.evaluation.annotations import Annotations
-    from opal_deploy.evaluation.faithfulness.perturbation import Baseline
-    from opal_deploy.runtime.session import Session
+from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
+from opal_deploy.evaluation.faithfulness import measure
+from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, Baseline
+from opal_deploy.evaluation.risk import check_support
+from opal_deploy.inference.api import Model
+from opal_deploy.logs import Log
+from opal_deploy.runtime.select import open_sessions, read_model_metadata
+from opal_deploy.runtime.session import Session
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """The options of `evaluate` that its measurements read.
+    """The options of an evaluation; see `evaluate_model`.
 
     Attributes:
-        split: `train`, `val`, `test` or `all`.
-        boxes: crop to the data set's boxes.
-        parts: measure on part locations; None: where the data set has them.
-        annotations: COCO file with the boxes of the objects; None: what the data set knows.
-        seed: of all random numbers.
-        device, threads: of the runtime.
-        batch: images a forward pass.
-        faithfulness: measure it.
-        limit: images that faithfulness is measured on.
-        baselines: that replace removed cells.
+        baselines: what removed cells are replaced by.
         target_error: error rate, 0 ... 1, to choose a threshold for; None for no threshold.
     """
 
+    dataset: str | None
+    partition: int
+    skip_missing: bool
     split: str
     boxes: bool
     parts: bool | None
@@ -52,20 +51,98 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
+class EvaluationTarget:
+    """A model to measure.
+
+    Attributes:
+        path: of its file.
+        loaded: the model, where the caller has it loaded; None opens the file for the measurement.
+    """
+
+    path: Path
+    loaded: Model | None = None
+
+    @staticmethod
+    def of(model: str | os.PathLike[str] | Model) -> EvaluationTarget:
+        """Return the target that a caller named by its path, or has loaded.
+
+        Raises:
+            UsageError: there is no such file, or a model was made without one.
+        """
+        path = model.path if isinstance(model, Model) else Path(model)
+        if path is None:
+            raise UsageError("this Model has no file; give one that `opal_deploy.load` returned, or a path")
+        if not path.is_file():
+            raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
+        return EvaluationTarget(path, model if isinstance(model, Model) else None)
+
+    def open(self, options: EvaluateOptions) -> Session:
+        """Return a session of the model, the loaded one's own where there is one."""
+        if self.loaded is not None:
+            return self.loaded.sessions[0]
+        return open_sessions(self.path, device=options.device, threads=options.threads)[0]
+
+    def read_metadata(self) -> Metadata:
+        """Return the model's metadata without opening a runtime."""
+        return read_model_metadata(self.path) if self.loaded is None else self.loaded.metadata
+
+
+@dataclass(frozen=True)
 class EvaluationInputs:
     """The images of one split, and their annotations as far as the options use them.
 
     Attributes:
-        root: of the data set.
-        samples: at least one.
+        data: the data set.
+        samples: of the split, at least one.
         part_locations: of a CUB data set; otherwise None.
         annotations: of the samples, for the pointing game; they may know nothing.
     """
 
-    root: Path
+    data: DataSet
     samples: list[Sample]
     part_locations: PartLocations | None
     annotations: Annotations
+
+
+def read_inputs(
+    data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions, log: Log, report: ProgressCallback
+) -> EvaluationInputs:
+    """Read a data set and check that it fits the models.
+
+    Args:
+        data: the data set's folder.
+        metadata: of each model by its path; how the first set its validation images aside decides.
+        options: of the evaluation.
+        log: receives what the folder was read as, and warnings.
+        report: receives the progress of reading.
+
+    Raises:
+        UsageError: the data set is unfit, or does not fit the options or a model.
+    """
+    trained = next(iter(metadata.values())).training
+    data_set = read_dataset(
+        data,
+        options.dataset,
+        partition=options.partition,
+        skip_missing=options.skip_missing,
+        # a few images a class, all to be measured, need not suffice for a split
+        validation=recorded_validation(trained) if options.split in ("train", "val") else None,
+        report=report,
+    )
+    log(f"read as {data_set.describe()}")
+    for line in data_set.warnings:
+        log(f"warning: {line}")
+    check_split(data_set, options.split)
+    for path, each in metadata.items():
+        check_validation(path, each.training, data_set, options.split)
+        check_classes(path, list(each.class_names), data_set)
+        for warning in (
+            describe_trained_images(path, each.training, data_set, options.split),
+            describe_crop_mismatch(path, each.crop, data_set, boxes=options.boxes),
+        ):
+            if warning:
+                log(f"warning: {warning}")
+    return select_inputs(data_set, options)
 
 
 def parse_baselines(names: Sequence[str] | None) -> tuple[Baseline, ...]:
@@ -74,8 +151,6 @@ def parse_baselines(names: Sequence[str] | None) -> tuple[Baseline, ...]:
     Raises:
         UsageError: there is no such baseline.
     """
-    from opal_deploy.evaluation.faithfulness.perturbation import BASELINES
-
     unknown = [name for name in names or () if name not in BASELINES]
     if unknown:
         raise UsageError(f"--fill {unknown[0]!r}: expected {', '.join(BASELINES)}")
@@ -89,42 +164,11 @@ def check_evidence(path: Path, metadata: Metadata, options: EvaluateOptions) -> 
     Raises:
         UsageError: it has not.
     """
-    from opal_deploy.artifact.metadata import check_all_outputs
-    from opal_deploy.evaluation.faithfulness import measure
-
     check_all_outputs(metadata, str(path), "`evaluate`")
     if options.faithfulness:
         measure.check_evidence(metadata, str(path))
     if options.target_error is not None and metadata.evidence == "none":
         raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
-
-
-def open_model(path: Path, device: str, threads: int | None) -> Session:
-    """Open a model in the runtime that runs it."""
-    from opal_deploy.runtime.select import open_sessions
-
-    return open_sessions(path, device=device, threads=threads)[0]
-
-
-def read_model_metadata(path: Path) -> Metadata:
-    """Return a model's metadata without opening a runtime, so that a wrong second model is found before the first runs.
-
-    Raises:
-        UsageError: not one of ours, or damaged.
-    """
-    from opal_deploy.artifact import engine_file, onnx_file
-    from opal_deploy.artifact.files import model_kind
-
-    kind = model_kind(path)
-    if kind == "checkpoint":
-        from opal_deploy.model import checkpoint
-
-        return checkpoint.build_metadata(checkpoint.load(path))
-    if kind == "engine":
-        return engine_file.read_sidecar(path).metadata
-    if kind == "onnx":
-        return onnx_file.read_metadata(path)
-    raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
 
 
 def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None:
@@ -133,8 +177,6 @@ def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None
     Raises:
         UsageError: they are not.
     """
-    from opal_deploy.datasets.samples import pluralize
-
     expected_names = data_set.class_names
     if class_names == expected_names:
         return
@@ -152,11 +194,11 @@ def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None
     )
 
 
-def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, boxes: bool) -> None:
-    """Warn if the model is evaluated on images cropped in another way than those it was trained on."""
+def describe_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, boxes: bool) -> str:
+    """Return that a model is evaluated on images cropped in another way than those it was trained on; else nothing."""
     measured = data_set.crop if boxes else None
     if trained == measured:
-        return
+        return ""
     if measured is not None:
         mismatch = (
             "says it was trained on whole images and is measured on images cropped to their boxes; see --no-boxes"
@@ -164,7 +206,7 @@ def warn_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, bo
     else:
         advice = "see --boxes" if data_set.crop else "the data set has no boxes"
         mismatch = f"says it was trained on images cropped to their boxes and is measured on whole ones; {advice}"
-    print_message(f"warning: {one_line(str(path))} {mismatch}")
+    return f"{path} {mismatch}"
 
 
 def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInputs:
@@ -173,10 +215,6 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
     Raises:
         UsageError: the split is too small for the error rate, or annotations are missing or damaged.
     """
-    from opal_deploy.datasets import cub
-    from opal_deploy.evaluation.annotations import annotate, has_creatures
-    from opal_deploy.evaluation.risk import check_support
-
     samples = data_set.select(options.split)
     if options.target_error is not None:
         check_support(len(samples), options.target_error)
@@ -188,7 +226,7 @@ def select_inputs(data_set: DataSet, options: EvaluateOptions) -> EvaluationInpu
         )
     use_parts = options.parts is not False
     return EvaluationInputs(
-        data_set.root,
+        data_set,
         samples,
         cub.read_parts(data_set.root, samples) if use_parts and located else None,
         annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=options.annotations),
@@ -205,24 +243,23 @@ def check_split(data_set: DataSet, split: str) -> None:
         )
 
 
-def warn_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
-    """Warn if a model is evaluated on images of the folder that it was trained on, or of one inside or around it."""
+def describe_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> str:
+    """Return that a model was trained on images of the folder, or of one inside or around it; else nothing."""
     data = training.get("data")
     root = data.get("root") if isinstance(data, dict) else None
     if split not in ("train", "all") or not isinstance(root, str):
-        return
+        return ""
     trained, measured = Path(root).resolve(), data_set.root.resolve()
-    if trained.is_relative_to(measured) or measured.is_relative_to(trained):
-        print_message(
-            f"warning: {one_line(str(path))} was trained on images in {one_line(root)}, perhaps on some of those "
-            "that it is measured on; figures on these are better than on new ones"
-        )
+    if not (trained.is_relative_to(measured) or measured.is_relative_to(trained)):
+        return ""
+    return (
+        f"{path} was trained on images in {root}, perhaps on some of those that it is measured on; figures on these "
+        "are better than on new ones"
+    )
 
 
 def check_validation(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
     """Raise UsageError if a model was trained on images that the data set has in another split than it."""
-    from opal_deploy.datasets.samples import recorded_validation
-
     if split in ("test", "all") or data_set.validation is None:
         return
     if recorded_validation(training) != data_set.validation:
