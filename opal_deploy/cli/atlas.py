@@ -31,14 +31,8 @@ if TYPE_CHECKING:
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
     from opal_deploy.visualization.atlas.entries import Atlas
-# findings printed on a terminal; all are in atlas.json
-_LISTED_FINDINGS = 12
-_FINDING_KINDS = {
-    "never_predicted": "classes predicted for no image",
-    "shares_its_cell": "slots that rarely have a cell to themselves",
-    "adds_little": "slots that add little",
-    "one_place": "slots that look at one place whatever the image",
-}
+# findings of a kind printed on a terminal; all are in atlas.json
+_LISTED_FINDINGS = 5
 
 
 def atlas(
@@ -78,9 +72,7 @@ def atlas(
         int | None, typer.Option(min=1, help="Images decoded at a time; default: all cores but two.")
     ] = None,
     max_pixels: Annotated[int, typer.Option(min=1, help="Refuse images with more pixels than this.")] = 100_000_000,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Write counts and the to-do list to stdout, as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write counts and findings to stdout, as JSON.")] = False,
 ) -> None:
     """Go through a training set once, and keep for each class and slot the patches with the strongest evidence.
 
@@ -319,6 +311,8 @@ def _report(atlas: Atlas, counts: ImageCounts, seconds: float) -> None:
     )
     for line in counts.first_failures:
         print_message(one_line(f"  {line}"))
+    from opal_deploy.visualization.atlas.entries import FINDING_KINDS
+
     total = sum(atlas.cells)
     most = max(range(len(atlas.cells)), key=lambda cell: (atlas.cells[cell], -cell))
     row, col = divmod(most, atlas.model["grid"][1])
@@ -326,15 +320,18 @@ def _report(atlas: Atlas, counts: ImageCounts, seconds: float) -> None:
         f"The cell chosen most often: {row}, {col}, {atlas.cells[most] / total:.1%} of all "
         f"(even: {1 / len(atlas.cells):.1%})"
     )
-    kinds = Counter(finding.kind for finding in atlas.findings)
-    if not kinds:
+    if wrong := atlas.count_wrong():
+        print_message(f"Predicted as another class than they show: {wrong:,} images; atlas.html marks their patches")
+    if not atlas.findings:
         print_message("Findings: none")
-    for kind, count in kinds.most_common():
-        print_message(f"Findings: {count:,} {_FINDING_KINDS[kind]}")
-    for finding in atlas.findings[:_LISTED_FINDINGS]:
-        print_message(one_line(f"  {finding.message}"))
-    if len(atlas.findings) > _LISTED_FINDINGS:
-        print_message(f"  and {len(atlas.findings) - _LISTED_FINDINGS:,} more in atlas.json")
+    for kind, about in FINDING_KINDS.items():
+        found = [finding for finding in atlas.findings if finding.kind == kind]
+        if found:
+            print_message(f"{'To do' if about.actionable else 'Noted'}: {len(found):,} {about.title}. {about.advice}")
+        for finding in found[:_LISTED_FINDINGS]:
+            print_message(one_line(f"  {finding.message}"))
+        if len(found) > _LISTED_FINDINGS:
+            print_message(f"  and {len(found) - _LISTED_FINDINGS:,} more in atlas.json")
     print_message(f"Atlas: {atlas.root}")
 
 

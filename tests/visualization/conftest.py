@@ -1,7 +1,10 @@
-"""Records made by hand: what each slot scored and where, for an image of a given size; reports of them."""
+"""Records made by hand: what each slot scored and where, for an image of a given size; reports of them; a browser."""
+
+import shutil
 
 import numpy as np
 import pytest
+from playwright.sync_api import sync_playwright
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
@@ -10,6 +13,11 @@ from opal_deploy.records.record import build_record
 from opal_deploy.visualization.report import ReportWriter
 
 GRID = (5, 5)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +62,38 @@ def write_report(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def open_page(browser):
+    """Loads a file in a tab; `page.problems` collects errors, refusals and dialogs."""
+    tabs = {}
+
+    def open_tab(width, options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, is_mobile=width < 600, **options)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: page.problems.append(message.text))
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.on("dialog", lambda dialog: (page.problems.append(dialog.message), dialog.dismiss()))
+        return page
+
+    def open_page(path, fragment="", *, width=1280, **options):
+        key = f"{width} {options}"
+        page = tabs[key] = tabs.get(key) or open_tab(width, options)
+        page.goto("about:blank")  # another fragment alone loads nothing
+        page.problems = []
+        page.goto(path.resolve().as_uri() + fragment)
+        return page
+
+    return open_page

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,7 @@ class PatchCandidate:
         slot: the slot's evidence in the image's record.
         around: (x0, y0, x1, y1) of what the patch shows around the slot's cell; None for the cell alone.
         jpeg: the encoded patch; None where the image was not at hand.
+        truth: the class that the image shows; None where it is not known.
     """
 
     key: float
@@ -48,6 +50,7 @@ class PatchCandidate:
     slot: Slot = field(compare=False)
     around: Box | None = field(compare=False, default=None)
     jpeg: bytes | None = field(compare=False, default=None)
+    truth: str | None = field(compare=False, default=None)
 
     def cut(self, image: Image.Image, size: tuple[int, int]) -> None:
         """Cut and keep the patch out of an image, RGB, whole or reduced, of `size` = (width, height) as a whole."""
@@ -105,9 +108,11 @@ class AtlasCollector:
         """
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
         self._only_correct = only_correct
+        self._class_names = frozenset(metadata.class_names)
         classes, m = metadata.num_classes, metadata.prototypes_per_class
         rows, cols = metadata.grid
         self._best: dict[tuple[int, int], list[PatchCandidate]] = {}
+        self._truths: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._cells = np.zeros((classes, m, rows * cols), np.int32)
         self._own_cell = np.zeros((classes, m), np.int32)
         self._strongest = np.zeros((classes, m), np.int32)
@@ -128,7 +133,8 @@ class AtlasCollector:
 
         Args:
             record: of any status; with `evidence` where it has a prediction.
-            label: the class that the image shows, where it is known.
+            label: the class that the image shows, where it is known; the name of none of the model's classes counts as
+                not known, as names may differ between data set and model.
             sha256: the digest of the image's file.
             image: the whole oriented image, RGB, or what `to_display` returns for it; without it there are no patches.
         """
@@ -140,15 +146,19 @@ class AtlasCollector:
         elif self._only_correct and label != record["prediction"]["label"]:
             self.counts.wrong += 1
         else:
-            self._keep_patches(record, sha256, image)
-            self._count_evidence(record["prediction"]["class_id"], record["evidence"])
+            class_id = record["prediction"]["class_id"]
+            truth = label if label in self._class_names else None
+            if truth is not None:
+                self._truths[class_id][truth] += 1
+            self._keep_patches(record, truth, sha256, image)
+            self._count_evidence(class_id, record["evidence"])
 
-    def _keep_patches(self, record: Record, sha256: str, image: Image.Image | None) -> None:
+    def _keep_patches(self, record: Record, truth: str | None, sha256: str, image: Image.Image | None) -> None:
         class_id, effective = record["prediction"]["class_id"], self.metadata.effective_field
         for slot in record["evidence"]:
             around = None if effective is None else effective.surround(slot["cell"], slot["box"])
             name = record["image"] or ""
-            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around)
+            candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, truth=truth)
             best = self._best.setdefault((class_id, slot["slot"]), [])
             if len(best) < self.top or candidate < best[-1]:
                 self._insert(best, candidate, image, (record["width"], record["height"]))
@@ -188,6 +198,10 @@ class AtlasCollector:
     def count_images(self, class_id: int) -> int:
         """Return the number of images that the class was predicted for."""
         return int(self._cells[class_id, 0].sum())
+
+    def count_truths(self) -> dict[int, dict[str, int]]:
+        """Return by predicted class the number of images by the class that they show, where that is known."""
+        return {class_id: dict(sorted(counts.items())) for class_id, counts in sorted(self._truths.items())}
 
     def statistics(self, class_id: int, slot: int) -> SlotStatistics:
         """Return the statistics of a slot."""

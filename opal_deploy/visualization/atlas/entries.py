@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from opal_deploy.errors import UsageError
 
@@ -34,6 +34,7 @@ class AtlasPatch:
         contribution: the slot's contribution; None where the distance has none.
         file: the patch's JPEG, relative to the atlas's folder.
         field: (x0, y0, x1, y1) of what the patch shows, the cell's effective receptive field; None: the cell alone.
+        truth: the class that the image shows; None where it is not known, as in atlases of earlier versions.
     """
 
     image: str
@@ -44,6 +45,7 @@ class AtlasPatch:
     contribution: float | None
     file: str
     field: Box | None = None
+    truth: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,56 @@ class SlotEntry:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the to-do list for the model's owner.
+class FindingKind:
+    """The meaning of one kind of findings.
 
     Attributes:
-        kind: `never_predicted`, `shares_its_cell`, `adds_little` or `one_place`.
+        title: the things found, in the plural.
+        advice: what to do about them, or, where nothing is to be done, what they mean.
+        actionable: whether there is something to do.
+    """
+
+    title: str
+    advice: str
+    actionable: bool = True
+
+
+FINDING_KINDS: Final[Mapping[str, FindingKind]] = {
+    "never_predicted": FindingKind(
+        "classes predicted for no image",
+        "Check that their labels are right and that training had images of them, and train again with more of them.",
+    ),
+    "one_place": FindingKind(
+        "slots that look at one place whatever the image",
+        "Look at their patches: where these show a border, a caption or background, crop it off or mask it in the "
+        "training images and train again. Whether answers depend on it: opal-deploy evaluate DATA --model MODEL "
+        "--faithfulness",
+    ),
+    "shares_its_cell": FindingKind(
+        "slots that rarely have a cell to themselves",
+        "Train with finer cells (opal-deploy train DATA --stride 16, or 8), or fewer slots a class (--prototypes N).",
+    ),
+    "adds_little": FindingKind(
+        "slots that add little",
+        "The other slots of these classes decide: read their boxes. Where most classes have such a slot, a model with "
+        "fewer slots (opal-deploy train DATA --prototypes N) says as much with fewer boxes.",
+        actionable=False,
+    ),
+    "not_shown": FindingKind(
+        "classes that no image shows and none was predicted as",
+        "These images say nothing about them; an atlas of images of them would.",
+        actionable=False,
+    ),
+}
+"""The kinds of findings, those to act on first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a slot or a class that the model's owner should know.
+
+    Attributes:
+        kind: a key of FINDING_KINDS.
         class_id: the class.
         slot: the slot; None for a finding about the whole class.
         value: the statistic that is out of bounds.
@@ -123,8 +170,10 @@ class Atlas:
         data: the data set that the atlas was built from: description, images, answered, failed, ...
         top: the largest number of patches of a slot.
         entries: entries by (class, slot), for every slot of the model.
-        findings: the to-do list.
+        findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.
+        truths: by predicted class, the number of images by the class that they show, where that is known; empty in
+            atlases of earlier versions.
     """
 
     root: Path
@@ -135,6 +184,7 @@ class Atlas:
     entries: Mapping[tuple[int, int], SlotEntry]
     findings: tuple[Finding, ...]
     cells: tuple[int, ...] = field(default=())
+    truths: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     def check_model(self, model: Mapping[str, Any], name: str) -> None:
         """Accept the model that the atlas was built with and other exports of the same checkpoint.
@@ -170,16 +220,54 @@ class Atlas:
         patches = self.entries[class_id, slot].patches
         return [patch for patch in patches if patch.image not in exclude and patch.sha256 not in exclude]
 
+    def truths_of(self, class_id: int) -> Mapping[str, int]:
+        """Return the number of images predicted as a class by the class that they show, where that is known."""
+        return self.truths.get(class_id, {})
+
+    def predictions_of(self, class_id: int) -> Mapping[str, int]:
+        """Return the number of images that show a class by the class that they were predicted as."""
+        label = self.class_names[class_id]
+        counts = ((name, self.truths_of(other).get(label, 0)) for other, name in enumerate(self.class_names))
+        return {name: count for name, count in counts if count}
+
+    def count_wrong(self) -> int:
+        """Return the number of images that are known to show another class than they were predicted as."""
+        return sum(
+            count
+            for class_id, counts in self.truths.items()
+            for truth, count in counts.items()
+            if truth != self.class_names[class_id]
+        )
+
     def count_patches(self) -> int:
         """Return the number of patches of all slots."""
         return sum(len(entry.patches) for entry in self.entries.values())
 
 
-def list_findings(class_id: int, label: str, slots: Sequence[SlotStatistics]) -> list[Finding]:
-    """Return the findings about the slots of one class, in the order of the slots."""
+def format_counts(counts: Mapping[str, int], limit: int = 3) -> str:
+    """Return classes with their numbers of images, most frequent first: the first few, and how many more there are."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    listed = ranked if len(ranked) == limit + 1 else ranked[:limit]
+    more = [f"{len(ranked) - limit:,} more classes"] if len(ranked) > len(listed) else []
+    return ", ".join([*(f"{label} {count:,}" for label, count in listed), *more])
+
+
+def list_findings(
+    class_id: int, label: str, slots: Sequence[SlotStatistics], images_of: int | None = None
+) -> list[Finding]:
+    """Return the findings about the slots of one class, in the order of the slots.
+
+    Args:
+        class_id: the class.
+        label: its name.
+        slots: the statistics of its slots.
+        images_of: the number of images that show it; None where no image's class is known.
+    """
     if not slots[0].images:
-        message = f"{label}: predicted for no image, so it has no patches"
-        return [Finding("never_predicted", class_id, None, 0.0, message)]
+        if images_of == 0:
+            return [Finding("not_shown", class_id, None, 0.0, f"{label}: no image shows it, and none was predicted so")]
+        shown = "" if images_of is None else f", though {images_of} {'shows' if images_of == 1 else 'show'} it"
+        return [Finding("never_predicted", class_id, None, 0.0, f"{label}: predicted for no image{shown}")]
     if slots[0].images < MIN_IMAGES:
         return []
     findings = []

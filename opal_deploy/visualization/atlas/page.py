@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch, SlotEntry
+from opal_deploy.visualization.atlas.entries import (
+    FINDING_KINDS,
+    Atlas,
+    AtlasPatch,
+    Finding,
+    SlotEntry,
+    format_counts,
+)
 from opal_deploy.visualization.legend import format_number
 from opal_deploy.visualization.palette import slot_color, text_color, to_hex
 from opal_deploy.visualization.text import escape_unprintable
 
 PAGE_FILE = "atlas.html"
 _POLICY = "default-src 'none'; img-src 'self' file:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+# a longer list of findings is closed at first
+_OPEN_FINDINGS = 12
 _FIELD_NOTE = ", as much as it mostly depends on, with the cell where its score was read outlined"
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fafaf8; --faint: #565656; --rule: #d0d0cb; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececea; --paper: #17181a; --faint: #a9a9a6; --rule: #3a3b3e; } }
-body { margin: 0 auto; max-width: 1100px; padding: 1rem; font: 16px/1.45 system-ui, sans-serif; color: var(--ink);
-  background: var(--paper); }
-h2 { margin: 2.2rem 0 .2rem; border-top: 1px solid var(--rule); padding-top: 1rem; overflow-wrap: anywhere; }
-p, small { color: var(--faint); } li { overflow-wrap: anywhere; }
-.slot { display: flex; gap: .8rem; align-items: flex-start; margin: .7rem 0; flex-wrap: wrap; }
+:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fafaf8; --faint: #565656; --rule: #d0d0cb;
+  --alert: #96281b; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececea; --paper: #17181a; --faint: #a9a9a6; --rule: #3a3b3e;
+  --alert: #ff9b8c; } }
+body { margin: 0 auto; max-width: 1200px; padding: 1rem; font: 16px/1.45 system-ui, sans-serif; color: var(--ink);
+  background: var(--paper); overflow-wrap: anywhere; }
+h2 { margin: 2.2rem 0 .2rem; border-top: 1px solid var(--rule); padding-top: 1rem; }
+h3 { margin: 1rem 0 0; font-size: 1rem; }
+p, small { color: var(--faint); margin: .4rem 0; max-width: 60rem; } ul { margin: .4rem 0; padding-left: 1.4rem; }
+a, summary { color: inherit; } a { text-decoration-color: var(--faint); }
+.slot { display: flex; gap: .8rem; align-items: flex-start; margin: .9rem 0; flex-wrap: wrap; }
 .about { flex: 0 0 11rem; font-size: .85rem; color: var(--faint); }
 .about b { display: inline-block; min-width: 1.6rem; text-align: center; border: 1px solid var(--ink); }
-figure { margin: 0; width: 92px; }
-figure div { position: relative; }
-figure img, figure svg { width: 92px; height: 92px; object-fit: contain; display: block; }
+.patches { flex: 1 1 30rem; display: grid; gap: .8rem .7rem;
+  grid-template-columns: repeat(auto-fill, minmax(96px, 1fr)); }
+@media (max-width: 46rem) { .about { flex-basis: 100%; } }
+figure { margin: 0; min-width: 0; }
+figure div { position: relative; width: 96px; margin-bottom: .3rem; }
+figure img, figure svg { width: 96px; height: 96px; object-fit: contain; display: block; }
 figure svg { position: absolute; inset: 0; }
 rect { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; } .case { stroke: #1a1a1a; stroke-width: 4; }
-figcaption { font-size: .72rem; color: var(--faint); overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+figcaption { font-size: .75rem; line-height: 1.3; color: var(--faint); }
+.other div { outline: 2px dashed var(--alert); outline-offset: 1px; }
+.other strong { display: block; margin-top: .2rem; color: var(--alert); }
 """
 
 
@@ -57,38 +76,96 @@ def _render(atlas: Atlas) -> Iterator[str]:
         f"<title>Atlas of {_escape(str(model['file']))}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>Atlas of {_escape(str(model['file']))}</h1>\n"
         f"<p>{data.get('answered', 0):,} images of {_escape(str(data.get('description', '')))}; "
-        f"the best {atlas.top} patches of each slot{note}. "
-        f"Model sha256 {_escape(str(model['sha256']))}.</p>\n"
+        f"the best {atlas.top} patches of each slot{note}. {_describe_truths(atlas)}</p>\n"
+        f"<p>Model sha256 {_escape(str(model['sha256']))}</p>\n"
     )
-    if atlas.findings:
-        listed = "".join(f"<li>{_escape(finding.message)}</li>\n" for finding in atlas.findings)
-        yield f"<h2>To do</h2>\n<ul>\n{listed}</ul>\n"
+    for heading, actionable in (("To do", True), ("Also noted", False)):
+        found = [finding for finding in atlas.findings if FINDING_KINDS[finding.kind].actionable == actionable]
+        if found:
+            yield f"<h2>{heading}</h2>\n"
+        for kind in FINDING_KINDS:
+            yield _render_findings(kind, [finding for finding in found if finding.kind == kind])
     m = model["prototypes_per_class"]
     for class_id, label in enumerate(atlas.class_names):
         images = atlas.entries[class_id, 0].statistics.images
-        yield f'<h2 id="class-{class_id}"><bdi>{_escape(label)}</bdi></h2>\n<p>predicted for {images:,} images</p>\n'
+        yield (
+            f'<h2 id="class-{class_id}"><bdi>{_break(label)}</bdi></h2>\n'
+            f"<p>{_escape(_describe_class(atlas, class_id))}</p>\n"
+        )
         for slot in range(m if images else 0):
-            yield _render_slot(atlas.entries[class_id, slot])
+            yield _render_slot(atlas.entries[class_id, slot], label)
     yield "</body>\n</html>\n"
 
 
-def _render_slot(entry: SlotEntry) -> str:
+def _render_findings(kind: str, findings: Sequence[Finding]) -> str:
+    if not findings:
+        return ""
+    listed = "".join(
+        f'<li><a href="#class-{finding.class_id}">{_break(finding.message)}</a></li>\n' for finding in findings
+    )
+    about = FINDING_KINDS[kind]
+    is_open = " open" if len(findings) <= _OPEN_FINDINGS else ""
+    return (
+        f"<h3>{len(findings):,} {about.title}</h3>\n<p>{_escape(about.advice)}</p>\n"
+        f"<details{is_open}><summary>Which</summary><ul>\n{listed}</ul></details>\n"
+    )
+
+
+def _describe_truths(atlas: Atlas) -> str:
+    wrong = atlas.count_wrong()
+    if not atlas.truths:
+        return "Images count for the class that they were predicted as; what they show is not known to this atlas."
+    if not wrong:
+        return "Every image whose class is known was predicted as it."
+    show, mark = ("shows", "it is marked where it appears") if wrong == 1 else ("show", "they are marked")
+    return f"Images count for the class that they were predicted as: {wrong:,} {show} another class, and {mark}."
+
+
+def _describe_class(atlas: Atlas, class_id: int) -> str:
+    """Return how many images were predicted as the class, what they show, and as what its own images were predicted."""
+    label, images = atlas.class_names[class_id], atlas.entries[class_id, 0].statistics.images
+    truths, predictions = dict(atlas.truths_of(class_id)), dict(atlas.predictions_of(class_id))
+    known, shown = sum(truths.values()), sum(predictions.values())
+    right = truths.pop(label, 0)
+    predictions.pop(label, None)
+    parts = [f"Predicted for {images:,} {'image' if images == 1 else 'images'}"]
+    if atlas.truths and images:
+        parts.append(f"{right:,} of this class")
+    if truths:
+        parts.append(f"{known - right:,} of another ({format_counts(truths)})")
+    if atlas.truths and known < images:
+        parts.append(f"{images - known:,} of a class that is not known")
+    text = f"{parts[0]}: {', '.join(parts[1:])}." if parts[1:] else f"{parts[0]}."
+    if predictions:
+        was = "was" if shown - right == 1 else "were"
+        of_them = f"Of the {shown:,} images of this class" if shown > 1 else "Of the one image of this class"
+        text += f" {of_them} {shown - right:,} {was} predicted as another ({format_counts(predictions)})."
+    return text
+
+
+def _render_slot(entry: SlotEntry, label: str) -> str:
     statistics, color = entry.statistics, slot_color(entry.slot)
     mean = statistics.mean_score if statistics.mean_contribution is None else statistics.mean_contribution
-    patches = "".join(
-        f'<figure><div><img loading="lazy" src="{patch.file}" alt="slot {entry.slot} in {_escape(patch.image)}">'
-        f"{_outline_cell(patch, to_hex(color))}</div>"
-        f'<figcaption title="{_escape(patch.image)}">'
-        f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
-        f"{_escape(patch.image.rpartition('/')[2])}</figcaption></figure>"
-        for patch in entry.patches
-    )
+    patches = "".join(_render_patch(entry.slot, patch, label, to_hex(color)) for patch in entry.patches)
     return (
         f'<div class="slot"><div class="about"><b style="background:{to_hex(color)};color:{to_hex(text_color(color))}">'
         f"{entry.slot}</b> adds {format_number(mean)} on average; "
         f"a cell to itself in {_format_share(statistics.own_cell)}, "
         f"the strongest in {_format_share(statistics.strongest)}, "
-        f"its favourite cell in {_format_share(statistics.top_cell_share)}</div>{patches}</div>\n"
+        f'its favourite cell in {_format_share(statistics.top_cell_share)}</div><div class="patches">{patches}</div>'
+        "</div>\n"
+    )
+
+
+def _render_patch(slot: int, patch: AtlasPatch, label: str, color: str) -> str:
+    is_other = patch.truth not in (None, label)
+    warning = f"<strong>shows <bdi>{_break(patch.truth or '')}</bdi></strong>" if is_other else ""
+    return (
+        f'<figure{" class=other" if is_other else ""}><div><img loading="lazy" src="{patch.file}" '
+        f'alt="slot {slot} in {_escape(patch.image)}">{_outline_cell(patch, color)}</div>'
+        f'<figcaption title="{_escape(patch.image)}">'
+        f"{format_number(patch.score if patch.contribution is None else patch.contribution)} "
+        f"<bdi>{_break(patch.image.rpartition('/')[2])}</bdi>{warning}</figcaption></figure>"
     )
 
 
@@ -108,6 +185,11 @@ def _outline_cell(patch: AtlasPatch, color: str) -> str:
 
 def _format_share(value: float | None) -> str:
     return "–" if value is None else f"{value:.0%}"
+
+
+def _break(text: str) -> str:
+    """Return a text, escaped, that may be broken after its folders and words."""
+    return "<wbr>".join(_escape(part) for part in re.split(r"(?<=[/_])", text))
 
 
 def _escape(text: str) -> str:

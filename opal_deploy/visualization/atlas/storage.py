@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,17 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
     metadata = collector.metadata
     entries: dict[tuple[int, int], SlotEntry] = {}
     findings: list[Finding] = []
+    truths = collector.count_truths()
+    shown: Counter[str] = Counter()
+    for counts in truths.values():
+        shown.update(counts)
     for class_id, label in enumerate(metadata.class_names):
         slots = range(metadata.prototypes_per_class)
         for slot in slots:
             patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
             entries[class_id, slot] = SlotEntry(class_id, slot, collector.statistics(class_id, slot), patches)
-        findings += list_findings(class_id, label, [entries[class_id, slot].statistics for slot in slots])
+        statistics = [entries[class_id, slot].statistics for slot in slots]
+        findings += list_findings(class_id, label, statistics, shown[label] if shown else None)
     return Atlas(
         root,
         {**model, **collector.describe_model()},
@@ -124,6 +130,7 @@ def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any],
         entries,
         tuple(findings),
         collector.count_cells(),
+        truths,
     )
 
 
@@ -176,6 +183,7 @@ def _write_candidate(candidate: PatchCandidate, root: Path) -> AtlasPatch:
         slot["contribution"],
         write_patch(root, candidate.jpeg or b""),
         candidate.around,
+        candidate.truth,
     )
 
 
@@ -204,6 +212,7 @@ def _to_document(atlas: Atlas) -> dict[str, Any]:
             {
                 "class_id": class_id,
                 "label": label,
+                "truths": dict(atlas.truths_of(class_id)),
                 "slots": [atlas.entries[class_id, slot].to_dict() for slot in range(m)],
             }
             for class_id, label in enumerate(atlas.class_names)
@@ -231,6 +240,12 @@ def _parse_atlas(root: Path, document: Mapping[str, Any]) -> Atlas:
         entries,
         tuple(Finding(**finding) for finding in document["findings"]),
         tuple(int(count) for count in document["cells"]),
+        # atlases of earlier versions have none
+        {
+            class_id: {str(truth): int(count) for truth, count in entry["truths"].items()}
+            for class_id, entry in enumerate(document["classes"])
+            if entry.get("truths")
+        },
     )
 
 
@@ -258,6 +273,8 @@ def _parse_patches(listed: Iterable[Mapping[str, Any]]) -> Iterable[AtlasPatch]:
             each["file"],
             # atlases of earlier versions show bare cells
             _parse_numbers(each["field"], 4, float) if each.get("field") else None,
+            # and do not know what the images show
+            None if each.get("truth") is None else str(each["truth"]),
         )
 
 

@@ -292,7 +292,8 @@ class _Page:
         slots = self.content.predicted.slots
         self.y += 8
         self._rule()
-        heading = f"This looks like that: other images of {_label(self.content.predicted)}"
+        relation = "of" if exemplars.of_class else "predicted as"
+        heading = f"This looks like that: other images {relation} {_label(self.content.predicted)}"
         self.text(_LEFT, self.y + 22, fit_line(heading, _HEAD, _INNER), _HEAD, bold=True)
         self.y += 32
         self.paragraph(f"In a frame: this image. {exemplars.origin}", _LEFT, _INNER, size=_SMALL, color=_FAINT, lines=2)
@@ -326,7 +327,10 @@ class _Page:
                         self._cell_outline(x, self.y, locate_cell(exemplar.box, exemplar.field, patch.size), slot)
                     caption = truncate_middle(exemplar.caption, 12, bounds[0])
                     self.text(x, self.y + patch.height + 15, caption, 12, _FAINT)
-                    tallest = max(tallest, patch.height)
+                    if exemplar.warning:
+                        warning = truncate_middle(exemplar.warning, 12, bounds[0])
+                        self.text(x, self.y + patch.height + 30, warning, 12, _ALERT, bold=True)
+                    tallest = max(tallest, patch.height + (15 if exemplar.warning else 0))
             self.y += tallest + 26
         if not depth:
             self.paragraph("The atlas has no other image of this class.", _LEFT, _INNER, lines=1)

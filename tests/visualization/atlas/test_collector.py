@@ -12,7 +12,7 @@ from opal_deploy.artifact.outputs import Outputs, cosines
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import build_record
 from opal_deploy.visualization.atlas.collector import AtlasCollector
-from opal_deploy.visualization.atlas.entries import SlotStatistics, list_findings
+from opal_deploy.visualization.atlas.entries import FINDING_KINDS, SlotStatistics, list_findings
 
 SIZE = (64, 64)
 CHANNELS = [(class_id, slot) for class_id in range(2) for slot in range(3)]
@@ -133,11 +133,28 @@ def test_the_statistics_are_those_of_a_hand_count():
     assert collector.count_cells() == (1, 1, 1, 1, 0, 5, 1, 1, 1) + (0,) * 7
 
 
+def test_a_patch_knows_what_its_image_shows_where_the_label_is_one_of_the_models_classes():
+    collector = AtlasCollector(metadata(), 4)
+    for name, label in (("0.jpg", "a"), ("1.jpg", "b"), ("2.jpg", "photos"), ("3.jpg", None)):
+        collector.add(record(name, (0, 1, 2)), label=label, sha256=name, image=draw_image(name))
+    assert {c.image: c.truth for c in collector.best(0, 0)} == {
+        "0.jpg": "a", "1.jpg": "b", "2.jpg": None, "3.jpg": None,
+    }  # fmt: skip
+    assert collector.count_truths() == {0: {"a": 1, "b": 1}}
+
+
 def statistics(images=10, own=0.9, part=0.3, share=0.2):
     return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
 
 
 WELL, LITTLE, ONE_PLACE = statistics(), statistics(part=0.01), statistics(share=0.6)
+
+
+@pytest.mark.parametrize(("images_of", "kind"), [(None, "never_predicted"), (2, "never_predicted"), (0, "not_shown")])
+def test_a_class_that_no_image_shows_is_nothing_to_act_on(images_of, kind):
+    (finding,) = list_findings(0, "oak", [SlotStatistics(0)] * 2, images_of)
+    assert finding.kind == kind
+    assert FINDING_KINDS[kind].actionable == (kind == "never_predicted")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import html
 import io
 import json
 import re
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch, Finding, SlotEntry, SlotStatistics
+from opal_deploy.visualization.atlas.exemplars import find_exemplars
 from opal_deploy.visualization.atlas.storage import check_out_dir, load_atlas, load_patch, save_atlas, write_patch
 
 MODEL = {
@@ -26,8 +28,8 @@ def jpeg(shade):
     return buffer.getvalue()
 
 
-def build(root, shade=0, label="oak"):
-    """Save an atlas of two classes of two slots; class 1 was never predicted."""
+def build(root, shade=0, label="oak", truths=("oak", "ash", None), findings=("never_predicted",)):
+    """Save an atlas of two classes of two slots, three patches each in class 0; class 1 was never predicted."""
     statistics = SlotStatistics(3, 0.5, 1.0, 0.9, 0.4, (1, 2), 2 / 3, 0.918, 0.1)
 
     def patch(slot, i):
@@ -41,13 +43,15 @@ def build(root, shade=0, label="oak"):
             0.4 - i / 10,
             file,
             (0.0, 0.0, 40.0, 20.0) if i else None,
+            truths[i],
         )
 
     entries = {(0, slot): SlotEntry(0, slot, statistics, tuple(patch(slot, i) for i in range(3))) for slot in (0, 1)}
     entries |= {(1, slot): SlotEntry(1, slot, SlotStatistics(0), ()) for slot in (0, 1)}
-    findings = (Finding("never_predicted", 1, None, 0.0, "ash: predicted for no image"),)
+    findings = tuple(Finding(kind, 1, None, 0.0, "ash: predicted for no image") for kind in findings)
     data, cells = {"description": "train", "answered": 3}, (6,) + (0,) * 48
-    atlas = Atlas(root, MODEL, (label, "ash"), data, 8, entries, findings, cells)
+    counts = Counter(truth for truth in truths if truth)
+    atlas = Atlas(root, MODEL, (label, "ash"), data, 8, entries, findings, cells, {0: dict(counts)} if counts else {})
     save_atlas(atlas)
     return atlas
 
@@ -76,6 +80,40 @@ def test_patches_are_best_first_and_leave_out_what_is_excluded(tmp_path):
     assert atlas.patches(1, 0) == []
     with pytest.raises(KeyError):
         atlas.patches(0, 2)
+
+
+def test_an_atlas_of_an_earlier_version_loads_and_does_not_know_what_its_images_show(tmp_path):
+    atlas = build(tmp_path)
+    document = json.loads((tmp_path / "atlas.json").read_text())
+    for each in document["classes"]:
+        del each["truths"]
+        for patch in (patch for slot in each["slots"] for patch in slot["patches"]):
+            del patch["truth"]
+    (tmp_path / "atlas.json").write_text(json.dumps(document))
+    loaded = load_atlas(tmp_path)
+    assert [patch.image for patch in loaded.patches(0, 0)] == images(atlas, 0)
+    assert {patch.truth for patch in loaded.patches(0, 0)} == {None}
+    exemplars = find_exemplars(loaded, 0, (0, 1))
+    assert len(exemplars.by_slot[0]) == 3
+    assert not exemplars.of_class
+    assert "does not know what they show" in exemplars.origin
+
+
+@pytest.mark.parametrize(
+    ("truths", "shown", "warning", "fate"),
+    [
+        (("oak", "ash", "oak"), "02", "", "1 of them shows another class (ash 1) and is left out."),
+        (("ash", "ash", "ash"), "012", "shows ash", "3 of them show another class (ash 3) and are marked."),
+        (("oak", "oak", "oak"), "012", "", "predicted so."),
+    ],
+    ids=["one of another class", "all", "none"],
+)
+def test_exemplars_show_the_class_itself_and_say_what_else_was_predicted_so(tmp_path, truths, shown, warning, fate):
+    found = find_exemplars(build(tmp_path, truths=truths), 0, [0])
+    assert [exemplar.caption.split()[1] for exemplar in found.by_slot[0]] == [f"{number}.jpg" for number in shown]
+    assert {exemplar.warning for exemplar in found.by_slot[0]} == {warning}
+    assert found.of_class == (not warning)
+    assert found.origin.endswith(fate)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
@@ -174,3 +212,26 @@ def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path)
     assert all((tmp_path / source).is_file() for source in sources)
     assert "predicted for no image" in text
     assert not re.search(r"https?://", text)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_fits_shows_names_whole_and_marks_images_of_another_class_in_words(open_page, tmp_path, width):
+    build(tmp_path, label="oak_with_a_long_name_and_no_spaces_" * 4, truths=("ash", "ash", None))
+    page = open_page(tmp_path / "atlas.html", width=width)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    cut = "all => all.filter(e => e.scrollWidth > e.clientWidth || getComputedStyle(e).overflow !== 'visible').length"
+    assert page.locator("figcaption, p, h1, h2, li").evaluate_all(cut) == 0
+    assert page.locator("figure.other strong").all_text_contents() == ["shows ash"] * 4
+    assert "of another (ash 2)" in page.locator("#class-0 + p").text_content()
+    assert page.problems == []
+
+
+@pytest.mark.parametrize(
+    ("findings", "headings"),
+    [((), []), (("adds_little",), ["Also noted"]), (("adds_little", "one_place"), ["To do", "Also noted"])],
+)
+def test_only_what_can_be_acted_on_is_to_do(tmp_path, findings, headings):
+    build(tmp_path, findings=findings)
+    text = (tmp_path / "atlas.html").read_text("utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", text) == headings

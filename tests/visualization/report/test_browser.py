@@ -1,23 +1,17 @@
 """The report in a real browser: what a script, a key or a hostile name does there."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.records.record import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportWriter, make_thumbnail
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 SIZE = (300, 200)
 HOSTILE = (
     "<script>window.hit = 1</script>",
@@ -33,43 +27,7 @@ HOSTILE = (
 AXE = Path(os.environ.get("AXE_CORE") or Path(__file__).parents[3] / "node_modules/axe-core/axe.min.js")
 OPEN_DETAILS = "document.querySelectorAll('details').forEach(d => d.open = true)"
 FITS = "document.documentElement.scrollWidth <= innerWidth"
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def open_page(browser):
-    """Loads a file in a tab; `page.problems` collects errors, refusals and dialogs."""
-    tabs = {}
-
-    def open_tab(width, options):
-        context = browser.new_context(viewport={"width": width, "height": 900}, is_mobile=width < 600, **options)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", lambda message: page.problems.append(message.text))
-        page.on("pageerror", lambda error: page.problems.append(str(error)))
-        page.on("dialog", lambda dialog: (page.problems.append(dialog.message), dialog.dismiss()))
-        return page
-
-    def open_page(path, fragment="", *, width=1280, **options):
-        key = f"{width} {options}"
-        page = tabs[key] = tabs.get(key) or open_tab(width, options)
-        page.goto("about:blank")  # another fragment alone loads nothing
-        page.problems = []
-        page.goto(path.resolve().as_uri() + fragment)
-        return page
-
-    return open_page
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
