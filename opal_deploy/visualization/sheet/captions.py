@@ -51,6 +51,11 @@ def explain_figures(content: SheetContent, *, fields: bool = False) -> list[str]
             "cell's effective receptive field, with the cell outlined in it."
             + (" On the photographs that field is dashed." if fields else "")
         )
+    if content.difference is not None:
+        sentences.append(
+            "A slot's difference is what it adds less what the runner-up's slot of the same rank adds; the differences "
+            "add up to the margin."
+        )
     if content.meaning == "score":
         sentences.append(_NO_SUM.format(content.distance))
     if content.meaning == "distance":
@@ -66,16 +71,20 @@ def describe_difference(content: SheetContent) -> list[str]:
     if content.runner_up is None:
         return []
     sentences = []
-    difference = content.difference
-    if difference is not None and content.margin is not None:
-        slots = [str(slot) + _slot_suffix(content.predicted, slot) for slot in difference.leading]
-        several = len(slots) > 1
-        listed = ", ".join(slots[:-1]) + " and " + slots[-1] if several else slots[0]
+    differences = round_differences(content)
+    if differences:
+        ranked = list(zip(differences, content.predicted.slots, strict=True))
+        favour = [(value, slot) for value, slot in ranked if value > 0]
+        against = [(value, slot) for value, slot in ranked if value < 0]
         sentences.append(
-            f"Slot{'s' if several else ''} {listed} made most of the difference: "
-            f"{format_number(difference.given)} of the margin of {format_number(content.margin)}, "
-            f"set against the runner-up's slot{'s' if several else ''} of the same rank."
+            f"In favour: {_list_slots(favour)}; against: {_list_slots(against)}; "
+            f"margin {format_number(content.margin)}."
         )
+        largest = [(value, slot) for value, slot in favour if value == max(differences)]
+        if len(favour) > 1 and len(largest) == 1:
+            value, slot = largest[0]
+            name = f" ({slot.name})" if slot.name else ""
+            sentences.append(f"Slot {slot.slot}{name} gives the largest part in favour, {format_difference(value)}.")
     shared = content.count_shared_cells()
     if not shared:
         sentences.append("The two classes looked at different places.")
@@ -84,6 +93,32 @@ def describe_difference(content: SheetContent) -> list[str]:
     else:
         sentences.append(f"{shared} places are the same for both classes.")
     return sentences
+
+
+def round_differences(content: SheetContent) -> list[int]:
+    """Return the difference of each rank as it is printed, in thousandths; none where differences mean nothing.
+
+    They add up to the margin as it is printed, and as many as that allows are what the two printed contributions of
+    the rank differ by. Each is within a thousandth of the exact difference.
+    """
+    if content.difference is None or content.runner_up is None or content.margin is None:
+        return []
+    exact = [1000 * value for value in content.difference.by_rank]
+    rounded = [
+        _thousandths(own.value) - _thousandths(other.value)
+        for own, other in zip(content.predicted.slots, content.runner_up.slots, strict=True)
+    ]
+    missing = _thousandths(content.margin) - sum(rounded)
+    step = 1 if missing > 0 else -1
+    for _ in range(abs(missing)):
+        furthest = max(range(len(exact)), key=lambda rank: step * (exact[rank] - rounded[rank]))
+        rounded[furthest] += step
+    return rounded
+
+
+def format_difference(thousandths: int) -> str:
+    """Return a difference with its sign and three decimals."""
+    return f"{thousandths / 1000:+.3f}" if thousandths else "0.000"
 
 
 def describe_place(slot: SlotView) -> str:
@@ -118,6 +153,15 @@ def build_description(content: SheetContent) -> str:
     return " ".join([*parts, *describe_difference(content), *explain_figures(content)])
 
 
-def _slot_suffix(view: ClassView, slot: int) -> str:
-    name = next(s.name for s in view.slots if s.slot == slot)
-    return f" ({name})" if name else ""
+def _list_slots(ranked: list[tuple[int, SlotView]]) -> str:
+    """Return slots and the sum of their differences, which are in thousandths."""
+    if not ranked:
+        return "none"
+    numbers = [str(slot.slot) for _, slot in ranked]
+    listed = ", ".join(numbers[:-1]) + " and " + numbers[-1] if len(numbers) > 1 else numbers[0]
+    total = format_difference(sum(value for value, _ in ranked))
+    return f"slot{'s' if len(numbers) > 1 else ''} {listed}, {total}"
+
+
+def _thousandths(value: float) -> int:
+    return round(1000 * float(format_number(value)))

@@ -202,13 +202,14 @@ class _Page:
         count = len(content.predicted.slots)
         tall = 96 if count <= 5 else 62
         max_attention = self._max_attention()
+        differences = captions.round_differences(content)
         for rank in range(count):
             self._slot(content.predicted.slots[rank], _LEFT, _LEFT_END, tall, max_attention)
             if content.runner_up is not None:
                 self._slot(content.runner_up.slots[rank], _RIGHT, _RIGHT_END, tall, max_attention)
-            if content.difference is not None:
-                gap = content.difference.by_rank[rank]
-                self.text(_MIDDLE, self.y + tall // 2 + 16, _signed(gap), _BODY, anchor="middle")
+            if differences:
+                text = captions.format_difference(differences[rank])
+                self.text(_MIDDLE, self.y + tall // 2 + 17, text, _BODY, anchor="middle")
             self.y += tall + 18
         self._sums()
         if max_attention is not None:
@@ -283,7 +284,8 @@ class _Page:
             self.text(end, baseline, format_number(view.total), _BODY, anchor="end", bold=True)
         if content.difference is not None and content.margin is not None:
             self.shapes.append(Rect(_LEFT_END + 16, self.y, _RIGHT - _LEFT_END - 32, 1, INK))
-            self.text(_MIDDLE, baseline, _signed(content.margin), _BODY, anchor="middle", bold=True)
+            margin = captions.format_difference(sum(captions.round_differences(content)))
+            self.text(_MIDDLE, baseline, margin, _BODY, anchor="middle", bold=True)
             self.text(_MIDDLE, baseline + 18, "margin", _SMALL, _FAINT, anchor="middle")
         self.y += 44
 
@@ -362,8 +364,3 @@ class _Page:
 
 def _label(view: ClassView) -> str:
     return view.label.strip() or f"class {view.class_id}"
-
-
-def _signed(value: float) -> str:
-    text = format_number(value)
-    return text if text.startswith("-") or text == "0.000" else f"+{text}"

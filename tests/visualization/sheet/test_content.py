@@ -1,17 +1,22 @@
 import math
+import re
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines, embedding
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.visualization.sheet.captions import describe_difference, round_differences
 from opal_deploy.visualization.sheet.content import build_sheet_content
 from opal_deploy.visualization.slot_names import SlotNames
 
 GRID = (7, 7)
 GEOMETRY = Geometry.whole(700, 350)
 CLASSES = ("ash", "birch", "oak")
+SCORES = st.floats(0.01, 1.0)
 
 
 def metadata(m, distance="l2", evidence="exact", classes=CLASSES):
@@ -76,6 +81,24 @@ def test_the_slots_that_made_the_difference_are_the_fewest_that_give_half_of_the
     even = of_scores([0.5, 0.5, 0.5], [0.1, 0.1, 0.1])
     assert even.difference.leading == (0, 1)
     assert even.difference.given == pytest.approx(even.margin * 2 / 3, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 10).flatmap(lambda m: st.lists(st.tuples(SCORES, SCORES), min_size=m, max_size=m)))
+def test_the_printed_parts_of_the_margin_add_up_to_the_printed_margin(pairs):
+    own, other = zip(*pairs, strict=True)
+    found = of_scores(own, other)
+    differences = round_differences(found)
+    if found.difference is None:
+        assert differences == []
+        return
+    assert sum(differences) == round(1000 * float(f"{found.margin:.3f}"))
+    assert np.abs(np.divide(differences, 1000) - found.difference.by_rank).max() < 0.001 + 1e-9
+    # the sentences say the same as the column
+    numbers = re.findall(r"none|[+-]?\d\.\d{3}", " ".join(describe_difference(found)))
+    favour, against, margin, *largest = (0 if each == "none" else round(1000 * float(each)) for each in numbers)
+    assert favour + against == margin == sum(differences)
+    assert largest in ([], [max(differences)])
 
 
 def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classes():
