@@ -261,7 +261,8 @@ def _format_resume_command() -> str:
 
 def _print_result(result: TrainResult, data: DataSet) -> None:
     print_message(
-        f"best: epoch {result.best_epoch}, validation accuracy {result.val.accuracy:.1%}, loss {result.val.loss:.4f}"
+        f"best: epoch {result.best_epoch}, of the lowest validation loss: {result.val.loss:.4f}, accuracy "
+        f"{result.val.accuracy:.1%}"
     )
     if result.test is None:
         print_message("test: the data set has no test images")

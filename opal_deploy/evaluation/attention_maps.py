@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, cast
 
 import torch
@@ -111,15 +112,16 @@ def _explain_undefined(evidence: str, input_size: tuple[int, int]) -> dict[str, 
 
 
 def _explain_missing_outputs(metadata: Metadata) -> dict[str, str]:
-    """Return, per figure, which output an exported model lacks and the command that exports it."""
+    """Return, per figure, which output an exported model lacks and what has it."""
     source = metadata.source.get("file", "CHECKPOINT")
+    # another file, since the one evaluated may be in use and earlier results name its digest
+    command = f"opal-deploy export {source} --out {Path(source).stem}.attention.onnx --outputs attention"
+    instead = f"evaluate {source} itself, or a file that has them: {command}"
     reasons = {}
     if "attention" not in metadata.outputs:
-        command = f"opal-deploy export {source} --outputs attention"
-        reasons[CONSISTENCY] = f"the model has no output attention; export it again: {command}"
+        reasons[CONSISTENCY] = f"the model has no output attention; {instead}"
     if "attention" not in metadata.outputs or metadata.input_kind != "float32":
         missing = [] if "attention" in metadata.outputs else ["output attention"]
         missing += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
-        command = f"opal-deploy export {source} --outputs attention --input float32"
-        reasons[STABILITY] = f"the model has no {' and no '.join(missing)}; export it again: {command}"
+        reasons[STABILITY] = f"the model has no {' and no '.join(missing)}; {instead} --input float32"
     return reasons

@@ -64,10 +64,11 @@ def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(
 @pytest.mark.parametrize(
     ("name", "message"),
     [("nowhere.pt", "nowhere.pt: no such file"), ("c.onnx", "not an ONNX file"), ("c.pth", "c.pth: "),
-     ("c.engine", "expected a checkpoint (.pt, .pth) or one of our .onnx files")],
+     ("c.engine", "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
+     ("c.safetensors", "weights to begin training from go to train --weights")],
 )  # fmt: skip
 def test_a_source_that_is_no_model_is_one_line(opal: Opal, tmp_path: Path, name: str, message: str) -> None:
-    for noise in ("c.onnx", "c.pth", "c.engine"):
+    for noise in ("c.onnx", "c.pth", "c.engine", "c.safetensors"):
         (tmp_path / noise).write_bytes(bytes(range(256)) * 20)
     before = names(tmp_path)
     assert message in one_line(opal("export", name, "--precision", "fp16", cwd=tmp_path))

@@ -259,7 +259,10 @@ def test_average_pooling_has_maps_to_measure(data):
     assert None not in (figures.consistency, figures.stability, figures.purity)
 
 
-AGAIN = "export it again: opal-deploy export birds.pt --outputs attention"
+AGAIN = (
+    "evaluate birds.pt itself, or a file that has them: "
+    "opal-deploy export birds.pt --out birds.attention.onnx --outputs attention"
+)
 NO_FLOAT = f"no float32 input, which noise is added to; {AGAIN} --input float32"
 
 

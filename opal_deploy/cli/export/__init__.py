@@ -198,7 +198,8 @@ def export(
         write_repository(repository, source, as_json=as_json)
         return
     if kind not in ("checkpoint", "onnx"):
-        raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files")
+        hint = "; weights to begin training from go to train --weights" if source.suffix == ".safetensors" else ""
+        raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files{hint}")
     # without torch where no checkpoint has to be read
     require("onnx", "trt-rtx" if trt and kind == "onnx" else "export", "opal-deploy export")
     require("onnxruntime", "cpu", "opal-deploy export, to verify what it writes,")
