@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from opal_deploy.records import to_coco, to_label_studio, to_pandas
     from opal_deploy.records.record import Record
     from opal_deploy.records.schema import json_schema
+    from opal_deploy.train.api import train_model
 
 __all__ = [
     "ArtifactError",
@@ -48,6 +49,7 @@ __all__ = [
     "to_coco",
     "to_label_studio",
     "to_pandas",
+    "train_model",
 ]
 
 _LAZY = {
@@ -60,6 +62,7 @@ _LAZY = {
     "to_coco": "opal_deploy.records",
     "to_label_studio": "opal_deploy.records",
     "to_pandas": "opal_deploy.records",
+    "train_model": "opal_deploy.train.api",
 }
 
 

@@ -1,6 +1,7 @@
 """Training of OPAL networks and of the linear baseline.
 
-Start at `loop.fit`: from a data set and a recipe's options to a run directory with a checkpoint.
+Start at `api.train_model`, which the command calls, and `loop.fit`: from a data set and a recipe's options to a run
+directory with a checkpoint.
 
     recipe               options of a run, TOML recipes; plain data, imports no torch
     loop                 `fit`: the epochs, the best weights, the test

@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opal_deploy.artifact.files import lock_directory
-from opal_deploy.datasets.samples import DataSet, ProgressCallback
+from opal_deploy.datasets.samples import DataSet, ProgressCallback, no_progress
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.model.backbones import get_library
@@ -67,16 +67,23 @@ class TrainResult:
         epochs: one record per epoch.
         val: metrics of the best weights on the validation split.
         test: metrics of the best weights on the test split; None where the data set has none.
+        last: the checkpoint of the last epoch.
+        config: the content of config.json: options, data set, weights, versions.
     """
 
     best: Path
     best_epoch: int
-    epochs: list[EpochRecord]
+    epochs: list[EpochRecord] = field(repr=False)
     val: Evaluation
     test: Evaluation | None
+    last: Path
+    config: dict[str, Any] = field(repr=False)
 
-
-def _no_report(done: int, total: int | None, note: str) -> None: ...
+    def to_dict(self) -> dict[str, Any]:
+        """Return paths and metrics as plain values for JSON, without the configuration."""
+        document = asdict(replace(self, config={}))
+        del document["config"]
+        return {**document, "best": str(self.best), "last": str(self.last)}
 
 
 def _no_log(line: str) -> None: ...
@@ -90,7 +97,7 @@ def fit(
     overwrite: bool = False,
     resume: bool = False,
     recipe: Recipe | None = None,
-    report: ProgressCallback = _no_report,
+    report: ProgressCallback = no_progress,
     log: Callable[[str], None] = _no_log,
 ) -> TrainResult:
     """Train a network, keep the best weights, and test them.
@@ -131,7 +138,7 @@ def fit(
                 "at least 2 images for each are needed; start fewer"
             )
         if not group.is_main:
-            report, log = _no_report, _no_log
+            report, log = no_progress, _no_log
         recipe = Recipe(options) if recipe is None else replace(recipe, options=options)
         run = _TrainingRun(data, options, TrainRunDirectory(out), group, report, log)
         try:
@@ -348,7 +355,8 @@ class _TrainingRun:
         group.barrier()  # other processes may still be reading the file that is written next
         self.checkpoints.finish(progress, metrics, field)
         group.barrier()
-        return TrainResult(run_dir.best, best_epoch, progress.records, val, test)
+        config = self.checkpoints.run_config
+        return TrainResult(run_dir.best, best_epoch, progress.records, val, test, run_dir.last, config)
 
     def _divergence(self, epoch: int, error: NonFiniteLossError, progress: Progress) -> DivergenceError:
         amp = "" if self.checkpoints.run_config["precision"] == "fp32" else " or --precision fp32"
@@ -373,4 +381,5 @@ def _load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any]
     metrics = best["metrics"]
     test = parse_evaluation(metrics, "test") if "test_loss" in metrics else None
     val = parse_evaluation(metrics, "val")
-    return TrainResult(run_dir.best, metrics["epoch"], run_dir.read_epochs(), val, test)
+    epochs = run_dir.read_epochs()
+    return TrainResult(run_dir.best, metrics["epoch"], epochs, val, test, run_dir.last, best["training"])

@@ -230,6 +230,8 @@ def resolve_recipe(raw: Sections, overrides: Sections) -> Recipe:
         UsageError: options that contradict each other, or values that no run can have.
     """
     changes = {section: {k: v for k, v in keys.items() if v is not None} for section, keys in overrides.items()}
+    if problems := [problem for section, keys in changes.items() for problem in _find_wrong_values(section, keys)]:
+        raise UsageError("; ".join(problems))
     merged: Sections = {section: {**raw.get(section, {}), **changes.get(section, {})} for section in _SECTIONS}
     model, data = merged["model"], merged["data"]
     backbone = model.get("backbone", TrainOptions.backbone)
@@ -253,17 +255,22 @@ def _find_problems(raw: dict[str, Any]) -> list[str]:
         if section not in _SECTIONS or not isinstance(keys, dict):
             problems.append(f"{section!r} is none of its sections ({', '.join(_SECTIONS)})")
             continue
-        known = _SECTIONS[section]
-        for key, value in keys.items():
-            if key not in known:
-                problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")
-            elif not _has_type(value, known[key]):
-                problems.append(f"[{section}] {key} = {value!r}: expected {_TYPE_NAMES[known[key]]}")
-            elif key in _CHOICES and value not in _CHOICES[key]:
-                problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_CHOICES[key])}")
+        problems += _find_wrong_values(section, keys)
     head = raw.get("head")
     if isinstance(head, dict) and head.get("kind") in ("linear", "plain") and len(head) > 1:
         problems.append(f"[head] kind = {head['kind']!r} has none of {', '.join(key for key in head if key != 'kind')}")
+    return problems
+
+
+def _find_wrong_values(section: str, keys: dict[str, Any]) -> list[str]:
+    problems, known = [], _SECTIONS[section]
+    for key, value in keys.items():
+        if key not in known:
+            problems.append(f"[{section}] knows no {key!r} ({', '.join(known)})")
+        elif not _has_type(value, known[key]):
+            problems.append(f"[{section}] {key} = {value!r}: expected {_TYPE_NAMES[known[key]]}")
+        elif key in _CHOICES and value not in _CHOICES[key]:
+            problems.append(f"[{section}] {key} = {value!r}: expected {' or '.join(_CHOICES[key])}")
     return problems
 
 

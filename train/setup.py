@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import platform
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,11 +30,21 @@ def default_num_workers(device: torch.device, cached: bool) -> int:
     """Return the number of processes that prepare images.
 
     On a CPU none where images are cached: augmenting is a few per cent of an epoch, and processes would take the
-    network's cores; otherwise one, which prefetches. On a GPU all cores but one, at most 8.
+    network's cores; otherwise one, which prefetches. On a GPU all cores but one, at most 8. None where a process would
+    import the caller's script, which then would train again unless the call is under `if __name__ == "__main__":`.
     """
+    if _spawns_processes() and "opal_deploy.cli" not in sys.modules:
+        return 0
     if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
     return max(1, min(available_cpus() - 1, _MAX_WORKERS))
+
+
+def _spawns_processes() -> bool:
+    """Return whether a new process imports the main module again (macOS, Windows); changes no setting."""
+    # the first is the default
+    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    return method != "fork"
 
 
 def set_tf32(enabled: bool) -> None:

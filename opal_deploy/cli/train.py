@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import discard_message, one_line, print_message, progress
+from opal_deploy.cli.console import print_line, print_message, progress
 from opal_deploy.cli.options import format_box_option, parse_size
-from opal_deploy.errors import ExitCode, require
+from opal_deploy.errors import ExitCode
 
 if TYPE_CHECKING:
-    from opal_deploy.datasets.samples import DataSet
     from opal_deploy.train.loop import TrainResult
 
 
@@ -173,83 +171,62 @@ def train(
 
     Several GPUs: torchrun --nproc-per-node 4 -m opal_deploy train DATA ...
     """
-    for package in ("torch", "torchvision", "matplotlib"):
-        require(package, "train", "opal-deploy train")
-    from opal_deploy.datasets.registry import read_dataset
-    from opal_deploy.train.distributed import is_main_process
-    from opal_deploy.train.loop import fit
-    from opal_deploy.train.recipe import load_recipe, resolve_recipe
-    from opal_deploy.train.resume import stored_validation
-    from opal_deploy.train.run_directory import TrainRunDirectory
+    from opal_deploy.train.api import train_model
 
-    switches = {"cws": no_cws, "projection": no_projection, "anchors": no_anchors}
-    resolved = resolve_recipe(
-        load_recipe(recipe),
-        {
-            "data": {"dataset": dataset, "partition": partition, "skip_missing": skip_missing},
-            "model": {
-                "backbone": backbone,
-                "weights": weights,
-                "input_size": None if size is None else list(parse_size(size)),
-                "stride": stride,
-                "keep_layers": keep_layers,
-            },
-            "head": {
-                "kind": head,
-                "prototypes_per_class": prototypes,
-                "distance": distance,
-                "pooling": pooling,
-                **{part: False if off else None for part, off in switches.items()},
-            },
-            "training": {
-                "epochs": epochs,
-                "batch_size": batch_size,
-                "lr": lr,
-                "schedule": schedule,
-                "agreement": agreement,
-                "augment": augment,
-                "seed": seed,
-                "precision": precision,
-                "tf32": tf32,
-            },
-            "machine": {
-                "device": device,
-                "workers": workers,
-                "compile": compile_,
-                "cache_megabytes": cache_megabytes,
-                "save_every": save_every,
-                "tensorboard": tensorboard,
-            },
-        },
-    )
-    out = out or Path("runs") / data.resolve().name
-    if resume and TrainRunDirectory(out).config.is_file():
-        resolved = replace(resolved, validation=stored_validation(TrainRunDirectory(out)))
-    with progress("reading") as advance:
-        labelled = read_dataset(
-            data,
-            resolved.dataset,
-            partition=resolved.partition,
-            skip_missing=resolved.skip_missing,
-            validation=resolved.validation,
-            report=advance,
-        )
-    # under torchrun every process runs this command, and one prints
-    log = print_message if is_main_process() else discard_message
-    for line in labelled.warnings:
-        log(f"warning: {one_line(line)}")
-    log(f"read as {one_line(labelled.describe())}")
     try:
         with progress("training") as advance:
-            result = fit(
-                labelled, resolved.options, out,
-                overwrite=overwrite, resume=resume, recipe=resolved, report=advance, log=log,
-            )  # fmt: skip
+            result = train_model(
+                data,
+                recipe=recipe,
+                dataset=dataset,
+                partition=partition,
+                skip_missing=skip_missing,
+                backbone=backbone,
+                weights=weights,
+                head=head,
+                prototypes=prototypes,
+                distance=distance,
+                pooling=pooling,
+                cws=False if no_cws else None,
+                projection=False if no_projection else None,
+                anchors=False if no_anchors else None,
+                epochs=epochs,
+                batch_size=batch_size,
+                lr=lr,
+                schedule=schedule,
+                agreement=agreement,
+                size=None if size is None else parse_size(size),
+                stride=stride,
+                keep_layers=keep_layers,
+                augment=augment,
+                seed=seed,
+                device=device,
+                precision=precision,
+                tf32=tf32,
+                compile=compile_,
+                workers=workers,
+                cache_megabytes=cache_megabytes,
+                save_every=save_every,
+                tensorboard=tensorboard,
+                out=out,
+                resume=resume,
+                overwrite=overwrite,
+                log=print_line,
+                progress=advance,
+            )
     except KeyboardInterrupt:
-        log(f"Interrupted; resume with: {_format_resume_command()}")
+        if _is_main_process():
+            print_message(f"Interrupted; resume with: {_format_resume_command()}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    if is_main_process():
-        _print_result(result, labelled)
+    if _is_main_process():
+        _print_result(result)
+
+
+def _is_main_process() -> bool:
+    """Return whether this process prints: under torchrun every process runs the command."""
+    from opal_deploy.train.distributed import is_main_process
+
+    return is_main_process()
 
 
 def _format_resume_command() -> str:
@@ -259,7 +236,7 @@ def _format_resume_command() -> str:
     return shlex.join([Path(name).name, *kept, "--resume"])
 
 
-def _print_result(result: TrainResult, data: DataSet) -> None:
+def _print_result(result: TrainResult) -> None:
     print_message(
         f"best: epoch {result.best_epoch}, of the lowest validation loss: {result.val.loss:.4f}, accuracy "
         f"{result.val.accuracy:.1%}"
@@ -273,7 +250,7 @@ def _print_result(result: TrainResult, data: DataSet) -> None:
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
     print_message(str(result.best))
-    if data.crop == "boxes":
-        boxes = format_box_option({"data": {"root": str(data.root)}})
+    if result.config["data"]["crop"] == "boxes":
+        boxes = format_box_option(result.config)
         print_message(f"it was trained on images cropped to boxes: give infer those of its images, such as {boxes}")
     print_message(f"next: opal-deploy export {result.best}")

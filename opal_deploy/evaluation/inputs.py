@@ -23,6 +23,8 @@ from opal_deploy.logs import Log
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.runtime.session import Session
 
+SPLITS = ("test", "val", "train", "all")
+
 
 @dataclass(frozen=True)
 class EvaluateOptions:
@@ -48,6 +50,15 @@ class EvaluateOptions:
     limit: int
     baselines: tuple[Baseline, ...]
     target_error: float | None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for values that no evaluation can have."""
+        if self.split not in SPLITS:
+            raise UsageError(f"split {self.split!r}: expected one of {', '.join(SPLITS)}")
+        if min(self.batch, self.limit, 1 if self.threads is None else self.threads) < 1 or self.seed < 0:
+            raise UsageError("batch, limit and threads must be at least 1, and the seed not negative")
+        if self.target_error is not None and not 0 < self.target_error < 1:
+            raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
 
 
 @dataclass(frozen=True)

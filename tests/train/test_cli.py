@@ -2,17 +2,20 @@
 
 import json
 import shutil
+import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
 
+from opal_deploy import train_model
 from opal_deploy.cli.options import parse_size
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
+from opal_deploy.train.setup import default_num_workers
 
 SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
 
@@ -46,6 +49,63 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     weights = [checkpoint.load(out / "best.pt").network.state_dict() for out in (first, second)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert checkpoint.load(second / "best.pt").network.config.head.cws is False
+
+
+def test_the_function_trains_what_the_command_trains_and_prints_nothing(squares, tmp_path, opal, capsys):
+    small = {"backbone": "shufflenet_v2_x0_5", "weights": "none", "size": 64, "epochs": 2, "device": "cpu"}
+    lines, notes, out = [], [], tmp_path / "run"
+
+    def stop(line):
+        lines.append(line)
+        if line.startswith("epoch 1/2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_model(squares.root, **small, out=out, log=stop)
+    result = train_model(
+        squares.root, **small, out=out, resume=True, log=lines.append, progress=lambda *each: notes.append(each)
+    )
+    assert capsys.readouterr() == ("", "")
+    assert (result.best, result.last) == (out / "best.pt", out / "last.pt")
+    assert "continuing after epoch 1, step 0" in lines
+    assert len([line for line in lines if line.startswith("epoch ")]) == len(result.epochs) == 2
+    assert notes[-1][:2] == (9, 9)  # the test images
+    assert (result.val.images, result.test.images) == (6, 9)
+    assert json.loads(json.dumps(result.to_dict()))["test"]["accuracy"] == result.test.accuracy
+    assert result.config["options"]["input_size"] == (64, 64)
+
+    done = opal("train", squares.root, *SMALL, "--epochs", 2, "--device", "cpu", "--out", tmp_path / "command")
+    assert done.returncode == 0, done.stderr
+    weights = [checkpoint.load(each / "best.pt").network.state_dict() for each in (out, tmp_path / "command")]
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"head": "opals"}, "kind = 'opals': expected opal or linear or plain"),
+        ({"epochs": "3"}, "epochs = '3': expected a whole number"),
+        ({"distance": "l9"}, "l9"),
+        ({"size": (64, 0)}, "expected two whole numbers"),
+        ({"prototypes": 0}, "at least 1"),
+        ({"recipe": "best"}, "not one of grounded"),
+        ({"data": "nothing"}, "no such folder"),
+    ],
+)
+def test_wrong_arguments_of_the_function_are_one_line(squares, tmp_path, wrong, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        train_model(**{"data": squares.root, "out": tmp_path / "run", **wrong})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_process_is_started_that_would_run_the_callers_script_again(monkeypatch):
+    cuda = torch.device("cuda")
+    assert default_num_workers(cuda, cached=False) > 0
+    monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none: "spawn")
+    assert default_num_workers(cuda, cached=False) > 0  # the command's own script is safe
+    monkeypatch.delitem(sys.modules, "opal_deploy.cli")
+    assert default_num_workers(cuda, cached=False) == 0
 
 
 def test_interrupted_training_names_the_command_that_resumes_it(opal, squares, tmp_path, monkeypatch):
