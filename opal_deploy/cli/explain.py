@@ -67,6 +67,12 @@ def explain(
             "or Stanford Dogs' Annotation folder."
         ),
     ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(
+            help="True labels, to show beside the answer: `folders` (the folders' names), or a CSV file (image,label)."
+        ),
+    ] = None,
     min_margin: Annotated[float | None, typer.Option(help="Mark answers with a smaller margin as abstained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the runtime; default: all cores.")] = None,
@@ -87,7 +93,7 @@ def explain(
     from opal_deploy.inference.executor import predict_stream
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_effective_field, with_attention
     from opal_deploy.inference.sources import discovery
-    from opal_deploy.inference.sources.annotations import read_boxes
+    from opal_deploy.inference.sources.annotations import read_boxes, read_labels
     from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.sources.items import Skipped
     from opal_deploy.inference.types import InferenceOptions, build_requests
@@ -96,6 +102,7 @@ def explain(
     discovery.check_inputs(images)
     output = _Output.parse(images, out, file_format, overwrite=overwrite)
     crops = read_boxes(boxes) if boxes else None
+    truths = read_labels(labels) if labels else None
     path = model or setup.find_default_model(device)
     raise_pillow_limit(max_pixels)
     if expect_sha256 is not None:
@@ -114,7 +121,7 @@ def explain(
         sessions = with_attention(sessions, str(path))
     setup.print_cautions(metadata, boxed=crops is not None)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
-    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops)
+    requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops, truths)
     results = predict_stream(requests, sessions, inference)
     with ImageCounter(images) as counter:
         _write_sheets(results, counter, builder, output, as_json=as_json)
@@ -220,6 +227,7 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path) -> dict[str,
     """
     from opal_deploy.artifact.files import atomic_write
     from opal_deploy.visualization.legend import format_number
+    from opal_deploy.visualization.sheet.captions import describe_answer
 
     if "error" in result.record:
         raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
@@ -230,6 +238,6 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path) -> dict[str,
     content = sheet.content
     margin = "" if content.margin is None else f", margin {format_number(content.margin)}"
     mark = " (abstained)" if content.abstained else ""
-    answer = f"{content.predicted.label}, cosine {format_number(content.predicted.cosine)}"
+    answer = f"{describe_answer(content)}, cosine {format_number(content.predicted.cosine)}"
     print_message(one_line(f"{request.name}: {answer}{margin}{mark}: {path}"))
     return content.to_dict()

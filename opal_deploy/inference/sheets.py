@@ -96,6 +96,7 @@ class SheetBuilder:
             self._metadata,
             min_margin=options.min_margin,
             names=options.names,
+            truth=prepared.request.truth,
         )
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
         return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))

@@ -18,6 +18,21 @@ def build_title(content: SheetContent) -> str:
     return f"{content.predicted.label}: evidence in {content.image or 'an image'}"
 
 
+def describe_truth(content: SheetContent) -> tuple[str, str]:
+    """Return `right`, `wrong` or nothing, and the image's label in words; both empty where it is not known."""
+    if content.truth is None:
+        return "", ""
+    if content.correct is None:
+        return "", f"labelled {content.truth}, which is no class of the model"
+    return "right" if content.correct else "wrong", f"labelled {content.truth}"
+
+
+def describe_answer(content: SheetContent) -> str:
+    """Return the predicted label, and whether it is right where that is known."""
+    truth = ", ".join(filter(None, describe_truth(content)))
+    return content.predicted.label + (f" ({truth})" if truth else "")
+
+
 def describe_places(view: ClassView) -> str:
     """Return a sentence on how many places a class's slots looked at."""
     m = len(view.slots)
@@ -134,7 +149,7 @@ def describe_slot(slot: SlotView) -> str:
 def build_description(content: SheetContent) -> str:
     """Return all that the sheet says, in one paragraph."""
     predicted, runner_up = content.predicted, content.runner_up
-    parts = [f"Predicted {predicted.label}, cosine {format_number(predicted.cosine)}"]
+    parts = [f"Predicted {describe_answer(content)}, cosine {format_number(predicted.cosine)}"]
     if runner_up is not None:
         parts[0] += (
             f", margin {format_number(content.margin)} over the runner-up {runner_up.label}, "

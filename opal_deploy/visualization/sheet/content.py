@@ -117,6 +117,8 @@ class SheetContent:
         margin: the cosine of the predicted class minus that of the runner-up; None for a model of one class.
         min_margin: the margin below which the model abstains; None for never.
         difference: None unless contributions add up to cosines and the margin is positive.
+        truth: the image's label; None where it is not known.
+        correct: whether the predicted class is the label; None where there is no label, or the model has no such class.
     """
 
     image: str | None
@@ -131,6 +133,8 @@ class SheetContent:
     margin: float | None
     min_margin: float | None
     difference: MarginDifference | None
+    truth: str | None = None
+    correct: bool | None = None
 
     @property
     def abstained(self) -> bool:
@@ -160,12 +164,14 @@ class SheetContent:
         return len({s.cell for s in self.predicted.slots} & {s.cell for s in self.runner_up.slots})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content for JSON, without attention maps and the bars' ends."""
+        """Return the content for JSON, without attention maps and the bars' ends; `truth` only where it is known."""
         document = asdict(self)
         for view in (document["predicted"], document["runner_up"]):
             for slot in view["slots"] if view else []:
                 for key in ("attention", "start", "stop", "value"):
                     del slot[key]
+        if self.truth is None:
+            del document["truth"], document["correct"]
         return {**document, "abstained": self.abstained, "cautions": self.cautions()}
 
 
@@ -178,6 +184,7 @@ def build_sheet_content(
     *,
     min_margin: float | None = None,
     names: SlotNames | None = None,
+    truth: str | None = None,
 ) -> SheetContent:
     """Return the content of a sheet.
 
@@ -189,6 +196,7 @@ def build_sheet_content(
         metadata: the model's metadata.
         min_margin: the margin below which the answer is marked as abstained; None for never.
         names: names of slots.
+        truth: the image's label; None where it is not known.
 
     Raises:
         ValueError: the model's evidence is not `exact`.
@@ -233,6 +241,8 @@ def build_sheet_content(
         record.get("margin"),
         min_margin,
         None if runner_up is None or meaning != "cosine" else _compute_difference(views[0], runner_up),
+        truth,
+        views[0].label == truth if truth in metadata.class_names else None,
     )
 
 

@@ -41,6 +41,7 @@ _RULE: RGB = (208, 208, 203)
 _ALERT: RGB = (150, 40, 27)
 _ALERT_PAPER: RGB = (251, 236, 232)
 _BAR: RGB = (70, 70, 70)
+_MARKS: Final[dict[str, RGB]] = {"right": (22, 101, 52), "wrong": _ALERT}
 _TITLE, _HEAD, _BODY, _SMALL = 34, 19, 16, 14
 
 # the two halves of the sheet: the predicted class on the left, the runner-up on the right
@@ -107,11 +108,12 @@ class _Page:
             self.text(x, self.y - round(size * 0.4), line, size, color)
 
     def add_answer(self) -> None:
-        """Add the predicted label, the image's name, both cosines, the margin and cautions."""
+        """Add the predicted label, the true one, the image's name, both cosines, the margin and cautions."""
         content = self.content
         for line in wrap_lines(_label(content.predicted), _TITLE, _INNER, 2):
             self.y += 40
             self.text(_EDGE, self.y - 10, line, _TITLE, bold=True)
+        self._truth()
         self.y += 24
         self.text(_EDGE, self.y - 8, truncate_middle(content.image or "(no name)", _BODY, _INNER), _BODY, _FAINT)
         self.y += 14
@@ -134,6 +136,20 @@ class _Page:
                 self.text(_EDGE + 14, self.y + 18, fit_line(caution, _BODY, _INNER - 28), _BODY, _ALERT)
                 self.y += 26
             self.y += 10
+
+    def _truth(self) -> None:
+        """Add the image's label, where it is known, with the mark `right` or `wrong`."""
+        mark, label = captions.describe_truth(self.content)
+        if not label:
+            return
+        self.y += 28
+        x = _EDGE
+        if mark:
+            self.shapes.append(Rect(x, self.y - 22, 58, 22, _MARKS[mark]))
+            self.text(x + 29, self.y - 6, mark, _BODY, WHITE, anchor="middle", bold=True)
+            x += 68
+        self.text(x, self.y - 6, fit_line(label, _BODY, _EDGE + _INNER - x), _BODY)
+        self.y += 4
 
     def _cosine_bar(self, view: ClassView, role: str) -> None:
         middle = self.y + 16

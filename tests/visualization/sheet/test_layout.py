@@ -71,6 +71,8 @@ CASES = {
     "tiny": (content(size=(14, 7)), None),
     "cropped": (content(crop=(100, 50, 600, 400)), None),
     "abstained": (content(min_margin=0.99), None),
+    "wrong": (content(truth="birch"), None),
+    "label of no class": (content(truth=LONG), None),
     "fields": (content(10, field=96, crop=(100, 50, 600, 400)), exemplars(10)),
     "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), exemplars(5)),
     "no name": (content(labels=(" ", ""), image=None), None),
