@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -82,8 +83,14 @@ class CheckpointManager:
     def _write_epochs(self, records: list[EpochRecord]) -> None:
         self.run_dir.write_epochs(records, augmented=self.run_config["options"]["augment"] != "none")
 
-    def finish(self, progress: Progress, metrics: dict[str, Any], receptive_field: ReceptiveField | None) -> None:
-        """Write best.pt with its test metrics and receptive field, then summary.json.
+    def finish(
+        self,
+        progress: Progress,
+        metrics: dict[str, Any],
+        receptive_field: ReceptiveField | None,
+        calibration: Calibration,
+    ) -> None:
+        """Write best.pt with its test metrics, receptive field and calibration, then summary.json.
 
         The network holds the best weights.
         """
@@ -92,12 +99,13 @@ class CheckpointManager:
         records = progress.records
         summary = {
             **metrics,
+            "calibration": calibration.to_dict(),
             "epochs": len(records),
             "seconds": sum(record.seconds for record in records),
             "images_per_second": records[-1].images_per_second,
         }
         with _stop_when_full(progress):
-            self._save(self.run_dir.best, metrics, receptive_field=receptive_field)
+            self._save(self.run_dir.best, metrics, receptive_field=receptive_field, calibration=calibration)
             self._write_epochs(records)
             self.run_dir.write_json(self.run_dir.summary, summary)
             # the run is finished now: last.pt needs no state for resuming any more
@@ -119,6 +127,7 @@ class CheckpointManager:
         metrics: dict[str, Any],
         extra: dict[str, Any] | None = None,
         receptive_field: ReceptiveField | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         checkpoint = Checkpoint(
             self._network,
@@ -127,6 +136,7 @@ class CheckpointManager:
             metrics=metrics,
             training=self.run_config,
             receptive_field=receptive_field,
+            calibration=calibration,
         )
         save(path, checkpoint, extra=extra)
 

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.samples import DataSet, ProgressCallback, no_progress
 from opal_deploy.errors import StoppedEarly, UsageError, require
+from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.config import NetworkConfig
@@ -48,7 +50,7 @@ from opal_deploy.train.resume import (
 )
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.transforms import PaperAugmentation
-from opal_deploy.train.validation import Evaluation, evaluate
+from opal_deploy.train.validation import Evaluation, evaluate, predict
 
 _MEGABYTE = 1 << 20
 
@@ -67,6 +69,7 @@ class TrainResult:
         epochs: one record per epoch.
         val: metrics of the best weights on the validation split.
         test: metrics of the best weights on the test split; None where the data set has none.
+        calibration: of the best weights, on the validation split; None in runs of earlier versions.
         last: the checkpoint of the last epoch.
         config: the content of config.json: options, data set, weights, versions.
     """
@@ -76,6 +79,7 @@ class TrainResult:
     epochs: list[EpochRecord] = field(repr=False)
     val: Evaluation
     test: Evaluation | None
+    calibration: Calibration | None
     last: Path
     config: dict[str, Any] = field(repr=False)
 
@@ -83,7 +87,8 @@ class TrainResult:
         """Return paths and metrics as plain values for JSON, without the configuration."""
         document = asdict(replace(self, config={}))
         del document["config"]
-        return {**document, "best": str(self.best), "last": str(self.last)}
+        calibration = None if self.calibration is None else self.calibration.to_dict()
+        return {**document, "calibration": calibration, "best": str(self.best), "last": str(self.last)}
 
 
 def _no_log(line: str) -> None: ...
@@ -239,7 +244,7 @@ class _TrainingRun:
                     if writer is not None:
                         for name, value in asdict(record).items():
                             writer.add_scalar(name, value, epoch)
-            return self._finish(progress)
+            return self._finish(progress, val_batches)
 
     def _build_batches(self) -> tuple[Batches, Batches, dict[str, Any]]:
         """Return training and validation batches, and what config.json says of them."""
@@ -335,28 +340,30 @@ class _TrainingRun:
         self.log(record.describe(options.epochs, is_best=progress.best[0] == epoch))
         return record
 
-    def _finish(self, progress: Progress) -> TrainResult:
-        """Evaluate the best weights on the test split and write the final files."""
+    def _finish(self, progress: Progress, val_batches: Batches) -> TrainResult:
+        """Calibrate the best weights, evaluate them on the test split and write the final files."""
         run_dir, group, options = self.run_dir, self.group, self.options
         assert progress.best is not None  # there was at least one epoch
         best_epoch, val = progress.best
         group.barrier()
         self.network.load_state_dict(load_run_file(run_dir.best)["state_dict"])
+        gather = group.all_gather if group.size > 1 else None
+        outputs = predict(self.network, val_batches, report=self.report, gather=gather)
+        calibration = calibrate(outputs.logits, outputs.labels)
         test = None
         if self.data.test:
             images = TrainImages(self.data.test, options.input_size)
             workers = setup.default_num_workers(group.device, False) if group.device.type == "cuda" else 0
             batches = Batches(images, options.batch_size, workers=workers, rank=group.rank, size=group.size)
-            gather = group.all_gather if group.size > 1 else None
             test = evaluate(self.network, batches, report=self.report, gather=gather)
         metrics = {"epoch": best_epoch, **val.to_dict("val"), **(test.to_dict("test") if test else {})}
         # by the process that writes it: a handful of images
         field = measure_receptive_field(self.network, self.data.val) if group.is_main else None
         group.barrier()  # other processes may still be reading the file that is written next
-        self.checkpoints.finish(progress, metrics, field)
+        self.checkpoints.finish(progress, metrics, field, calibration)
         group.barrier()
         config = self.checkpoints.run_config
-        return TrainResult(run_dir.best, best_epoch, progress.records, val, test, run_dir.last, config)
+        return TrainResult(run_dir.best, best_epoch, progress.records, val, test, calibration, run_dir.last, config)
 
     def _divergence(self, epoch: int, error: NonFiniteLossError, progress: Progress) -> DivergenceError:
         amp = "" if self.checkpoints.run_config["precision"] == "fp32" else " or --precision fp32"
@@ -381,5 +388,6 @@ def _load_finished_result(run_dir: TrainRunDirectory, run_config: dict[str, Any]
     metrics = best["metrics"]
     test = parse_evaluation(metrics, "test") if "test_loss" in metrics else None
     val = parse_evaluation(metrics, "val")
-    epochs = run_dir.read_epochs()
-    return TrainResult(run_dir.best, metrics["epoch"], epochs, val, test, run_dir.last, best["training"])
+    calibration = Calibration.from_dict(best.get("calibration") or {})
+    epochs, config = run_dir.read_epochs(), best["training"]
+    return TrainResult(run_dir.best, metrics["epoch"], epochs, val, test, calibration, run_dir.last, config)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
+from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.evaluation import REQUIRED
 from opal_deploy.artifact.receptive_field import EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
@@ -70,6 +71,8 @@ class Metadata:
         verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
         risk: summary of the risk-coverage curve of the validation images (`statistics.risk`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
+        calibration: the temperature that makes probabilities of the logits (`artifact.calibration`), or the reason why
+            there is none; empty where none was sought, as in files of earlier versions.
         evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
         receptive_field: what a cell sees of the input (`artifact.receptive_field`); empty in files of earlier versions.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
@@ -96,6 +99,7 @@ class Metadata:
     exporter: dict[str, Any] = field(default_factory=dict)
     verification: dict[str, Any] = field(default_factory=dict)
     risk: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)
     receptive_field: dict[str, Any] = field(default_factory=dict)
     test_vectors: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +145,12 @@ class Metadata:
         return float(self.head["epsilon"])
 
     @property
+    def temperature(self) -> float | None:
+        """The temperature of calibrated probabilities, softmax(logits / temperature); None where it was not fitted."""
+        calibration = Calibration.from_dict(self.calibration)
+        return None if calibration is None else calibration.temperature
+
+    @property
     def effective_field(self) -> EffectiveField | None:
         """The effective receptive field of a cell; None where it was not measured."""
         field = ReceptiveField.from_dict(self.receptive_field)
@@ -156,10 +166,12 @@ class Metadata:
         return f"Metadata({', '.join(f'{f.name}={_SHORT.repr(getattr(self, f.name))}' for f in fields(self))})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document; without `top_k` it is the one that it was before there was such an option."""
+        """Return the document; without `top_k` or `calibration` it is the one of versions that did not know it."""
         document = asdict(self)
         if self.top_k is None:
             del document["top_k"]
+        if not self.calibration:
+            del document["calibration"]
         return document
 
     def to_json(self) -> str:
@@ -230,8 +242,8 @@ class Metadata:
         if self.top_k is not None and (type(self.top_k) is not int or not 1 <= self.top_k <= self.num_classes):
             raise error(f"top_k {self.top_k!r} is not a number of its {self.num_classes} classes")
         for name in (
-            "head", "source", "training", "exporter", "verification", "risk", "evaluation", "receptive_field",
-            "test_vectors",
+            "head", "source", "training", "exporter", "verification", "risk", "calibration", "evaluation",
+            "receptive_field", "test_vectors",
         ):  # fmt: skip
             if not isinstance(getattr(self, name), dict):
                 raise error(f"{name} is not an object")
@@ -243,6 +255,7 @@ class Metadata:
             raise error("its evaluation is not one that evaluate --record wrote")
         try:
             ReceptiveField.from_dict(self.receptive_field)
+            Calibration.from_dict(self.calibration)
         except ArtifactError as problem:
             raise error(str(problem)) from None
         if not isinstance(self.file_sha256, str):

@@ -156,6 +156,14 @@ def take_blocks(values: NDArray[Any], classes: NDArray[np.integer[Any]], prototy
     return taken
 
 
+def compute_probabilities(logits: FloatArray, classes: NDArray[np.integer[Any]], temperature: float) -> DoubleArray:
+    """Return softmax(logits / temperature) of some classes, in float64: logits [N, C] and int [N, k] to [N, k]."""
+    scaled = (logits.astype(np.float64) - logits.max(axis=1, keepdims=True)) / temperature
+    np.exp(scaled, out=scaled)
+    probabilities: DoubleArray = np.take_along_axis(scaled, classes, axis=1) / scaled.sum(axis=1, keepdims=True)
+    return probabilities
+
+
 def embedding(scores: FloatArray, epsilon: float) -> DoubleArray:
     """Return z = s / (|s| + epsilon) for scores s [N, K]: float64 [N, K], so that no rounding is added."""
     z: DoubleArray = scores.astype(np.float64) / embedding_norms(scores, epsilon)[:, None]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
@@ -23,6 +23,7 @@ from opal_deploy.runtime.gates import GATES, Gate
 # fields that no model computes: how the image was found, files written beside the record, what people said
 NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "truth", "name"})
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
+_PROBABILITY = "calibrated_probability"
 # relative
 _BOX_TOLERANCE = 1e-6
 
@@ -39,12 +40,14 @@ class Tolerance:
         logit: relative to max(1, |logit|).
         score: absolute.
         tie: relative lead of a cell under which another one counts as equal.
+        temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
     """
 
     cosine: float
     logit: float
     score: float
     tie: float
+    temperature: float | None = None
 
     @staticmethod
     def for_model(metadata: Metadata) -> Tolerance:
@@ -54,10 +57,22 @@ class Tolerance:
         far too much pass; there it is what rounding explains.
         """
         if metadata.precision != "fp32":
-            return _LOW_PRECISION[metadata.precision]
+            return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         recorded = metadata.verification.get("gate")
         gate = (Gate(**recorded) if recorded else GATES["fp32"]).relaxed_for_machine()
-        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie)
+        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, metadata.temperature)
+
+    def of_logit(self, logit: float) -> float:
+        """Return the largest accepted difference of a logit, absolute."""
+        return self.logit * max(1.0, abs(logit))
+
+    def of_probability(self, logit: float) -> float:
+        """Return the largest accepted difference of the calibrated probability of a class with this logit, absolute.
+
+        With p = softmax(l / T), logits that differ by d each change p by at most 2 d p (1 - p) / T, which is d / (2 T)
+        or less.
+        """
+        return 0.0 if self.temperature is None else self.of_logit(logit) / (2.0 * self.temperature)
 
 
 # ten units in the last place of the body's format, at values near 1; int8 kernels differ in how they saturate
@@ -130,13 +145,17 @@ def _class_id(record: dict[str, Any]) -> Any:
 
 
 def _compare_answer(field: str, old: Any, new: Mapping[str, Any], tolerance: Tolerance) -> Iterator[FieldDifference]:
+    if isinstance(old, dict) and _PROBABILITY not in old:
+        # versions that did not know the field wrote none
+        new = {key: value for key, value in new.items() if key != _PROBABILITY}
     yield from _compare_object(
         field,
         old,
         new,
         {
-            "logit": lambda f, a, b: _compare_number(f, a, b, tolerance.logit * max(1.0, abs(b))),
+            "logit": lambda f, a, b: _compare_number(f, a, b, tolerance.of_logit(b)),
             "cosine": lambda f, a, b: _compare_number(f, a, b, tolerance.cosine),
+            _PROBABILITY: lambda f, a, b: _compare_number(f, a, b, tolerance.of_probability(new["logit"])),
         },
     )
 
@@ -164,7 +183,7 @@ def _compare_top(old: Any, new: list[Any], recorded: dict[str, Any], tolerance: 
             continue
         # of equal logits any may come first
         lead = abs(answer["logit"] - new[rank]["logit"])
-        if answer["class_id"] in seen or lead > 2 * tolerance.logit * max(1.0, abs(new[rank]["logit"])):
+        if answer["class_id"] in seen or lead > 2 * tolerance.of_logit(new[rank]["logit"]):
             yield FieldDifference(f"top[{rank}].class_id", answer["class_id"], new[rank]["class_id"])
         seen.add(answer["class_id"])
     if old[0] != recorded.get("prediction"):

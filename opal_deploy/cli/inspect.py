@@ -105,6 +105,7 @@ def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
 
 
 def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
+    from opal_deploy.artifact.calibration import describe_calibration
     from opal_deploy.artifact.evaluation import describe_evaluation
 
     rows, cols = metadata.grid
@@ -137,6 +138,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("training", _format_metrics(metrics)))
     if metadata.risk:
         lines.append(("risk", _format_risk(metadata.risk)))
+    lines.append(("calibration", describe_calibration(metadata.calibration)))
     if metadata.evidence == "exact":
         export_of = None if metadata.top_k is None else metadata.checkpoint_name
         lines.append(("evaluation", describe_evaluation(metadata.evaluation, path, export_of=export_of)))
@@ -200,7 +202,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
             key: index.get(key)
             for key in (
                 "schema", "version", "config", "class_names", "crop", "metrics", "training", "evaluation",
-                "receptive_field",
+                "receptive_field", "calibration",
             )
         }  # fmt: skip
         try:
@@ -219,6 +221,7 @@ def _inspect_checkpoint(path: Path) -> tuple[dict[str, Any], list[tuple[str, str
 
 
 def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
+    from opal_deploy.artifact.calibration import describe_calibration
     from opal_deploy.artifact.evaluation import describe_evaluation
 
     config, metrics = index["config"], index.get("metrics") or {}
@@ -244,6 +247,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
         *_describe_weights(index.get("training") or {}),
         ("metrics", _format_metrics(metrics) or "none"),
         *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
+        ("calibration", describe_calibration(index.get("calibration") or {})),
         *([("evaluation", describe_evaluation(index.get("evaluation") or {}, path))] if exact else []),
         *_describe_receptive_field(index.get("receptive_field") or {}, config["input_size"]),
     ]

@@ -249,6 +249,8 @@ def _print_result(result: TrainResult) -> None:
             f"test: accuracy {result.test.accuracy:.1%} of {result.test.images} images"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
+    if result.calibration is not None:
+        print_message(f"calibration: {result.calibration.describe()}")
     print_message(str(result.best))
     if result.config["data"]["crop"] == "boxes":
         boxes = format_box_option(result.config)

@@ -92,7 +92,9 @@ def format_line(record: Record) -> str:
 
 def _format_answer(answer: Answer) -> str:
     value = f"logit {answer['logit']:.4f}" if answer["cosine"] is None else f"cosine {answer['cosine']:.4f}"
-    return f"{escape_unprintable(answer['label'])}, {value}"
+    probability = answer.get("calibrated_probability")
+    calibrated = "" if probability is None else f", calibrated probability {probability:.3f}"
+    return f"{escape_unprintable(answer['label'])}, {value}{calibrated}"
 
 
 def _safe(text: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from opal_deploy._version import __version__
+from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.receptive_field import ReceptiveField
@@ -42,6 +43,7 @@ class Checkpoint:
         evaluation: what `evaluate --record` measured of the evidence (`artifact.evaluation`); empty if it never did.
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
         receptive_field: of the network's cells; None where it was not measured.
+        calibration: of the logits; None where it was not sought.
     """
 
     network: OpalNetwork
@@ -52,6 +54,7 @@ class Checkpoint:
     evaluation: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     receptive_field: ReceptiveField | None = None
+    calibration: Calibration | None = None
 
 
 def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = None) -> None:
@@ -76,6 +79,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "training": checkpoint.training,
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
+        "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
@@ -166,8 +170,9 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     try:
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
-        # checkpoints of earlier versions have none
+        # checkpoints of earlier versions have neither
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
+        calibration = Calibration.from_dict(raw.get("calibration") or {})
     except (AttributeError, KeyError, TypeError, ValueError, ArtifactError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
@@ -185,6 +190,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         evaluation=dict(raw.get("evaluation") or {}),
         source={"format": "opal-deploy", "version": raw.get("version")},
         receptive_field=receptive_field,
+        calibration=calibration,
     )
 
 
@@ -254,6 +260,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         source=checkpoint.source,
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
         risk={"split": "val", **risk} if risk else {},
+        calibration=checkpoint.calibration.to_dict() if checkpoint.calibration else {},
         evaluation=checkpoint.evaluation,
         receptive_field=receptive_field.to_dict(),
         keep_layers=network.config.keep_layers,

@@ -18,6 +18,7 @@ from opal_deploy.artifact.outputs import (
     KL_EPSILON,
     DoubleArray,
     Outputs,
+    compute_probabilities,
     embedding_norms,
     find_largest,
     take_blocks,
@@ -34,12 +35,15 @@ class TopClasses:
         logits: float64 [N, k], the float32 values exactly.
         cosines: float64 [N, k], in [-1, 1]; None without anchors.
         norms: float64 [N], the norms of the scores, see `embedding_norms`; None without anchors.
+        probabilities: float64 [N, k], calibrated; None for a model without a temperature, and for one that lists its
+            best classes alone: the others' logits are part of every probability.
     """
 
     class_ids: NDArray[np.int64]
     logits: DoubleArray
     cosines: DoubleArray | None = None
     norms: DoubleArray | None = None
+    probabilities: DoubleArray | None = None
 
 
 @dataclass(frozen=True)
@@ -63,19 +67,22 @@ class SlotEvidence:
 
 def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses:
     """Return the `k` best classes of each image by logit, or all that the model lists if there are fewer."""
+    probabilities = None
     if outputs.top is not None:
         class_ids = outputs.top.classes[:, :k].astype(np.int64)
         logits, scores = outputs.top.logits[:, :k], outputs.top.scores[:, :k]
     else:
         class_ids = find_largest(outputs.logits, k)
         logits = np.take_along_axis(outputs.logits, class_ids, axis=1)
+        if (temperature := metadata.temperature) is not None:
+            probabilities = compute_probabilities(outputs.logits, class_ids, temperature)
         if outputs.scores is None:
-            return TopClasses(class_ids, logits.astype(np.float64))
+            return TopClasses(class_ids, logits.astype(np.float64), probabilities=probabilities)
         scores = take_blocks(outputs.scores, class_ids, metadata.prototypes_per_class)
     norms = _compute_norms(outputs, metadata)
     blocks = scores.astype(np.float64) / norms[:, None, None]
     cosines: DoubleArray = blocks.sum(axis=2) / np.sqrt(metadata.prototypes_per_class)
-    return TopClasses(class_ids, logits.astype(np.float64), cosines, norms)
+    return TopClasses(class_ids, logits.astype(np.float64), cosines, norms, probabilities)
 
 
 def find_evidence(

@@ -35,12 +35,15 @@ class Answer(TypedDict):
     """A class and how well the image matches it.
 
     `logit` is minus the distance to the class's anchor; `cosine` that of the angle to it, None without anchors.
+    `calibrated_probability` is softmax(logits / temperature) of the class, the probability that it is right for images
+    such as those that the temperature was fitted on; there only where the model was calibrated and outputs all logits.
     """
 
     class_id: int
     label: str
     logit: float
     cosine: float | None
+    calibrated_probability: NotRequired[float]
 
 
 class Slot(TypedDict):
@@ -204,11 +207,17 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[list[Answer
     labels = metadata.class_names
     no_cosines = itertools.repeat(itertools.repeat(None))
     all_cosines = no_cosines if best.cosines is None else best.cosines.tolist()
-    for class_ids, logits, cosines in zip(best.class_ids.tolist(), best.logits.tolist(), all_cosines, strict=False):
-        yield [
+    all_probabilities = itertools.repeat(None) if best.probabilities is None else best.probabilities.tolist()
+    columns = best.class_ids.tolist(), best.logits.tolist(), all_cosines, all_probabilities
+    for class_ids, logits, cosines, probabilities in zip(*columns, strict=False):
+        answers: list[Answer] = [
             {"class_id": class_id, "label": labels[class_id], "logit": logit, "cosine": cosine}
             for class_id, logit, cosine in zip(class_ids, logits, cosines, strict=False)
         ]
+        if probabilities is not None:
+            for answer, probability in zip(answers, probabilities, strict=True):
+                answer["calibrated_probability"] = probability
+        yield answers
 
 
 def _build_slots(evidence: SlotEvidence) -> Iterator[list[Slot]]:

@@ -44,9 +44,16 @@ COLUMNS = {
     "file_sha256": "string",
     "model_sha256": "string",
     "image_index": "int64",
+    "calibrated_probability": "float64",
 }
 LISTS: dict[str, dict[str, str]] = {
-    "top": {"class_id": "int32", "label": "string", "logit": "float64", "cosine": "float64"},
+    "top": {
+        "class_id": "int32",
+        "label": "string",
+        "logit": "float64",
+        "cosine": "float64",
+        "calibrated_probability": "float64",
+    },
     "evidence": {
         "slot": "int32",
         "name": "string",
@@ -121,6 +128,7 @@ def record_to_row(record: Record) -> dict[str, Any]:
         "file_sha256": record.get("file_sha256"),
         "model_sha256": record.get("model_sha256"),
         "image_index": record.get("image_index"),
+        "calibrated_probability": answer.get("calibrated_probability"),
         "top": record.get("top"),
         "evidence": None if evidence is None else [_flatten_slot(slot) for slot in evidence],
     }

@@ -38,6 +38,8 @@ function showRecord(record) {
   byId("facts").replaceChildren();
   if (status === "abstained") addFact("status", "abstained: its margin is too small");
   if (prediction.cosine !== null) addFact("cosine", prediction.cosine.toFixed(4));
+  if (prediction.calibrated_probability !== undefined)
+    addFact("calibrated probability", prediction.calibrated_probability.toFixed(3));
   if (margin !== null) addFact("margin", `${margin.toFixed(4)} before ${top.length > 1 ? top[1].label : "the next"}`);
   byId("record").textContent = JSON.stringify(record, null, 2);
   byId("figure").hidden = true;

@@ -31,10 +31,13 @@ def test_it_is_one_line_of_ascii_that_is_read_back_equal():
     assert text.isascii()
     assert "\n" not in text
     # a file of all outputs is the file that it was before there was a choice
-    assert set(json.loads(text)) == set(asdict(METADATA)) - {"top_k"}
+    assert set(json.loads(text)) == set(asdict(METADATA)) - {"top_k", "calibration"}
     assert Metadata.from_json(text) == METADATA
     best = replace(METADATA, outputs=TOP_OUTPUTS, top_k=3)
     assert Metadata.from_json(best.to_json()) == best
+    calibration = {"method": "temperature", "images": 60, "temperature": 0.125, "ece": 0.02}
+    calibrated = Metadata.from_json(replace(METADATA, calibration=calibration).to_json())
+    assert (calibrated.temperature, METADATA.temperature) == (0.125, None)
     # a key of a newer writer is passed over
     assert Metadata.from_json(json.dumps(_document(invented_later=[1]))) == METADATA
     assert (METADATA.num_classes, METADATA.num_prototypes) == (4, 20)
@@ -84,7 +87,7 @@ def test_what_is_no_json_object_is_refused(text):
         {"outputs": {}}, {"prototypes_per_class": 0}, {"prototypes_per_class": "5"}, {"head": []},
         {"head": {"distance": "l2"}}, {"head": {"epsilon": 1e-8}}, {"test_vectors": []}, {"risk": []},
         {"risk": {"aurc": 0.1}}, {"source": "x"}, {"verification": None}, {"file_sha256": 3},
-        {"keep_layers": 1},
+        {"calibration": {"temperature": 0}}, {"keep_layers": 1},
         {"outputs": ["scores"]}, {"outputs": TOP_OUTPUTS}, {"outputs": TOP_OUTPUTS[:3], "top_k": 2}, {"top_k": 2},
         {"outputs": TOP_OUTPUTS, "top_k": 5}, {"outputs": TOP_OUTPUTS, "top_k": "2"},
     ],

@@ -1,6 +1,7 @@
 """A recorded explanation against a computed one: discrete fields exactly, numbers nearly, ties by their rule."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_equal_records_have_no_difference():
     old = recorded(truth="c", overlay="overlays/x.jpg")
     old["evidence"][0]["name"] = "beak"
     assert fields(old) == []
+
+
+def test_a_calibrated_probability_may_differ_as_far_as_its_logits_and_be_missing_in_old_records():
+    def with_probability(record, value):
+        # the prediction is the first of the best classes
+        record["prediction"]["calibrated_probability"] = value
+        return record
+
+    tolerance = replace(TOLERANCE, temperature=0.1)
+    new = with_probability(computed(), 0.9)
+    assert diff_records(recorded(), new, tolerance) == []
+    # 0.001 / (2 * 0.1)
+    assert diff_records(with_probability(recorded(), 0.904), new, tolerance) == []
+    both = ["prediction.calibrated_probability", "top[0].calibrated_probability"]
+    for value in (0.906, None, "high"):
+        assert [d.field for d in diff_records(with_probability(recorded(), value), new, tolerance)] == both
+    # a model without a temperature gives none
+    assert fields(with_probability(recorded(), 0.9)) == both
 
 
 @pytest.mark.parametrize("name", ["logit", "cosine", "score", "contribution"])

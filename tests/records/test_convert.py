@@ -17,7 +17,13 @@ from opal_deploy.records import label_config, tables, to_coco, to_label_studio
 from opal_deploy.records.record import error_record
 from opal_deploy.records.tables import COLUMNS, LISTS, check_formats, to_table, write_table
 
-ANSWER = {"class_id": 1, "label": 'birch, "<b>"\n', "logit": -0.1 - 0.2, "cosine": 0.875}
+ANSWER = {
+    "class_id": 1,
+    "label": 'birch, "<b>"\n',
+    "logit": -0.1 - 0.2,
+    "cosine": 0.875,
+    "calibrated_probability": 0.75,
+}
 LABEL = ANSWER["label"]
 OK = {
     "schema": 1,
@@ -61,6 +67,7 @@ def test_parquet_has_the_documented_columns_and_values(tmp_path, monkeypatch):
     assert first["image"] == OK["image"]
     assert (first["class_id"], first["label"], first["logit"]) == (1, LABEL, ANSWER["logit"])
     assert first["top"] == OK["top"]
+    assert [row["calibrated_probability"] for row in (first, second)] == [0.75, None]
     assert first["evidence"][0] == {
         "slot": 0, "name": None, "channel": 2, "row": 0, "col": 1, "score": 0.5, "contribution": 0.5,
         "x0": 50.0, "y0": 0.0, "x1": 100.0, "y1": 12.5,

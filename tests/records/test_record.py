@@ -46,6 +46,31 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top: int) -> None:
             assert tuple(found["box"]) == image.geometry.cell_box(*cell, METADATA.grid)
 
 
+def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all() -> None:
+    rng = np.random.default_rng(2)
+    scores = rng.random((N, C * M)).astype(np.float32)
+    argmax = rng.integers(0, 28, (N, C * M)).astype(np.int32)
+    logits = rng.uniform(-1.4, 0, (N, C)).astype(np.float32)
+    logits[0] *= 1e4  # only one class is left: the others underflow to 0, not to NaN
+    calibration = {"method": "temperature", "images": 60, "temperature": 0.1, "ece": 0.02}
+    calibrated = replace(METADATA, calibration=calibration)
+    images = [ImageInfo(f"{i}.png", Geometry(500, 333, (0, 0, 500, 333))) for i in range(N)]
+    plain, records = (build_records(images, Outputs(logits, argmax, scores), m, top=4) for m in (METADATA, calibrated))
+    shares = np.exp((logits.astype(np.float64) - logits.max(axis=1, keepdims=True)) / 0.1)
+    shares /= shares.sum(axis=1, keepdims=True)
+    for record, without, share in zip(records, plain, shares, strict=True):
+        listed = [share[answer["class_id"]] for answer in record["top"]]
+        assert [answer["calibrated_probability"] for answer in record["top"]] == pytest.approx(listed, abs=1e-12)
+        assert record["prediction"] == record["top"][0]
+        # everything else is what it is without a temperature
+        for answer in record["top"]:
+            del answer["calibrated_probability"]
+        assert record == without
+    # the best classes alone do not say what the others' logits are
+    best = Outputs(np.empty((N, 0), np.float32), top=select_top(Outputs(logits, argmax, scores), M, 4))
+    assert build_records(images, best, calibrated, top=4) == build_records(images, best, METADATA, top=4)
+
+
 @pytest.mark.parametrize("distance", ["l2", "kl", "linf"])
 def test_records_of_the_best_classes_alone_are_those_of_all_outputs(distance: str) -> None:
     rng = np.random.default_rng(1)

@@ -9,7 +9,7 @@ import opal_deploy
 from opal_deploy.records import record as records
 from opal_deploy.records.schema import KINDS, json_schema, schema_text
 
-ANSWER = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875}
+ANSWER = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875, "calibrated_probability": 0.75}
 SLOT = {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}
 OK = {
     "schema": 1, "image": "a.jpg", "status": "ok", "file_sha256": "0" * 64, "model_sha256": "f" * 64, "width": 4,

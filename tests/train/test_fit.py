@@ -86,7 +86,7 @@ def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squar
     assert json.loads((result.best.parent / "summary.json").read_text())["test_accuracy"] == test.accuracy
 
 
-def test_the_risk_curve_is_kept_from_training_to_inspect(run, squares, capsys):
+def test_risk_curve_and_calibration_are_kept_from_training_to_inspect(run, squares, capsys):
     best = run[0].best
     stored = checkpoint.load(best)
     metadata = checkpoint.build_metadata(stored)
@@ -100,11 +100,14 @@ def test_the_risk_curve_is_kept_from_training_to_inspect(run, squares, capsys):
     # through the file, and from there a threshold can be chosen, or refused
     read_back = Metadata.from_json(metadata.to_json())
     assert read_back.risk == metadata.risk
+    assert read_back.calibration == run[0].calibration.to_dict()
+    assert read_back.temperature is None
     assert "6 labelled images cannot show" in choose_threshold(read_back.risk, 0.05).reason
     inspect(best)
     shown = capsys.readouterr().err
     assert "6 val images: error" in next(line for line in shown.splitlines() if line.startswith("risk"))
     assert "levels" not in shown
+    assert "calibration  not calibrated: 6 validation images, and at least 50 are needed" in shown
 
 
 def test_squares_are_learnt(squares, tmp_path):

@@ -1,0 +1,244 @@
+"""Temperature scaling: the fit of a temperature, and how well calibrated the probabilities are.
+
+The probability of class c is softmax(logits / T)[c] (Guo et al., "On calibration of modern neural networks", ICML
+2017). Logits are minus distances, for the Euclidean head within [-sqrt(2), 0]: at T = 1 their softmax is nearly flat,
+and T comes out far below 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from opal_deploy.artifact.calibration import NUM_BINS, NUM_FOLDS, Calibration
+from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probabilities
+
+MIN_IMAGES = 50
+# the temperatures among which the best is sought
+_LOWEST, _HIGHEST = 1e-4, 1e4
+_RESAMPLES = 1_000
+_SEED = 0
+# values drawn at a time, so that the memory of resampling many images is bounded
+_MAX_DRAWN = 1 << 21
+
+
+def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | None:
+    """Return the temperature with the lowest mean of -log softmax(logits / T)[label]; None where there is none.
+
+    The mean is convex in 1 / T, so that its derivative has one zero at most. It has none where every prediction is
+    right (the lower the temperature the better), or where the logits say less than chance (the higher the better).
+
+    Args:
+        logits: [N, C], finite.
+        labels: [N], class indices.
+    """
+    from scipy.optimize import brentq
+
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    of_labels = shifted[np.arange(len(labels)), labels].mean()
+
+    def slope(log_inverse: float) -> float:
+        """Return the derivative with respect to 1 / T: the expected logit minus the label's."""
+        weights = np.exp(shifted * math.exp(log_inverse))
+        return float(((weights * shifted).sum(axis=1) / weights.sum(axis=1)).mean() - of_labels)
+
+    low, high = -math.log(_HIGHEST), -math.log(_LOWEST)
+    if slope(low) >= 0 or slope(high) <= 0:
+        return None
+    return math.exp(-brentq(slope, low, high, xtol=1e-9))
+
+
+def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
+    """Fit the temperature of a model on validation images, and measure it on images left out of the fit.
+
+    Each of five folds, with about as many wrong predictions each, is measured with the temperature that the other four
+    give; the temperature that is kept is that of all images.
+
+    Args:
+        logits: [N, C], finite, of images that the model was not trained on.
+        labels: [N], class indices.
+    """
+    images = len(labels)
+    if images < MIN_IMAGES:
+        return Calibration(images, reason=f"{images} validation images, and at least {MIN_IMAGES} are needed")
+    correct = logits.argmax(axis=1) == labels
+    folds = np.empty(images, np.int64)
+    folds[np.argsort(correct, kind="stable")] = np.arange(images) % NUM_FOLDS
+    temperature = fit_temperature(logits, labels)
+    fitted = [fit_temperature(logits[folds != fold], labels[folds != fold]) for fold in range(NUM_FOLDS)]
+    temperatures = [value for value in fitted if value is not None]
+    if temperature is None or len(temperatures) < NUM_FOLDS:
+        wrong = images - int(correct.sum())
+        return Calibration(
+            images,
+            reason=f"{wrong} of {images:,} validation images are misclassified, from which no temperature can be told",
+        )
+    probabilities = np.empty(images)
+    nll = 0.0
+    for fold, value in enumerate(temperatures):
+        rows = np.flatnonzero(folds == fold)
+        measured = _Probabilities.compute(logits[rows], labels[rows], value)
+        probabilities[rows] = measured.predicted
+        nll += measured.nll * len(rows) / images
+    uncalibrated = _Probabilities.compute(logits, labels, 1.0)
+    return Calibration(
+        images,
+        temperature,
+        accuracy=float(correct.mean()),
+        nll=nll,
+        nll_uncalibrated=uncalibrated.nll,
+        ece=expected_calibration_error(probabilities, correct),
+        ece_uncalibrated=expected_calibration_error(uncalibrated.predicted, correct),
+        ece_perfect=perfect_calibration_error(probabilities),
+    )
+
+
+@dataclass(frozen=True)
+class CalibrationError:
+    """How far the probabilities of N labelled images are from the shares of right predictions.
+
+    Attributes:
+        temperature: T.
+        nll: mean of -log(probability of the label), in nats.
+        ece: expected calibration error of the predicted class's probability, 0 ... 1.
+        interval: 95 % confidence interval of `ece`, basic bootstrap over images.
+        ece_perfect: see `perfect_calibration_error`.
+        confidence: mean probability of the predicted class, 0 ... 1; the accuracy if none is over or under the truth.
+    """
+
+    temperature: float
+    nll: float
+    ece: float
+    interval: tuple[float, float]
+    ece_perfect: float
+    confidence: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {
+            "temperature": self.temperature,
+            "nll": self.nll,
+            "ece": self.ece,
+            "low": self.interval[0],
+            "high": self.interval[1],
+            "ece_perfect": self.ece_perfect,
+            "mean_probability": self.confidence,
+            "bins": NUM_BINS,
+        }
+
+
+def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> CalibrationError:
+    """Measure the calibration of softmax(logits / temperature) on labelled images.
+
+    Args:
+        logits: [N, C], N at least 1, finite.
+        labels: [N], class indices.
+        temperature: over 0.
+    """
+    measured = _Probabilities.compute(logits, labels, temperature)
+    predicted, correct = measured.predicted, logits.argmax(axis=1) == labels
+    return CalibrationError(
+        temperature,
+        measured.nll,
+        expected_calibration_error(predicted, correct),
+        calibration_error_interval(predicted, correct),
+        perfect_calibration_error(predicted),
+        float(predicted.mean()),
+    )
+
+
+@dataclass(frozen=True)
+class _Probabilities:
+    """The probabilities of the predicted classes, float64 [N], and the mean of -log(probability of the label)."""
+
+    predicted: DoubleArray
+    nll: float
+
+    @staticmethod
+    def compute(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> _Probabilities:
+        best = logits.argmax(axis=1)[:, None]
+        predicted = compute_probabilities(logits, best, temperature)[:, 0]
+        # log(p of the label) = log(p of the best) minus the logits' difference: no small probability underflows
+        gaps = (np.take_along_axis(logits, best, axis=1)[:, 0] - logits[np.arange(len(labels)), labels]).astype(float)
+        return _Probabilities(predicted, float((gaps / temperature - np.log(predicted)).mean()))
+
+
+def expected_calibration_error(
+    probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS
+) -> float:
+    """Return the expected calibration error with bins of equal mass, 0 ... 1.
+
+    The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of as many images
+    each (one fewer in the last ones); ECE = sum over bins of n_b / N * |mean probability - share of right predictions|.
+    Bins of equal width (Guo et al.) leave most bins nearly empty where most probabilities are high; equal mass is the
+    better estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022).
+
+    Args:
+        probabilities: float64 [N], of the predicted classes, N at least 1.
+        correct: bool [N], whether the prediction is the label.
+        num_bins: of the images, N if there are fewer.
+    """
+    order = np.argsort(probabilities, kind="stable")
+    return float(_binned_errors(probabilities[order][None], correct[order][None].astype(np.float64), num_bins)[0])
+
+
+def calibration_error_interval(
+    probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Return the confidence interval of `expected_calibration_error` by the basic bootstrap over images, at least 0.
+
+    The error of a sample is larger than the truth's by chance, and that of a resample larger again: the basic bootstrap
+    (2 * estimate - quantiles) takes that bias off, where percentiles would double it. The generator's seed is fixed.
+    """
+    order = np.argsort(probabilities, kind="stable")
+    sizes, hits = probabilities[order], correct[order].astype(np.float64)
+    generator = np.random.default_rng(_SEED)
+
+    def draw(count: int) -> DoubleArray:
+        # sorted positions among sorted probabilities: the resample is sorted too
+        rows = np.sort(generator.integers(0, len(sizes), (count, len(sizes))), axis=1)
+        return _binned_errors(sizes[rows], hits[rows], num_bins)
+
+    errors = np.concatenate([draw(count) for count in _chunks(len(sizes))])
+    estimate = expected_calibration_error(probabilities, correct, num_bins)
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(errors, (tail, 100 - tail))
+    return max(2 * estimate - float(high), 0.0), max(2 * estimate - float(low), 0.0)
+
+
+def perfect_calibration_error(probabilities: DoubleArray, num_bins: int = NUM_BINS) -> float:
+    """Return the mean `expected_calibration_error` if every probability were exactly right.
+
+    Each prediction is taken as right with its own probability, 1,000 times over, from a generator with a fixed seed.
+    The error is over 0 even so: with n images in a bin, their share of right ones is off by chance.
+    """
+    sizes = np.sort(probabilities)
+    generator = np.random.default_rng(_SEED)
+
+    def draw(count: int) -> DoubleArray:
+        hits = generator.random((count, len(sizes))) < sizes
+        return _binned_errors(np.broadcast_to(sizes, hits.shape), hits, num_bins)
+
+    errors = [draw(count) for count in _chunks(len(sizes))]
+    return float(np.concatenate(errors).mean())
+
+
+def _chunks(images: int) -> list[int]:
+    """Return how many resamples to draw at a time."""
+    step = max(_MAX_DRAWN // images, 1)
+    return [min(step, _RESAMPLES - first) for first in range(0, _RESAMPLES, step)]
+
+
+def _binned_errors(probabilities: DoubleArray, correct: NDArray[Any], num_bins: int) -> DoubleArray:
+    """Return the expected calibration error of each row, [R]; probabilities [R, N] rise along each row."""
+    images = probabilities.shape[1]
+    bins = min(num_bins, images)
+    # as numpy.array_split cuts: the first bins have one image more
+    sizes = images // bins + (np.arange(bins) < images % bins)
+    gaps = np.add.reduceat(probabilities - correct, np.cumsum(sizes) - sizes, axis=1)
+    errors: DoubleArray = np.abs(gaps).sum(axis=1) / images
+    return errors

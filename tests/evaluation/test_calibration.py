@@ -1,0 +1,116 @@
+"""The fit of a temperature and calibration errors, against definitions, torch's minimiser and simulated truth."""
+
+import numpy as np
+import pytest
+import torch
+
+from opal_deploy.artifact.calibration import Calibration
+from opal_deploy.errors import ArtifactError
+from opal_deploy.evaluation.calibration import (
+    calibrate,
+    expected_calibration_error,
+    fit_temperature,
+    measure_calibration,
+    perfect_calibration_error,
+)
+
+TRUE_TEMPERATURE = 0.05
+
+
+def draw(images, classes=5, seed=0):
+    """Return logits such as the Euclidean head's and labels drawn with softmax(logits / TRUE_TEMPERATURE)."""
+    rng = np.random.default_rng(seed)
+    logits = rng.uniform(-1.4, -1.1, (images, classes)).astype(np.float32)
+    scaled = logits.astype(np.float64) / TRUE_TEMPERATURE
+    return logits, (scaled + rng.gumbel(size=scaled.shape)).argmax(axis=1)
+
+
+def test_the_temperature_that_drew_the_labels_is_found():
+    logits, labels = draw(20_000)
+    fitted = fit_temperature(logits, labels)
+    assert fitted == pytest.approx(TRUE_TEMPERATURE, rel=0.02)
+    log_temperature = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([log_temperature], lr=0.5, max_iter=100, line_search_fn="strong_wolfe")
+
+    def step():
+        optimizer.zero_grad()
+        scaled = torch.from_numpy(logits).double() / log_temperature.exp()
+        loss = torch.nn.functional.cross_entropy(scaled, torch.from_numpy(labels))
+        loss.backward()
+        return loss
+
+    optimizer.step(step)
+    assert fitted == pytest.approx(float(log_temperature.detach().exp()), rel=1e-5)
+    assert measure_calibration(logits, labels, fitted).nll == pytest.approx(step().item(), abs=1e-9)
+
+
+def test_the_expected_calibration_error_is_the_weighted_gap_of_bins_of_equal_mass():
+    probabilities = np.array([0.9, 0.2, 0.8, 0.4, 0.6])
+    correct = np.array([True, False, True, True, False])
+    # the two bins, sorted: 0.2, 0.4, 0.6 with one right, 0.8 and 0.9 with both
+    expected = 3 / 5 * abs(0.4 - 1 / 3) + 2 / 5 * abs(0.85 - 1)
+    assert expected_calibration_error(probabilities, correct, 2) == pytest.approx(expected)
+    single = np.abs(probabilities - correct).mean()
+    assert expected_calibration_error(probabilities, correct, 99) == pytest.approx(single)
+
+
+def test_exact_probabilities_show_only_what_chance_makes_and_wrong_ones_more():
+    logits, labels = draw(600, seed=3)
+    exact = measure_calibration(logits, labels, TRUE_TEMPERATURE)
+    assert exact.ece == pytest.approx(exact.ece_perfect, abs=0.02)
+    assert exact.interval[0] < 0.02
+    sharp = measure_calibration(logits, labels, TRUE_TEMPERATURE / 4)
+    accuracy = (logits.argmax(axis=1) == labels).mean()
+    assert sharp.confidence > accuracy + 0.1
+    assert sharp.interval[0] > exact.ece
+    assert sharp.interval[0] < sharp.ece < sharp.interval[1]
+    # 40 images a bin, the standard deviation of the share of right ones is at most sqrt(0.25 / 40) = 0.08
+    assert 0 < perfect_calibration_error(np.full(600, 0.5)) < 0.08
+
+
+def test_a_calibration_is_measured_on_images_left_out_of_its_fit():
+    logits, labels = draw(200, seed=1)
+    calibration = calibrate(logits, labels)
+    inside = measure_calibration(logits, labels, calibration.temperature)
+    assert calibration.temperature == fit_temperature(logits, labels)
+    assert calibration.nll > inside.nll
+    assert calibration.ece < calibration.ece_uncalibrated
+    assert calibration.accuracy == (logits.argmax(axis=1) == labels).mean()
+    assert Calibration.from_dict(calibration.to_dict()) == calibration
+    assert calibrate(logits, labels) == calibration
+
+
+@pytest.mark.parametrize(
+    ("images", "label", "reason"),
+    [
+        (49, None, "49 validation images, and at least 50"),
+        (80, np.argmax, "0 of 80 validation"),
+        (80, np.argmin, "80 of 80 validation"),
+    ],
+    ids=["too few", "all right", "worse than chance"],
+)
+def test_no_temperature_is_given_where_none_can_be_told(images, label, reason):
+    logits, labels = draw(images)
+    calibration = calibrate(logits, labels if label is None else label(logits, axis=1))
+    assert calibration.temperature is None
+    assert calibration.describe().startswith(f"not calibrated: {reason}")
+    assert Calibration.from_dict(calibration.to_dict()) == calibration
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "0.1"},
+        {"method": "platt"},
+        {"images": None},
+        {"temperature": None},
+        {"ece": True},
+    ],
+)
+def test_a_damaged_calibration_is_refused(wrong):
+    document = {"method": "temperature", "images": 60, "temperature": 0.1, "ece": 0.02, "later": "is ignored"}
+    assert Calibration.from_dict(document).temperature == 0.1
+    with pytest.raises(ArtifactError, match="expected a temperature over 0"):
+        Calibration.from_dict({**document, **wrong})
