@@ -121,9 +121,10 @@ class Card:
             start += width
         return parts
 
-    def sort_key(self, position: int) -> tuple[bool, float, int]:
-        """Return a key that sorts the least certain first, and those without a margin last in input order."""
-        return (self.margin is None, 0.0 if self.margin is None else self.margin, position)
+    @property
+    def is_right(self) -> bool | None:
+        """Whether the predicted class is the image's label; None where one of them is missing."""
+        return None if self.truth is None or self.label is None else self.truth == self.label
 
     def index_row(self) -> list[Any]:
         """Return what the page's script filters and sorts by, loaded for all images at once."""

@@ -33,6 +33,15 @@ ImageMode = Literal["embed", "files"]
 # cards on one page of the grid; the first page's are in the file for browsers without scripts
 PAGE_SIZE = 48
 
+# as the script calls them, and the page; the first is the one that the report opens in
+ORDERS = (
+    ("typical", "typical first"),
+    ("margin", "least certain first"),
+    ("certain", "most certain first"),
+    ("input", "as in the input"),
+    ("class", "by class"),
+)
+
 # hides what does nothing without scripts
 _NO_SCRIPT_STYLE = ".script{display:none!important}"
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
@@ -58,7 +67,13 @@ def render_head(image_mode: ImageMode, first: Sequence[Card], **content: Any) ->
     return (
         _environment()
         .get_template("head.html.jinja")
-        .render(policy=policy, style=_mark_safe(style), without_scripts=_mark_safe(_NO_SCRIPT_STYLE), **content)
+        .render(
+            policy=policy,
+            style=_mark_safe(style),
+            without_scripts=_mark_safe(_NO_SCRIPT_STYLE),
+            orders=ORDERS,
+            **content,
+        )
     )
 
 

@@ -11,7 +11,7 @@
   const SCORE = 2, MEANINGS = ["contribution to the cosine", "part of the distance (smaller: closer)", "score"];
   const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
   const lower = rows.map((row) => row[NAME].toLowerCase());
-  const blocks = [], orders = {}, first = new Map();
+  const blocks = [], orders = { typical: config.typical }, first = new Map();
   let view = [], page = 0, opened = -1;
 
   // ---- elements of one image
@@ -173,6 +173,8 @@
     return isNull(x) || isNull(y) ? isNull(x) - isNull(y) || a - b : sign * (x - y) || a - b;
   };
 
+  const chosenOrder = () => tools.elements.namedItem("sort").value;
+
   function order(name) {
     if (orders[name]) return orders[name];
     const all = rows.map((_, position) => position);
@@ -202,7 +204,8 @@
         && (!verdict || (verdict === "unlabelled" ? row[TRUTH] === null
           : row[TRUTH] !== null && row[CLASS] !== null && (row[TRUTH] === row[CLASS]) === (verdict === "agree")));
     };
-    view = order($("sort").value).filter(matches);
+    view = order(chosenOrder()).filter(matches);
+    if ($("typical")) $("typical").hidden = chosenOrder() !== "typical";
     const active = ["class", "truth", "verdict", "status", "low", "high"].filter((id) => $(id).value !== "").length;
     $("active").textContent = active ? "(" + active + " active)" : "";
   }

@@ -68,6 +68,10 @@ def names(page):
     return page.locator("#cards h3").all_text_contents()
 
 
+def choose_order(page, value):
+    page.check(f"[name=sort][value={value}]")
+
+
 def read_cards(page):
     # closed parts of drawn cards are made when they are opened
     return page.evaluate("""async () => {
@@ -91,21 +95,23 @@ def expect_open(page, name):
         expect(page.locator("#sheet[open] #sheet-title")).to_have_text(name)
 
 
-def test_cards_start_with_the_least_certain_and_are_drawn_as_in_the_file(open_page, report):
+def test_cards_start_with_typical_answers_and_are_drawn_as_in_the_file(open_page, report):
     page = open_page(report)
-    assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
+    # the median of the right ones, and one of the three wrong ones in their proportion
+    assert (names(page)[0], names(page).index("birds/03.jpg")) == ("birds/31.jpg", 10)
+    expect(page.locator("#typical")).to_contain_text("57 right (median margin 0.590) and 3 wrong (median margin 0.870)")
     assert image_widths(page) == [300] * 48
     written = read_cards(page)
     expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
-    page.select_option("#sort", "input")
+    choose_order(page, "input")
     assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
-    page.select_option("#sort", "class")
+    choose_order(page, "class")
     assert names(page)[:2] == ["birds/58.jpg", "birds/56.jpg"]
-    page.select_option("#sort", "certain")
+    choose_order(page, "certain")
     assert names(page)[0] == "birds/00.jpg"
-    page.select_option("#sort", "margin")
+    choose_order(page, "typical")
     assert read_cards(page) == written
-    page.select_option("#sort", "certain")
+    choose_order(page, "certain")
     page.click("#next")
     assert names(page)[-2:] == ["birds/bad.jpg", "birds/none.jpg"]
     assert image_widths(page) == [300] * 12
@@ -120,6 +126,20 @@ FILTERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_least_certain_come_first_after_one_click_or_one_key(open_page, report, width):
+    page = open_page(report, width=width)
+    page.get_by_label("least certain first").click()
+    assert names(page)[:2] == ["birds/59.jpg", "birds/58.jpg"]
+    expect(page.locator("#typical")).to_be_hidden()
+    page.keyboard.press("ArrowLeft")
+    assert names(page)[0] == "birds/31.jpg"
+    page.keyboard.press("ArrowRight")
+    assert names(page)[0] == "birds/59.jpg"
+    page.locator("button[type=reset]").dispatch_event("click")
+    expect(page.locator("#typical")).to_be_visible()
+
+
 def test_each_filter_leaves_what_matches_it(open_page, report):
     page = open_page(report)
     for field, value, count in FILTERS:
@@ -132,11 +152,13 @@ def test_each_filter_leaves_what_matches_it(open_page, report):
         page.locator("button[type=reset]").dispatch_event("click")
         expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
     page.click(".matrix [data-truth=Albatross][data-class=Auklet] button")
-    expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
+    expect(page.locator("#cards h3")).to_have_text(["birds/03.jpg", "birds/01.jpg", "birds/05.jpg"])
 
 
 def test_keys_lead_through_the_images(open_page, report):
     page = open_page(report)
+    choose_order(page, "margin")
+    page.evaluate("document.activeElement.blur()")
     press, focused = page.keyboard.press, page.locator(":focus")
     for name in ("birds/59.jpg", "birds/58.jpg"):
         press("ArrowRight")
@@ -202,7 +224,7 @@ def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_
         for (ratio, width), size in zip(shown, sizes, strict=True):
             assert ratio == pytest.approx(size[0] / size[1], abs=0.02)
             assert width == pytest.approx(size[0], rel=0.01), "the visible part of the drawing is the photograph"
-        page.select_option("#sort", "input")
+        choose_order(page, "input")
     assert page.problems == []
 
 
@@ -226,7 +248,7 @@ def test_no_hostile_text_is_executed(open_page, write_report, make_record, image
     expect_open(page, HOSTILE[0])
     page.keyboard.press("Escape")
     for order in ("class", "input"):
-        page.select_option("#sort", order)
+        choose_order(page, order)
     page.fill("#search", HOSTILE[1])
     assert names(page) == [HOSTILE[1]] * 2
     page.fill("#search", "")
@@ -268,11 +290,11 @@ def test_the_policy_stops_a_script_that_got_in_anyway(open_page, report, tmp_pat
 
 def test_without_scripts_cards_and_tables_are_there(open_page, report):
     page = open_page(report, java_script_enabled=False)
-    expect(page.get_by_role("link", name="birds/58.jpg")).to_have_count(1)
+    expect(page.get_by_role("link", name="birds/31.jpg")).to_have_count(1)
     expect(page.locator("main noscript p")).to_be_visible()
-    expect(page.locator("main noscript p")).to_contain_text("least certain")
+    expect(page.locator("main noscript p")).to_contain_text("only 48 images are here")
     expect(page.get_by_role("heading", name="Classes predicted")).to_be_visible()
-    expect(page.locator("#sort")).to_be_hidden()  # what does nothing is not shown
+    expect(page.locator(".orders")).to_be_hidden()  # what does nothing is not shown
 
 
 @pytest.mark.parametrize("width", [360, 1280])

@@ -171,9 +171,26 @@ def test_each_image_is_in_the_file_once(write, make_record):
         assert abs(blue - int(number)) < 6
 
 
-def test_the_least_certain_come_first(write, make_record):
-    records = [{**make_record(SIZE), "margin": margin} for margin in (0.5, None, 0.1, 0.3, 0.1)]
-    assert re.findall(r'<article id="i=(\d+)">', write([BAD, *records])) == ["3", "5", "4", "1", "0", "2"]
+@pytest.mark.parametrize(
+    ("answers", "order", "sentence"),
+    [
+        # margin, and whether the class is the label
+        ([(0.9, 1), (0.5, 1), (0.4, 1), (0.1, 0)], "1230-", "3 right (median margin 0.500) and 1 wrong (median margin"),
+        ([(0.9, 1), (0.1, 0), (0.9, 1), (0.1, 0)], "0123-", "2 right (median margin 0.900) and 2 wrong (median margin"),
+        ([(0.9, None), (None, None), (0.6, None), (0.2, None)], "2031-", "nearest to the median, 0.600."),
+        ([(None, None)] * 2, "01-", None),
+    ],
+    ids=["three to one", "one to one", "no labels", "no margins"],
+)
+def test_typical_answers_come_first_right_and_wrong_in_proportion(write, make_record, answers, order, sentence):
+    records = []
+    for margin, right in answers:
+        truth = {} if right is None else {"truth": "Sooty Albatross" if right else "other"}
+        records.append({**make_record(SIZE), "margin": margin, **truth})
+    page = write([*records, BAD])
+    assert re.findall(r'<article id="i=(\d+)">', page) == list(order.replace("-", str(len(answers))))
+    assert ("Typical answers first" in page) == (sentence is not None)
+    assert sentence is None or sentence in page
 
 
 def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_record):
