@@ -21,6 +21,7 @@ from opal_deploy.export.candidate import ExportSource
 from opal_deploy.export.options import ExportOptions, ExportTargets
 from opal_deploy.export.tensorrt.engine import engine_name
 from opal_deploy.export.tensorrt.options import EngineRequest
+from opal_deploy.triton.repository import Repository
 
 
 def find_kept_files(source: ExportSource, targets: ExportTargets, options: ExportOptions) -> dict[Precision, Metadata]:
@@ -64,8 +65,27 @@ def _check_engines(
             raise _in_the_way(engine, "built with other options")
 
 
+def check_repository(
+    repository: Repository, source: ExportSource, precision: Precision, options: ExportOptions
+) -> None:
+    """Check that models in a Triton repository may stay or be replaced, before their file is exported.
+
+    Raises:
+        UsageError: they are there, of another source or other options, and `repository.overwrite` is not set.
+    """
+    metadata = None if repository.overwrite else repository.read_existing()
+    if metadata is not None:
+        path = repository.folder / repository.name
+        _check_same(path, metadata, source, precision, options, advice="--name")
+
+
 def _check_same(
-    path: Path, metadata: Metadata, source: ExportSource, precision: Precision, options: ExportOptions
+    path: Path,
+    metadata: Metadata,
+    source: ExportSource,
+    precision: Precision,
+    options: ExportOptions,
+    advice: str = "--out",
 ) -> None:
     """Raise UsageError unless the file is what the source gives with these options."""
     found, expected = _describe_file(metadata), _describe_request(source, precision, options)
@@ -73,13 +93,14 @@ def _check_same(
         return
     checkpoint = f"of {metadata.checkpoint_name} (sha256 {str(found['checkpoint'])[:12]})"
     if found["checkpoint"] != expected["checkpoint"]:
-        raise _in_the_way(path, f"{checkpoint}, another checkpoint than this one ({str(expected['checkpoint'])[:12]})")
+        other = f"{checkpoint}, another checkpoint than this one ({str(expected['checkpoint'])[:12]})"
+        raise _in_the_way(path, other, advice)
     others = ", ".join(name for name in found if found[name] != expected[name])
-    raise _in_the_way(path, f"{checkpoint}, the same checkpoint, exported with other {others or 'weights'}")
+    raise _in_the_way(path, f"{checkpoint}, the same checkpoint, exported with other {others or 'weights'}", advice)
 
 
-def _in_the_way(path: Path, what: str) -> UsageError:
-    return UsageError(f"{path}: it is there already, {what}; replace it with --overwrite, or give another --out")
+def _in_the_way(path: Path, what: str, advice: str = "--out") -> UsageError:
+    return UsageError(f"{path}: it is there already, {what}; replace it with --overwrite, or give another {advice}")
 
 
 def _describe_file(metadata: Metadata) -> dict[str, Any]:

@@ -14,40 +14,20 @@ import onnxruntime
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
-from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
+from opal_deploy.artifact.metadata import BLANK_DIGEST
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision
 from opal_deploy.export.existing import describe_options, find_kept_files
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions, ExportTargets, Report, no_report
+from opal_deploy.export.result import ExportedOnnx, ExportResult
 from opal_deploy.export.tensorrt.engine import ExportedEngine, stage_engines
 from opal_deploy.export.top_classes import drop_other_outputs, with_top_classes
 from opal_deploy.export.verification import verification_error, verify_candidate
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import Comparison, verify_test_vectors
+from opal_deploy.runtime.verification import verify_test_vectors
 
 NOT_VERIFIED = "exported with --no-verify"
-
-
-@dataclass(frozen=True)
-class ExportedOnnx:
-    """An ONNX file of an export; `kept` where it was there already, as the same source and options gave it.
-
-    `comparison` with the reference is None where verification was skipped, or the file was kept.
-    """
-
-    path: Path
-    metadata: Metadata
-    comparison: Comparison | None
-    kept: bool = False
-
-
-@dataclass(frozen=True)
-class ExportResult:
-    """The files that one export wrote: ONNX files, and the engines that were built from the last of them."""
-
-    onnx: list[ExportedOnnx]
-    engines: list[ExportedEngine]
 
 
 @dataclass(frozen=True)
@@ -105,7 +85,7 @@ def export(
         engines: list[ExportedEngine] = []
         if targets.engines is not None:
             engines = stack.enter_context(stage_engines(built_from, name, targets.engines, report))
-    return ExportResult([file.exported for file in staged], engines)
+    return ExportResult(source.path, [file.exported for file in staged], engines)
 
 
 @contextmanager

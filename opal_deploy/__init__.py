@@ -23,6 +23,7 @@ from opal_deploy.errors import (
 
 if TYPE_CHECKING:
     from opal_deploy.evaluation.api import evaluate_model
+    from opal_deploy.export.api import export_model
     from opal_deploy.inference.api import Model, load
     from opal_deploy.inference.service import Service
     from opal_deploy.records import to_coco, to_label_studio, to_pandas
@@ -44,6 +45,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "evaluate_model",
+    "export_model",
     "json_schema",
     "load",
     "to_coco",
@@ -54,6 +56,7 @@ __all__ = [
 
 _LAZY = {
     "evaluate_model": "opal_deploy.evaluation.api",
+    "export_model": "opal_deploy.export.api",
     "Model": "opal_deploy.inference.api",
     "load": "opal_deploy.inference.api",
     "Service": "opal_deploy.inference.service",

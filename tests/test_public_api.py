@@ -18,7 +18,8 @@ import opal_deploy
 from opal_deploy import Model
 
 NAMES = """ArtifactError CheckpointError ImageError MissingExtra Model OpalError Record Service StoppedEarly UsageError
-    VerificationError __version__ evaluate_model json_schema load to_coco to_label_studio to_pandas train_model"""
+    VerificationError __version__ evaluate_model export_model json_schema load to_coco to_label_studio
+    to_pandas train_model"""
 BOX = (10, 20, 70, 80)
 
 

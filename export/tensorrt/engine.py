@@ -48,6 +48,21 @@ class ExportedEngine:
     sidecar: Sidecar
     reused: bool
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the sidecar says of the engine for JSON."""
+        sidecar = self.sidecar
+        return {
+            "path": str(self.path),
+            "sha256": sidecar.engine["sha256"],
+            "bytes": sidecar.engine["bytes"],
+            "builder": sidecar.builder,
+            "target": sidecar.target,
+            "options": sidecar.options,
+            "seconds": sidecar.built["seconds"],
+            "state": sidecar.state,
+            "reused": self.reused,
+        }
+
 
 @dataclass(frozen=True)
 class _OnnxInput:

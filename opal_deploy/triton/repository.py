@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import shutil
@@ -10,12 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import compute_sha256, model_kind
-from opal_deploy.errors import UsageError
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.triton.explain_model import METADATA_FILE
 from opal_deploy.triton.model_config import (
@@ -69,27 +72,33 @@ class Repository:
                 continue
             if not _is_ours(path):
                 raise UsageError(f"{path}: a model that opal-deploy did not write; give another --name or folder")
-            if not self.overwrite:
-                raise UsageError(f"{path}: it is there already; replace it with --overwrite, or give another --name")
+
+    def read_existing(self) -> Metadata | None:
+        """Return the metadata of the models that are there; None where none are, or not both as they were written."""
+        path = self.folder / self.models[1] / _VERSION / METADATA_FILE
+        try:
+            return Metadata.from_json(path.read_text("utf-8"), str(path))
+        except (OSError, UnicodeDecodeError, ArtifactError):
+            return None
 
     @property
     def models(self) -> tuple[str, str]:
         """The names of the two models."""
         return self.name, self.name + EXPLAIN_SUFFIX
 
-    def write(self, path: Path, options: InferenceOptions | None = None) -> TensorModel:
+    def write(self, path: Path, options: InferenceOptions | None = None) -> WrittenRepository:
         """Write the models of a file; a server that is running reads them when it is started again or told to.
+
+        Models that are there already as they would be written are kept.
 
         Args:
             path: an ONNX file of ours, or an engine of TensorRT; the caller has verified it.
             options: of decoding and records; None for the defaults.
 
-        Returns:
-            What is served.
-
         Raises:
             ArtifactError: the file is not ours, or damaged.
-            UsageError: Triton cannot serve the file, or the models cannot be written; nothing was changed.
+            UsageError: Triton cannot serve the file, other models are there and `overwrite` is off, or the disk refuses
+                them; nothing was changed.
         """
         self.check()
         model = read_tensor_model(path)
@@ -107,8 +116,53 @@ class Repository:
             }
             for name, text in texts.items():
                 (staging / name).write_text(text, "utf-8")
-            _swap(staging, self.folder, self.models)
-        return model
+            is_there = any((self.folder / name).exists() for name in self.models)
+            different = _find_differences(staging, self.folder)
+            if different and is_there and not self.overwrite:
+                raise self._in_the_way(model, different)
+            kept = not different and not self.overwrite
+            if not kept:
+                _swap(staging, self.folder, self.models)
+        return WrittenRepository(self.folder, self.models, model, kept=kept)
+
+    def _in_the_way(self, model: TensorModel, different: list[str]) -> UsageError:
+        found = self.read_existing()
+        origin = "of an export that was cut short or changed"
+        if found is not None:
+            is_same = found.file_sha256 == model.metadata.file_sha256 and found.source == model.metadata.source
+            relation = f"the same model, but {different[0]} is another" if is_same else "another model than this one"
+            origin = f"of {found.checkpoint_name} in {found.precision}, {relation}"
+        return UsageError(
+            f"{self.folder / self.name}: it is there already, {origin}; replace it with --overwrite, or give another "
+            "--name"
+        )
+
+
+@dataclass(frozen=True)
+class WrittenRepository:
+    """Two models in a repository.
+
+    Attributes:
+        folder: of the repository.
+        models: the names of the tensor model and of the one that takes image files.
+        model: what is served.
+        kept: the models were there already as they would have been written.
+    """
+
+    folder: Path
+    models: tuple[str, str]
+    model: TensorModel
+    kept: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of `opal-deploy export --triton --json`."""
+        return {
+            "repository": str(self.folder),
+            "models": list(self.models),
+            "backend": self.model.backend,
+            "max_batch_size": self.model.batch.max,
+            MODEL_SHA256: self.model.sha256,
+        }
 
 
 def read_tensor_model(path: Path) -> TensorModel:
@@ -152,6 +206,16 @@ def _is_ours(model: Path) -> bool:
         return f'key: "{MODEL_SHA256}"' in (model / CONFIG).read_text("utf-8")
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def _find_differences(staging: Path, folder: Path) -> list[str]:
+    """Return the files of `staging`, relative to it, that `folder` has otherwise or not at all."""
+    files = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
+    return [
+        str(file)
+        for file in files
+        if not (folder / file).is_file() or not filecmp.cmp(staging / file, folder / file, shallow=False)
+    ]
 
 
 @contextmanager

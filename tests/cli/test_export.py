@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import opal_deploy
+from opal_deploy import export_model
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 from tests.cli.calls import Opal, one_line
@@ -73,6 +75,29 @@ def test_a_source_that_is_no_model_is_one_line(opal: Opal, tmp_path: Path, name:
     before = names(tmp_path)
     assert message in one_line(opal("export", name, "--precision", "fp16", cwd=tmp_path))
     assert names(tmp_path) == before
+
+
+def test_the_function_exports_what_the_command_exports_and_prints_nothing(
+    exact_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+    checkpoint, out = exact_model.with_suffix(".pt"), tmp_path / "c.onnx"
+    result = export_model(str(checkpoint), out=out, triton=tmp_path / "models", threads=1, log=lines.append)
+    assert result.path == out
+    # the fixture's file was exported by the exporter itself
+    assert out.read_bytes() == exact_model.read_bytes()
+    assert result.onnx[0].comparison
+    assert result.onnx[0].to_dict()["verification"]["passed"]
+    assert result.repository is not None
+    assert result.to_dict()["models"] == ["opal", "opal_explain"]
+    again = export_model(checkpoint, out=out, triton=tmp_path / "models", threads=1)
+    assert (again.onnx[0].kept, again.repository and again.repository.kept) == (True, True)
+    assert opal_deploy.load(result.path).sha256 == opal_deploy.load(exact_model).sha256
+    assert lines[0].startswith("Tracing shufflenet_v2_x0_5")
+    for wrong in ({"precision": "fp64"}, {"outputs": "all"}, {"outputs": "topk", "top_k": 99}, {"batch": 8}):
+        with pytest.raises(opal_deploy.UsageError, match=r"expected one of|add --trt"):
+            export_model(checkpoint, out=tmp_path / "other.onnx", **wrong)  # type: ignore[arg-type]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_options_that_do_not_fit_the_checkpoint_are_one_line(opal: Opal, exact_model: Path, tmp_path: Path) -> None:

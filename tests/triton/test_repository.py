@@ -58,14 +58,25 @@ def test_an_onnx_file_becomes_two_models(exact_model: Path, opal: Opal, tmp_path
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["opal", "opal_explain"]
 
 
-def test_models_are_replaced_only_when_asked_to_and_only_ours(exact_model: Path, opal: Opal, tmp_path: Path) -> None:
+def test_models_are_kept_or_replaced_only_when_asked_to_and_only_ours(
+    exact_model: Path, map_model: Path, opal: Opal, tmp_path: Path
+) -> None:
     command = ("export", exact_model, "--triton", tmp_path, "--no-verify")
     foreign = tmp_path / "birds"
     foreign.mkdir()
     (foreign / "config.pbtxt").write_text('backend: "pytorch"')
 
     assert opal(*command).returncode == 0
-    assert "--overwrite" in one_line(opal(*command))
+    again = opal(*command)
+    assert (again.returncode, "Kept" in again.stderr) == (0, True), again.stderr
+    other = opal("export", map_model, *command[2:])
+    assert "of exact.pt in fp32, another model than this one; replace it with --overwrite" in one_line(other)
+    (tmp_path / "opal/config.pbtxt").write_text((tmp_path / "opal/config.pbtxt").read_text() + "# mine\n")
+    assert "the same model, but opal/config.pbtxt is another; replace it" in one_line(opal(*command))
+    # of a checkpoint it is asked before the export
+    source = exact_model.with_suffix(".pt")
+    done = opal("export", source, *command[2:], "--outputs", "attention", "--out", tmp_path / "a.onnx")
+    assert "the same checkpoint, exported with other outputs, verification; replace it" in one_line(done)
     assert opal(*command, "--overwrite").returncode == 0
     assert "opal-deploy did not write" in one_line(opal(*command, "--name", "birds", "--overwrite"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["birds", "opal", "opal_explain"]

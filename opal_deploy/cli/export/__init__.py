@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import one_line, print_message, progress
-from opal_deploy.cli.export.output import print_engine_export, print_onnx, print_onnx_export
+from opal_deploy.cli.console import print_message, progress
+from opal_deploy.cli.export.output import print_export
 from opal_deploy.cli.options import parse_size
-from opal_deploy.errors import ArtifactError, UsageError, require
-
-if TYPE_CHECKING:
-    from opal_deploy.model.checkpoint import Checkpoint
 
 _ENGINES = "Engines (--trt)"
-# as many classes as a record lists by default
-_TOP_K = 5
 _AUTHORS = "The authors' checkpoints, which do not record it"
 _TRITON = "A model repository for Triton (--triton)"
 
@@ -160,165 +154,43 @@ def export(
     With --triton the file, or an .onnx or .engine as it is, becomes a model repository for NVIDIA Triton.
     All formats in a table, with their files, what they run on and where they ran: docs/howto/export.md.
     """
-    from opal_deploy.artifact.files import model_kind
-    from opal_deploy.cli.export.triton import plan_repository, verify_model, write_repository
-    from opal_deploy.export.tensorrt.options import (
-        DEFAULT_BATCH,
-        BuildOptions,
-        EngineRequest,
-        choose_engine_targets,
-        parse_batch,
-        parse_bytes,
-    )
+    from opal_deploy.export.api import export_model
 
-    if not source.is_file():
-        raise ArtifactError(f"{source}: no such file; expected a checkpoint or an ONNX file of ours")
-    kind = model_kind(source)
-    engine_options = {
-        "--builder": builder, "--target": target, "--batch": batch, "--workspace": workspace,
-        "--rebuild": rebuild or None, "--timing-cache": timing_cache, "--optimization-level": optimization_level,
-        "--refit": refit or None, "--version-compatible": version_compatible or None,
-        "--hardware-compatible": hardware_compatible, "--strip-weights": strip_weights or None,
-        "--verbose": verbose or None,
-    }  # fmt: skip
-    checkpoint_options = {
-        "--distance": distance, "--pooling": pooling, "--cws": cws, "--size": size, "--crop": crop,
-        "--classes": classes,
-    }  # fmt: skip
-    repository = plan_repository(triton, name, overwrite=overwrite, trt=trt, precision=precision)
-    if repository is not None and (kind == "engine" or (kind == "onnx" and precision is None)):
-        file_options = {
-            "--out": out, "--outputs": outputs, "--top-k": top_k, "--pictures": pictures, "--precision": precision,
-            "--calibrate": calibrate, "--input": None if input_kind == "uint8" else input_kind,
-        }  # fmt: skip
-        if unused := _given({**engine_options, **checkpoint_options, **file_options}):
-            raise UsageError(f"{source}: it is served as it is; leave out {unused}")
-        if verify:
-            verify_model(source, threads)
-        write_repository(repository, source, as_json=as_json)
-        return
-    if kind not in ("checkpoint", "onnx"):
-        hint = "; weights to begin training from go to train --weights" if source.suffix == ".safetensors" else ""
-        raise UsageError(f"{source}: expected a checkpoint (.pt, .pth) or one of our .onnx files{hint}")
-    # without torch where no checkpoint has to be read
-    require("onnx", "trt-rtx" if trt and kind == "onnx" else "export", "opal-deploy export")
-    require("onnxruntime", "cpu", "opal-deploy export, to verify what it writes,")
-    build = BuildOptions(
-        batch=parse_batch(batch) if batch is not None else DEFAULT_BATCH,
-        workspace=parse_bytes(workspace) if workspace is not None else None,
-        timing_cache=timing_cache,
-        optimization_level=optimization_level,
-        version_compatible=version_compatible,
-        hardware_compatible=hardware_compatible,
-        strip_weights=strip_weights,
-        refit=refit,
-    )
-    if not trt and (given := _given(engine_options)):
-        raise UsageError(f"{given}: about engines; add --trt")
-    if top_k is not None and outputs != "topk":
-        raise UsageError("--top-k: of the best classes that --outputs topk lists; add that")
-    if precision != "int8" and calibrate is not None:
-        raise UsageError("--calibrate: only int8 is calibrated; add --precision int8")
-    checkpoint = None
-    if kind == "onnx":
-        if given := _given(checkpoint_options):
-            raise UsageError(f"{source}: {given}: fixed in an ONNX file")
-    else:
-        for package in ("torch", "torchvision", "onnxscript"):
-            require(package, "export", "exporting a checkpoint")
-        checkpoint = _load(source, classes, distance, pooling, cws, size, crop)
-
-    from opal_deploy.export import exporter
-    from opal_deploy.export.candidate import ExportSource
-    from opal_deploy.export.onnx_source import OnnxSource
-    from opal_deploy.export.options import ExportOptions, plan_targets
-
-    export_source: ExportSource = OnnxSource(source)
-    if checkpoint is not None:
-        from opal_deploy.export.checkpoint_source import CheckpointSource
-
-        export_source = CheckpointSource(checkpoint, source)
-    options = ExportOptions(
-        input_kind=input_kind,
-        attention=outputs == "attention",
-        top_k=(top_k or _TOP_K) if outputs == "topk" else None,
-        images=pictures,
-        calibrate=calibrate,
-        threads=threads,
-        verify=verify,
-        overwrite=overwrite,
-    )
-    if not trt:
-        targets = plan_targets(export_source, precision, out=out)
-        exported = exporter.export(export_source, targets, options, print_message).onnx[0]
-        if repository is None:
-            print_onnx_export(exported, as_json)
-        else:
-            print_onnx(exported)
-            write_repository(repository, exported.path, as_json=as_json)
-        return
-    from opal_deploy.runtime.cuda import visible_driver
-
-    driver = visible_driver()
     with progress("building") as advance:
-        request = EngineRequest(
-            choose_engine_targets(builder, target or [], driver),
-            _engine_folder(source, out),
-            driver,
-            build,
-            rebuild,
-            overwrite,
-            on_message=_print_builder_message if verbose else None,
-            on_progress=lambda phase, step, steps: advance(step, steps, phase),
+        result = export_model(
+            source,
+            trt=trt,
+            out=out,
+            precision=precision,
+            calibrate=calibrate,
+            pictures=pictures,
+            verify=verify,
+            input=input_kind,
+            outputs=outputs,
+            top_k=top_k,
+            classes=classes,
+            builder=builder,
+            target=target,
+            batch=batch,
+            workspace=workspace,
+            timing_cache=timing_cache,
+            optimization_level=optimization_level,
+            version_compatible=version_compatible,
+            hardware_compatible=hardware_compatible,
+            strip_weights=strip_weights,
+            refit=refit,
+            rebuild=rebuild,
+            verbose=verbose,
+            distance=distance,
+            pooling=pooling,
+            cws=cws,
+            size=parse_size(size) if size else None,
+            crop=crop,
+            triton=triton,
+            name=name,
+            overwrite=overwrite,
+            threads=threads,
+            log=print_message,
+            progress=advance,
         )
-        targets = plan_targets(export_source, precision, engines=request)
-        result = exporter.export(export_source, targets, options, print_message)
-    print_engine_export(result, as_json)
-
-
-def _given(options: dict[str, Any]) -> str:
-    """Return the names of the options that have a value."""
-    return ", ".join(name for name, value in options.items() if value is not None)
-
-
-def _engine_folder(source: Path, out: Path | None) -> Path:
-    if out is None:
-        return source.parent
-    if out.suffix in (".onnx", ".engine") or out.is_file():
-        raise UsageError(f"--out {out}: with --trt a folder is expected; files are named by model, precision and GPU")
-    return out
-
-
-def _print_builder_message(level: str, message: str) -> None:
-    print_message(f"  {level.lower()}: {one_line(message)}")
-
-
-def _load(
-    source: Path,
-    classes: Path | None,
-    distance: Literal["l1", "l2", "l3", "linf", "kl", "tropical"] | None,
-    pooling: Literal["max", "avg"] | None,
-    cws: bool | None,
-    size: str | None,
-    crop: str | None,
-) -> Checkpoint:
-    """Load a checkpoint; what the authors' format does not record is taken from the options."""
-    from opal_deploy.model import checkpoint as checkpoints
-    from opal_deploy.model.authors_checkpoint import Assumptions
-
-    names = checkpoints.read_class_names(classes) if classes else None
-    assumptions = Assumptions(distance, pooling, cws, parse_size(size) if size else (224, 224), crop)
-    checkpoint = checkpoints.load(source, class_names=names, assumptions=assumptions)
-    assumed = checkpoint.source.get("assumed")
-    given = [value for value in (distance, pooling, cws, size, crop) if value is not None]
-    if assumed is None and given:
-        raise UsageError(
-            f"{source}: it records distance, pooling, CWS, size and crop itself; "
-            "those options are for the authors' files"
-        )
-    if assumed is not None:
-        print_message(
-            "Assumed, since the authors' format does not record it: "
-            + ", ".join(f"{k} {v}" for k, v in assumed.items())
-        )
-    return checkpoint
+    print_export(result, as_json=as_json)

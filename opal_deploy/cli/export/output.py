@@ -9,17 +9,31 @@ from opal_deploy.cli.options import format_box_option
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.export.exporter import ExportedOnnx, ExportResult
+    from opal_deploy.export.result import ExportedOnnx, ExportResult
     from opal_deploy.export.tensorrt.engine import ExportedEngine
     from opal_deploy.runtime.verification import Comparison
+    from opal_deploy.triton.repository import WrittenRepository
 
 
-def print_onnx_export(exported: ExportedOnnx, as_json: bool) -> None:
-    """Print the ONNX file that was written, and what to do next."""
-    print_onnx(exported)
-    _print_next(exported.metadata, f" --model {exported.path}")
+def print_export(result: ExportResult, *, as_json: bool) -> None:
+    """Print the files of an export, and what to do next; with `as_json` the report on stdout too."""
+    for exported in result.onnx:
+        _print_onnx(exported)
+    for engine in result.engines:
+        _print_engine(engine)
+    if result.repository is not None:
+        _print_repository(result.repository)
+        document = result.repository.to_dict()
+    elif result.engines:
+        # the best of the working directory's files is found without a name
+        _print_next(result.engines[0].sidecar.metadata, "")
+        document = result.to_dict()
+    else:
+        (exported,) = result.onnx
+        _print_next(exported.metadata, f" --model {exported.path}")
+        document = exported.to_dict()
     if as_json:
-        print_json(_onnx_document(exported))
+        print_json(document)
 
 
 def _print_next(metadata: Metadata, options: str) -> None:
@@ -29,19 +43,7 @@ def _print_next(metadata: Metadata, options: str) -> None:
     print_message(f"Next: opal-deploy infer images/{explain}{options}{boxes}")
 
 
-def print_engine_export(result: ExportResult, as_json: bool) -> None:
-    """Print the files of `--trt` that were written, and what to do next."""
-    for exported in result.onnx:
-        print_onnx(exported)
-    for engine in result.engines:
-        _print_engine(engine)
-    _print_next(result.onnx[0].metadata if result.onnx else result.engines[0].sidecar.metadata, "")
-    if as_json:
-        files = [_onnx_document(exported) for exported in result.onnx]
-        print_json({"files": files, "engines": [_engine_document(engine) for engine in result.engines]})
-
-
-def print_onnx(exported: ExportedOnnx) -> None:
+def _print_onnx(exported: ExportedOnnx) -> None:
     """Print how an ONNX file was verified, and that it was written."""
     metadata, comparison = exported.metadata, exported.comparison
     if exported.kept:
@@ -94,21 +96,16 @@ def _print_engine(engine: ExportedEngine) -> None:
         )
 
 
-def _onnx_document(exported: ExportedOnnx) -> dict[str, object]:
-    metadata = exported.metadata
-    return {"path": str(exported.path), "sha256": metadata.file_sha256, "verification": metadata.verification}
-
-
-def _engine_document(engine: ExportedEngine) -> dict[str, object]:
-    sidecar = engine.sidecar
-    return {
-        "path": str(engine.path),
-        "sha256": sidecar.engine["sha256"],
-        "bytes": sidecar.engine["bytes"],
-        "builder": sidecar.builder,
-        "target": sidecar.target,
-        "options": sidecar.options,
-        "seconds": sidecar.built["seconds"],
-        "state": sidecar.state,
-        "reused": engine.reused,
-    }
+def _print_repository(repository: WrittenRepository) -> None:
+    model = repository.model
+    tensor, explain = (repository.folder / name for name in repository.models)
+    if repository.kept:
+        print_message(
+            f"Kept {tensor} and {explain}: the same model and options gave them; --overwrite writes them again"
+        )
+    else:
+        print_message(
+            f"Wrote {tensor} ({model.backend}, {model.metadata.precision}, batches up to {model.batch.max}) and "
+            f"{explain} (image files to records)"
+        )
+    print_message(f"Next: tritonserver --model-repository={repository.folder.absolute()}")
