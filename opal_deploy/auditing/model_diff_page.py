@@ -11,6 +11,7 @@ from PIL import Image
 
 from opal_deploy.auditing.model_diff import KINDS, DiffReport, ImageChange
 from opal_deploy.inference.explanation import format_line
+from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.text import escape_unprintable
@@ -35,7 +36,7 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
 
     Args:
         report: the changes to show.
-        names: of the two models or results.
+        names: paths of the two models or results, shown from the folder that they have in common.
         load_image: returns the oriented image of a record, or None where the file is not at hand.
     """
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
@@ -45,14 +46,16 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
         f"{report.only_before} images only before, {report.only_after} only after; "
         f"{report.moved} of {report.slots} slots moved; {report.file_changed} image files changed"
     )
-    sections = "".join(_render_section(*worst, load_image) for worst in report.worst)
+    before, after = (name.removeprefix(find_common_folder(names)) for name in names)
+    folder = find_common_folder(change.image for change, _, _ in report.worst)
+    sections = "".join(_render_section(*worst, load_image, folder) for worst in report.worst)
     none = "" if report.worst else "<p>Nothing changed.</p>"
     return (
         "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>What changed</title><style>{_STYLE}</style></head><body><main><h1>What changed</h1>"
-        f"<p>Before: {_escape(names[0])}<br>After: {_escape(names[1])}</p>"
+        f"<p>Before: {_escape(before)}<br>After: {_escape(after)}</p>"
         f"<p>{report.changed} of {report.paired} images changed. {rest}.</p>"
         f"<table><caption>Images by the worst that happened</caption>{counts}</table>{none}{sections}"
         "</main></body></html>\n"
@@ -60,11 +63,11 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
 
 
 def _render_section(
-    change: ImageChange, old: Record, new: Record, load_image: Callable[[Record], Image.Image | None]
+    change: ImageChange, old: Record, new: Record, load_image: Callable[[Record], Image.Image | None], folder: str
 ) -> str:
     figures = "".join(_render_figure(title, record, load_image) for title, record in (("Before", old), ("After", new)))
     return (
-        f"<section><h2>{_escape(change.image)}</h2><p>{change.kind}: {_escape(str(change))}</p>"
+        f"<section><h2>{_escape(change.image.removeprefix(folder))}</h2><p>{change.kind}: {_escape(str(change))}</p>"
         f"<div class='pair'>{figures}</div></section>"
     )
 

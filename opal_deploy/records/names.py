@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from opal_deploy.storage.files import RemoteFile
@@ -43,6 +44,27 @@ def unescape_name(text: str) -> str:
         return chr(_SURROGATE_BASE + value if value >= 0x80 else value)
 
     return _ESCAPED.sub(unescape, text)
+
+
+def find_common_folder(names: Iterable[str]) -> str:
+    """Return the folder that the absolute paths among escaped names have in common, with the separator at its end.
+
+    Empty where no name is an absolute path, or they share the root alone. Pages that are handed on show paths without
+    it: where a machine keeps its files, and whose they are, is nobody else's business.
+    """
+    separator = escape_name(os.sep)
+    folder: str | None = None
+    for name in names:
+        if not os.path.isabs(name):
+            continue
+        if folder is None:
+            folder = name
+        while not (folder.endswith(separator) and name.startswith(folder)):
+            parent = folder.removesuffix(separator).rpartition(separator)[0]
+            if not parent:
+                return ""
+            folder = parent + separator
+    return folder or ""
 
 
 def source_name(source: object) -> str | None:

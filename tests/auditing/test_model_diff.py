@@ -159,6 +159,14 @@ def test_the_page_of_no_changes_allows_its_own_style(tmp_path):
     assert "Nothing changed." in text
 
 
+def test_the_page_does_not_tell_where_images_and_results_lie(tmp_path):
+    report = compare(tmp_path, [record(f"{tmp_path}/in/a.jpg", "x")], [record(f"{tmp_path}/in/a.jpg", "y")])
+    text = render_page(report, (f"{tmp_path}/old/out", f"{tmp_path}/new/out"), lambda record: None)
+    assert str(tmp_path) not in text
+    for part in ("Before: old/out", "After: new/out", "<h2>a.jpg</h2>"):
+        assert part in text
+
+
 def test_nothing_from_outside_becomes_markup_on_the_page(tmp_path):
     report = compare(tmp_path, [record(HOSTILE, HOSTILE)], [record(HOSTILE, HOSTILE + "2")])
     text = render_page(report, (HOSTILE, HOSTILE), lambda record: Image.new("RGB", (40, 40)))

@@ -51,7 +51,9 @@ def test_the_documented_call_works_as_written(opal: Opal, exact_model: Path, pic
     assert f"Model: {Path('runs/mine/best.onnx')} (of the newest run in runs; fp32, " in done.stderr
 
 
-def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, tmp_path: Path) -> None:
+def test_failed_and_passed_over_files_are_counted(
+    infer: Opal, pictures: Path, exact_model: Path, tmp_path: Path
+) -> None:
     (pictures / "bad.jpg").write_bytes(b"no")
     (pictures / "empty.jpg").write_bytes(b"")
     (pictures / "notes\x1b[31m.txt").write_text("x")
@@ -69,7 +71,11 @@ def test_failed_and_passed_over_files_are_counted(infer: Opal, pictures: Path, t
     ):
         assert text in done.stderr
     assert len(read_results(out)) == 6
-    assert (out / "report.html").read_text(encoding="utf-8").count('src="overlays/') == 4
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count('src="overlays/') == 4
+    # whoever is handed the report learns nothing of the machine's folders
+    assert str(tmp_path) not in page
+    assert str(exact_model.parent) not in page
 
 
 def test_options_reach_the_records_and_the_summary(infer: Opal, pictures: Path, tmp_path: Path) -> None:

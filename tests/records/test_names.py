@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from opal_deploy.records.names import escape_name, unescape_name
+from opal_deploy.records.names import escape_name, find_common_folder, unescape_name
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,21 @@ def test_escaping_is_reversible_for_every_name_a_file_can_have():
         assert unescape_name(text) == name
         # as it will be written and read
         assert json.loads(json.dumps(text, ensure_ascii=False).encode("utf-8")) == text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="paths of POSIX")
+@pytest.mark.parametrize(
+    ("names", "folder"),
+    [
+        (["/home/ann/birds/a/1.jpg", "/home/ann/birds/b/1.jpg"], "/home/ann/birds/"),
+        (["/home/ann/birds/1.jpg"], "/home/ann/birds/"),
+        (["/data/birds/1.jpg", "/data/birds2/1.jpg"], "/data/"),
+        (["/data/a.zip/1.jpg", "b/1.jpg", "", "s3://bucket/1.jpg"], "/data/a.zip/"),
+        (["/data/1.jpg", "/home/1.jpg"], ""),
+        (["/1.jpg"], ""),
+        (["birds/1.jpg"], ""),
+        ([], ""),
+    ],
+)
+def test_the_common_folder_is_that_of_all_absolute_paths(names, folder):
+    assert find_common_folder(names) == folder

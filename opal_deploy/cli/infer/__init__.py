@@ -272,6 +272,8 @@ def infer(
                 evidence = output.describe_evidence(loaded.path, metadata) if explain else ""
                 if evidence:
                     print_message(f"Evidence: {evidence}")
+                    # the report may be handed on, and its reader has the model elsewhere
+                    evidence = output.describe_evidence(Path(loaded.path.name), metadata)
                 options = RunOptions(
                     directory.root, inference,
                     report=ReportOptions(

@@ -66,7 +66,7 @@ def report_facts(path: Path, metadata: Metadata, runtime: str) -> list[tuple[str
         head.append(
             ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['pictures']}")
         )
-    return [*head, ("Command", format_command())]
+    return [*head, ("Command", format_command(short=True))]
 
 
 def describe_evidence(path: Path, metadata: Metadata) -> str:

@@ -32,6 +32,7 @@ from opal_deploy.inference.run_files import (
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
+from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.visualization.report import (
@@ -197,6 +198,7 @@ def write_report(
             image_mode=images,
             evidence=options.evidence,
             field=None if options.draw_field else options.field,
+            folder=find_common_folder(record["image"] or "" for record in read_records(out / RESULTS)),
         ) as writer:
             for index, record in enumerate(read_records(out / RESULTS)):
                 name = record.get("overlay")

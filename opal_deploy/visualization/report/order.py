@@ -39,7 +39,7 @@ class TypicalOrder:
         mixed = []
         for kind, group in self._groups().items():
             middle = self._median(group)
-            group.sort(key=lambda position: (abs(self._margins[position] - middle), position))
+            group.sort(key=lambda position: (round(abs(self._margins[position] - middle), 6), position))
             # the k-th of n stands at the share (k + 1/2) / n of the whole order
             mixed += [((k + 0.5) / len(group), kind, position) for k, position in enumerate(group)]
         mixed.sort()

@@ -71,6 +71,7 @@ class ReportWriter:
         image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name, from the folder
             of the report.
         evidence: what was measured of the model's evidence, shown at the head; empty shows nothing.
+        folder: left out at the beginning of images' names, see `find_common_folder`.
 
     Raises:
         OSError: the folder is missing or cannot be written; from `add` and `close` also where the disk is full.
@@ -86,10 +87,13 @@ class ReportWriter:
         image_mode: ImageMode = "embed",
         field: EffectiveField | None = None,
         evidence: str = "",
+        folder: str = "",
     ) -> None:
         self._path = Path(path)
         self._title, self._facts, self._limit, self._image_mode = title, list(facts), limit, image_mode
-        self._evidence = evidence
+        self._evidence, self._folder = evidence, folder
+        if folder:
+            self._facts.append(("Names", "of images are paths from their common folder; results.jsonl has them whole"))
         self._field = field
         self._tables = Tables(limit)
         self._labels: dict[str, int] = {}
@@ -145,6 +149,8 @@ class ReportWriter:
             raise ValueError(f"{self._path} is closed already")
         if record["status"] != "error":
             get_prediction(record)
+        if self._folder and record["image"] is not None:
+            record = {**record, "image": record["image"].removeprefix(self._folder)}
         number = self._records
         self._records += 1
         self._tables.count(record)

@@ -173,11 +173,26 @@ def test_where_the_reports_images_are(
 ) -> None:
     out = make_run(tmp_path / "out", count)
     write_report(out, ReportOptions(limit=limit, images=images), {})
-    first = ["data:image/jpeg;base64" if embedded else f"overlays/{i:06}-{i}.jpg" for i in range(min(count, 48))]
+    middle = (min(count, limit) - 1) / 2
+    typical = sorted(range(min(count, limit)), key=lambda i: (abs(i - middle), i))[:48]
+    first = ["data:image/jpeg;base64" if embedded else f"overlays/{i:06}-{i}.jpg" for i in typical]
     assert sources(out) == first
     page = (out / "report.html").read_text(encoding="utf-8")
     assert page.count('<script type="text/plain" id="p') == (max(0, min(count, limit) - 48) if embedded else 0)
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
+
+
+def test_a_report_that_is_handed_on_does_not_tell_where_its_images_lie(tmp_path: Path) -> None:
+    out = make_run(tmp_path / "out", 3)
+    records = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    for record, name in zip(records, ("set/a/0.jpg", "set/b/1.jpg", "set/b/2.jpg"), strict=True):
+        record["image"] = str(tmp_path / name)
+    (out / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_report(out, ReportOptions(), {})
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert str(tmp_path) not in page
+    assert all(f'"{name}"' in page for name in ("a/0.jpg", "b/1.jpg", "b/2.jpg"))
+    assert "paths from their common folder" in page
 
 
 def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path: Path) -> None:
