@@ -26,6 +26,7 @@ _TRACK: RGB = (226, 226, 222)
 _ALERT: RGB = (150, 40, 27)
 
 NO_EVIDENCE = "This model has no exact evidence: no cell of the image decided alone."
+BOX_NOTE = "The thicker a box, the more its slot adds."
 FIELD_NOTE = "Solid: the cell of a score. Dashed: its effective receptive field."
 MIN_WIDTH_EM = 22
 _ROWS_PER_COLUMN = 6
@@ -125,7 +126,7 @@ class Legend:
             record: a record with a prediction.
             width: of the legend, in pixels.
             size: of the letters, in pixels.
-            note: a sentence to stand above the bars.
+            note: sentences to stand above the bars.
 
         Raises:
             ValueError: the record has no prediction.

@@ -8,8 +8,9 @@ from PIL import Image
 from opal_deploy.artifact.receptive_field import EffectiveField
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.record import error_record
+from opal_deploy.visualization.boxes import pixel_box
 from opal_deploy.visualization.legend import INK
-from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_jpeg, photograph_size, pixel_box
+from opal_deploy.visualization.overlay import display_scale, draw_overlay, encode_jpeg, photograph_size
 from opal_deploy.visualization.palette import slot_color
 
 SIZE = (500, 400)

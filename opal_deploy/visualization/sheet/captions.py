@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opal_deploy.visualization.legend import format_number
+from opal_deploy.visualization.legend import BOX_NOTE, format_number
 from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
 
 HEADINGS = {
@@ -66,6 +66,8 @@ def explain_figures(content: SheetContent, *, fields: bool = False) -> list[str]
             "cell's effective receptive field, with the cell outlined in it."
             + (" On the photographs that field is dashed." if fields else "")
         )
+    if content.largest is not None:
+        sentences.append(BOX_NOTE)
     if content.difference is not None:
         sentences.append(
             "A slot's difference is what it adds less what the runner-up's slot of the same rank adds; the differences "

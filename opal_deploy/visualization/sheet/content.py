@@ -141,6 +141,13 @@ class SheetContent:
         """Whether the margin is below `min_margin`."""
         return self.margin is not None and self.min_margin is not None and self.margin < self.min_margin
 
+    @property
+    def largest(self) -> float | None:
+        """The largest contribution to the cosine of either class; None where there is none above 0."""
+        views = [view for view in (self.predicted, self.runner_up) if view is not None]
+        largest = max(slot.value for view in views for slot in view.slots)
+        return largest if self.meaning == "cosine" and largest > 0 else None
+
     def cautions(self) -> list[str]:
         """Return reasons to doubt the answer, one sentence each, that follow from its numbers alone."""
         cautions = []

@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from opal_deploy.visualization.overlay import SlotBox, crop_box, draw_boxes
+from opal_deploy.visualization.boxes import SlotBox, draw_boxes
+from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.palette import RGB
 from opal_deploy.visualization.sheet.content import ClassView
 
@@ -26,7 +27,13 @@ def fit_size(size: tuple[int, int], bounds: tuple[int, int]) -> tuple[int, int]:
 
 
 def draw_class_boxes(
-    photograph: Image.Image, size: tuple[int, int], view: ClassView, bounds: tuple[int, int], *, fields: bool = False
+    photograph: Image.Image,
+    size: tuple[int, int],
+    view: ClassView,
+    bounds: tuple[int, int],
+    *,
+    largest: float | None = None,
+    fields: bool = False,
 ) -> Image.Image:
     """Return the photograph as large as `bounds` allows, with the boxes of one class drawn at that size.
 
@@ -35,12 +42,21 @@ def draw_class_boxes(
         size: (width, height) of the whole image.
         view: the class.
         bounds: (width, height) in pixels.
+        largest: the contribution that has the widest line; None: all lines are equal.
         fields: draw effective receptive fields too, where slots have them.
     """
     drawn = enlarge(photograph, bounds)
     scale = (drawn.width / size[0], drawn.height / size[1])
     slots = sorted(view.slots, key=lambda slot: slot.slot)
-    boxes = [SlotBox(slot.slot, slot.box, slot.field if fields else None) for slot in slots]
+    boxes = [
+        SlotBox(
+            slot.slot,
+            slot.box,
+            slot.field if fields else None,
+            None if largest is None else max(0.0, slot.value / largest),
+        )
+        for slot in slots
+    ]
     draw_boxes(ImageDraw.Draw(drawn), boxes, scale, drawn.size)
     return drawn
 

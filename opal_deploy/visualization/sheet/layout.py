@@ -183,7 +183,9 @@ class _Page:
         self.text(x, self.y + 20, heading, _HEAD, bold=True)
         self.text(x, self.y + 42, fit_line(_label(view), _BODY, bounds[0]), _BODY)
         self.y += 54
-        drawn = draw_class_boxes(self.photograph, self.size, view, bounds, fields=self.fields)
+        drawn = draw_class_boxes(
+            self.photograph, self.size, view, bounds, largest=self.content.largest, fields=self.fields
+        )
         alt = f"the image with the places that {_label(view)} was found at"
         self.shapes.append(Bitmap(x, self.y, drawn, alt))
         self._view_frame(x, self.y, drawn.size)
