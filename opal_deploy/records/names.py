@@ -67,6 +67,13 @@ def find_common_folder(names: Iterable[str]) -> str:
     return folder or ""
 
 
+def hide_folders(name: str | None) -> str:
+    """Return an escaped name as drawings show it: of an absolute path the file's name alone; "" for None."""
+    if name is None or not os.path.isabs(name):
+        return name or ""
+    return name.rpartition(escape_name(os.sep))[2]
+
+
 def source_name(source: object) -> str | None:
     """Return the name in the record of an argument for `decode`: a path or URL as text, None for else."""
     if isinstance(source, str | os.PathLike):

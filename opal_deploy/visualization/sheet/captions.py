@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opal_deploy.records.names import hide_folders
 from opal_deploy.visualization.legend import BOX_NOTE, format_number
 from opal_deploy.visualization.sheet.content import ClassView, SheetContent, SlotView
 
@@ -15,7 +16,7 @@ _NO_SUM = "This head's distance ({}) is decided by one extreme entry, so slots h
 
 def build_title(content: SheetContent) -> str:
     """Return the sheet's title."""
-    return f"{content.predicted.label}: evidence in {content.image or 'an image'}"
+    return f"{content.predicted.label}: evidence in {hide_folders(content.image) or 'an image'}"
 
 
 def describe_truth(content: SheetContent) -> tuple[str, str]:

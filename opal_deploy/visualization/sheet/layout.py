@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from opal_deploy.records.names import hide_folders
 from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
 from opal_deploy.visualization.legend import INK, format_number
 from opal_deploy.visualization.overlay import check_display
@@ -115,7 +116,9 @@ class _Page:
             self.text(_EDGE, self.y - 10, line, _TITLE, bold=True)
         self._truth()
         self.y += 24
-        self.text(_EDGE, self.y - 8, truncate_middle(content.image or "(no name)", _BODY, _INNER), _BODY, _FAINT)
+        self.text(
+            _EDGE, self.y - 8, truncate_middle(hide_folders(content.image) or "(no name)", _BODY, _INNER), _BODY, _FAINT
+        )
         self.y += 14
         top = self.y
         for view, role in ((content.predicted, "predicted"), (content.runner_up, "runner-up")):

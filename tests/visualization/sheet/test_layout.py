@@ -108,6 +108,14 @@ def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(shown
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, two)
 
 
+def test_a_sheet_that_is_handed_on_does_not_tell_where_its_image_lies():
+    page = draw(content(image="/home/ann/birds/1.jpg"))
+    assert page.title.endswith(": evidence in 1.jpg")
+    shown = [shape.text for shape in page.shapes if isinstance(shape, Text)]
+    assert "1.jpg" in shown
+    assert not any("home" in text for text in shown)
+
+
 def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description():
     page, again = (draw(content(heatmap=True), exemplars(5)) for _ in range(2))
     assert encode_png(page) == encode_png(again)
