@@ -28,12 +28,12 @@ _SMALL: Final = 1 / 40
 _MIN_LARGE, _MIN_SMALL = 11, 9
 # where tags that stand apart may be: distances in heights of a tag, and how many directions
 _DISTANCES: Final = (0.8, 1.5, 2.3, 3.2)
-_DIRECTIONS: Final = 12
+_DIRECTIONS: Final = 16
 # a tag that stands apart is worth hiding this share of itself of a box
 _APART_COST: Final = 0.3
-# a pixel of another tag or its line counts as so many of a box, one under a line as so many under a tag
-_TAG_COST: Final = 8
-_LINE_COST: Final = 4
+# the cost of each pixel of a tag, and of a line, that lies on a box, on another tag and on another line
+_TAG_OVER: Final = np.array([1, 50, 20])
+_LINE_OVER: Final = np.array([4, 4, 15])
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,10 @@ def _place_tag(
     height = -(-count // per_row) * (chip_height + casing) + casing
     if width > size[0] or height > size[1]:
         return None
-    covered = np.array([*boxes, *(tag.place for tag in tags), *(_bound(tag.line) for tag in tags if tag.line)])
-    weights = np.where(np.arange(len(covered)) < len(boxes), 1, _TAG_COST)
+    drawn = [tag.place for tag in tags], [_bound(tag.line) for tag in tags if tag.line]
+    covered = np.array([*boxes, *drawn[0], *drawn[1]])
+    kinds = np.repeat([0, 1, 2], [len(boxes), len(drawn[0]), len(drawn[1])])
+    weights = _TAG_OVER[kinds]
     touching = _touch(tagged.box, (width, height), size)
     costs = _count_hidden(touching, covered, weights)
     near = Tag(tagged.slots, touching[int(costs.argmin())], letters, casing, per_row)
@@ -133,7 +135,7 @@ def _place_tag(
         return near
     lines = [_connect(tagged.box, place) for place in around]
     far_costs = _count_hidden(around, covered, weights) + [math.dist(*line) for line in lines]
-    far_costs += _LINE_COST * _count_hidden([_bound(line) for line in lines], covered, weights)
+    far_costs += _count_hidden([_bound(line) for line in lines], covered, _LINE_OVER[kinds])
     far_costs += _APART_COST * width * height
     if not apart and costs.min() <= far_costs.min():
         return near
