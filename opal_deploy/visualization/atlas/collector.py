@@ -94,7 +94,7 @@ class AtlasCollector:
 
     Attributes:
         metadata: the model's metadata.
-        top: the largest number of patches of a slot.
+        top: the largest number of patches of a slot, of images that are not known to show another class.
         counts: the images seen so far.
     """
 
@@ -103,7 +103,7 @@ class AtlasCollector:
 
         Args:
             metadata: the model's, with `exact` evidence.
-            top: the largest number of patches of a slot.
+            top: the largest number of patches of a slot, of images that are not known to show another class.
             only_correct: leave out images whose prediction is not their label.
         """
         self.metadata, self.top, self.counts = metadata, top, ImageCounts()
@@ -111,7 +111,8 @@ class AtlasCollector:
         self._class_names = frozenset(metadata.class_names)
         classes, m = metadata.num_classes, metadata.prototypes_per_class
         rows, cols = metadata.grid
-        self._best: dict[tuple[int, int], list[PatchCandidate]] = {}
+        # by class, slot, and whether the images are known to show another class: these take no room from the others
+        self._best: dict[tuple[int, int, bool], list[PatchCandidate]] = {}
         self._truths: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._cells = np.zeros((classes, m, rows * cols), np.int32)
         self._own_cell = np.zeros((classes, m), np.int32)
@@ -159,7 +160,8 @@ class AtlasCollector:
             around = None if effective is None else effective.surround(slot["cell"], slot["box"])
             name = record["image"] or ""
             candidate = PatchCandidate(-self._rank(slot), name, sha256, slot, around, truth=truth)
-            best = self._best.setdefault((class_id, slot["slot"]), [])
+            is_other = truth not in (None, self.metadata.class_names[class_id])
+            best = self._best.setdefault((class_id, slot["slot"], is_other), [])
             if len(best) < self.top or candidate < best[-1]:
                 self._insert(best, candidate, image, (record["width"], record["height"]))
 
@@ -192,8 +194,15 @@ class AtlasCollector:
         return slot["score"] if contribution is None or self.metadata.distance != "l2" else contribution
 
     def best(self, class_id: int, slot: int) -> list[PatchCandidate]:
-        """Return a slot's patches, best first, without those that could not be cut."""
-        return [candidate for candidate in self._best.get((class_id, slot), []) if candidate.jpeg is not None]
+        """Return a slot's patches, best first, without those that could not be cut.
+
+        They are at most `top` of images that are not known to show another class, and of those that are, at most `top`
+        that are stronger than the last of them.
+        """
+        own, others = (self._best.get((class_id, slot, is_other), []) for is_other in (False, True))
+        if len(own) == self.top:
+            others = [candidate for candidate in others if candidate < own[-1]]
+        return [candidate for candidate in sorted([*own, *others]) if candidate.jpeg is not None]
 
     def count_images(self, class_id: int) -> int:
         """Return the number of images that the class was predicted for."""

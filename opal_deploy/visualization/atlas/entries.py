@@ -168,7 +168,7 @@ class Atlas:
             prototypes_per_class, grid, distance.
         class_names: the model's classes.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
-        top: the largest number of patches of a slot.
+        top: the largest number of patches of a slot, of images that are not known to show another class.
         entries: entries by (class, slot), for every slot of the model.
         findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.

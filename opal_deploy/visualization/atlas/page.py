@@ -117,8 +117,11 @@ def _describe_truths(atlas: Atlas) -> str:
         return "Images count for the class that they were predicted as; what they show is not known to this atlas."
     if not wrong:
         return "Every image whose class is known was predicted as it."
-    show, mark = ("shows", "it is marked where it appears") if wrong == 1 else ("show", "they are marked")
-    return f"Images count for the class that they were predicted as: {wrong:,} {show} another class, and {mark}."
+    show = "shows" if wrong == 1 else "show"
+    return (
+        f"Images count for the class that they were predicted as: {wrong:,} {show} another class; patches of these are "
+        "marked, and come on top."
+    )
 
 
 def _describe_class(atlas: Atlas, class_id: int) -> str:

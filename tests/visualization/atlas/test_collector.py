@@ -143,6 +143,16 @@ def test_a_patch_knows_what_its_image_shows_where_the_label_is_one_of_the_models
     assert collector.count_truths() == {0: {"a": 1, "b": 1}}
 
 
+def test_images_of_another_class_take_no_room_from_the_classes_own():
+    collector = AtlasCollector(metadata(), 2)
+    # the earlier the letter, the stronger slot 0; a capital is an image of another class
+    for index, name in enumerate("ABcDeFg"):
+        scores = (0.9 - index / 10, 0.9, 0.9)
+        label = "b" if name.isupper() else "a"
+        collector.add(record(name, (0, 1, 2), scores), label=label, sha256=name, image=draw_image(name))
+    assert "".join(names(collector)) == "ABce"
+
+
 def statistics(images=10, own=0.9, part=0.3, share=0.2):
     return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
 
