@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,3 +153,32 @@ def test_a_model_describes_itself_and_other_files_are_refused(model: Model, tmp_
     (tmp_path / "model.onnx").write_bytes(b"nothing")
     with pytest.raises(opal_deploy.ArtifactError, match="not an ONNX file"):
         opal_deploy.load(tmp_path / "model.onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_page_of_the_documentation_runs_as_it_stands(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "howto" / "python.md").read_text("utf-8")
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith(("read as", "epoch"))]
+    assert len(lines) == 5, lines
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["train_model", "evaluate_model", "export_model"])
+def test_a_function_has_the_options_of_its_command(name: str) -> None:
+    from opal_deploy.cli import app
+
+    callbacks = {each.callback.__name__: each.callback for each in app.registered_commands if each.callback}
+    command = inspect.signature(callbacks[name.removesuffix("_model")]).parameters
+    parameters = inspect.signature(getattr(opal_deploy, name)).parameters
+    spelled = {"compile_": "compile", "input_kind": "input"}
+    options = {spelled.get(option, option.removeprefix("no_")): p.default for option, p in command.items()}
+    assert options.keys() - parameters.keys() <= {"as_json"}
+    assert parameters.keys() - options.keys() == {"log", "progress"}
+    for option, default in options.items():
+        if option in parameters and parameters[option].kind is inspect.Parameter.KEYWORD_ONLY and default is not False:
+            assert parameters[option].default == default, option
+    assert name in dir(opal_deploy)

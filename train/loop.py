@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,17 @@ class TrainResult:
 
     best: Path
     best_epoch: int
-    epochs: list[EpochRecord] = field(repr=False)
+    epochs: list[EpochRecord]
     val: Evaluation
     test: Evaluation | None
     calibration: Calibration | None
     last: Path
-    config: dict[str, Any] = field(repr=False)
+    config: dict[str, Any]
+
+    def __repr__(self) -> str:
+        splits = {"validation": self.val, "test": self.test}
+        shares = [f"{name} accuracy {each.accuracy:.2%}" for name, each in splits.items() if each is not None]
+        return f"<TrainResult {self.best}: epoch {self.best_epoch} of {len(self.epochs)}, {', '.join(shares)}>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return paths and metrics as plain values for JSON, without the configuration."""
@@ -149,6 +154,11 @@ def fit(
         try:
             return run.run(recipe, overwrite=overwrite, resume=resume)
         except (torch.OutOfMemoryError, RuntimeError) as error:
+            if "DataLoader worker" in str(error):
+                raise StoppedEarly(
+                    "a process that prepares images ended by itself: killed for memory, or started by a script that "
+                    'trains outside of `if __name__ == "__main__":`; repeat the command with --resume and --workers 0'
+                ) from None
             if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
                 raise
             raise StoppedEarly(

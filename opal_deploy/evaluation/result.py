@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,12 @@ class ModelEvaluation:
     session: str
     split: str
     boxes: bool
-    metadata: Metadata = field(repr=False)
-    evaluation: EvaluationResult = field(repr=False)
+    metadata: Metadata
+    evaluation: EvaluationResult
     threshold: Threshold | None = None
-    receptive_field: ReceptiveField | None = field(default=None, repr=False)
-    pointing_game: PointingGame | None = field(default=None, repr=False)
-    faithfulness: Faithfulness | None = field(default=None, repr=False)
+    receptive_field: ReceptiveField | None = None
+    pointing_game: PointingGame | None = None
+    faithfulness: Faithfulness | None = None
     agreements: Sequence[tuple[Path, Agreement]] | None = None
     out: Path | None = None
 
