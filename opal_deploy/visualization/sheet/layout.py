@@ -54,6 +54,8 @@ _SWATCH, _PATCH, _GAP, _VALUE = 42, 84, 14, 62
 # exemplars: so many columns at most, so wide at least where several stand side by side
 _MAX_COLUMNS: Final = 10
 _MIN_EXEMPLAR_WIDTH: Final = 130
+# sides of a cell's outline from which a white line inside it leaves enough of the cell to see
+_MIN_WHITE: Final = 8
 
 
 def layout_sheet(
@@ -372,6 +374,8 @@ class _Page:
         left, top, width, height = x + cell[0], y + cell[1], cell[2], cell[3]
         self.shapes.append(Rect(left - 2, top - 2, width + 4, height + 4, edge=INK))
         self.shapes.append(Rect(left - 1, top - 1, width + 2, height + 2, edge=slot_color(slot.slot)))
+        if min(width, height) >= _MIN_WHITE:  # a dark colour needs it on a dark photograph
+            self.shapes.append(Rect(left, top, width, height, edge=WHITE))
 
     def _framed(self, patch: Image.Image, x: int, y: int, slot: SlotView, cell: Rectangle | None) -> None:
         alt = f"patch of slot {slot.slot}, {captions.describe_slot(slot)}"
