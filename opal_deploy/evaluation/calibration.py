@@ -8,13 +8,15 @@ and T comes out far below 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.calibration import NUM_BINS, NUM_FOLDS, Calibration
+from opal_deploy.artifact.calibration import NUM_BINS, NUM_FOLDS, Calibration, describe_calibration
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probabilities
 
 MIN_IMAGES = 50
@@ -149,6 +151,74 @@ def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperatu
         perfect_calibration_error(predicted),
         float(predicted.mean()),
     )
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """The calibration of a model on the images of an evaluation.
+
+    Attributes:
+        images: N.
+        accuracy: share of right predictions, 0 ... 1.
+        uncalibrated: at temperature 1.
+        calibrated: at the model's temperature; None for a model without one.
+        fitted: the calibration found on these images for a model without one; None where that was not sought.
+    """
+
+    images: int
+    accuracy: float
+    uncalibrated: CalibrationError
+    calibrated: CalibrationError | None
+    fitted: Calibration | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        parts = {"calibrated": self.calibrated, "uncalibrated": self.uncalibrated, "fitted": self.fitted}
+        figures = {name: part.to_dict() for name, part in parts.items() if part is not None}
+        return {"images": self.images, "accuracy": self.accuracy, **figures}
+
+
+def report_calibration(
+    logits: FloatArray, labels: NDArray[np.int64], metadata: Metadata, *, fit: bool = False
+) -> CalibrationReport:
+    """Measure how well calibrated a model is on labelled images.
+
+    Args:
+        logits: [N, C], N at least 1, finite.
+        labels: [N], class indices.
+        metadata: the model's.
+        fit: calibrate a model that has no temperature; the images must be ones that it was not trained on.
+    """
+    temperature = metadata.temperature
+    return CalibrationReport(
+        len(labels),
+        float((logits.argmax(axis=1) == labels).mean()),
+        measure_calibration(logits, labels, 1.0),
+        None if temperature is None else measure_calibration(logits, labels, temperature),
+        calibrate(logits, labels) if fit and temperature is None else None,
+    )
+
+
+def format_calibration(report: CalibrationReport, metadata: Metadata) -> Iterator[str]:
+    """Yield the calibration of a model in a line or two."""
+    plain = report.uncalibrated
+    at_one = f"at temperature 1 it is {_format_error(plain)}, NLL {plain.nll:.4f}"
+    if report.calibrated is None:
+        why = describe_calibration(metadata.calibration) if report.fitted is None else report.fitted.describe()
+        yield f"calibration: {why}"
+        yield f"expected calibration error of {report.images:,} images: {at_one}"
+        return
+    error = report.calibrated
+    yield (
+        f"expected calibration error {_format_error(error)} at the model's temperature {error.temperature:.4g}, where "
+        f"exact probabilities would show {error.ece_perfect:.1%}; mean probability {error.confidence:.1%} and "
+        f"{report.accuracy:.1%} of {report.images:,} right, NLL {error.nll:.4f}; {at_one}"
+    )
+
+
+def _format_error(error: CalibrationError) -> str:
+    low, high = (100 * bound for bound in error.interval)
+    return f"{error.ece:.1%} [{low:.1f}, {high:.1f}]"
 
 
 @dataclass(frozen=True)

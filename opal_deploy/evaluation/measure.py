@@ -12,6 +12,7 @@ from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.datasets.samples import ProgressCallback
 from opal_deploy.evaluation import pointing, risk
 from opal_deploy.evaluation import report as files
+from opal_deploy.evaluation.calibration import CalibrationReport, format_calibration, report_calibration
 from opal_deploy.evaluation.faithfulness.gradcam import GradCam
 from opal_deploy.evaluation.faithfulness.measure import (
     Faithfulness,
@@ -87,7 +88,8 @@ def measure_models(
     if record:
         for path, measured in zip(paths, documents, strict=True):
             evaluation = build_evaluation(measured, inputs.data, options.split)
-            log(record_evaluation(path, evaluation, measured.get("receptive_field")))
+            fitted = measured["calibration"].get("fitted")
+            log(record_evaluation(path, evaluation, measured.get("receptive_field"), fitted))
     if out is not None:
         files.write_evaluation(out, documents[0] if len(documents) == 1 else documents)
         log(str(out))
@@ -147,16 +149,33 @@ class _ModelMeasurement:
         )
         for line in format_metrics(result):
             self.log(line)
+        calibration = self._measure_calibration(evaluation)
         field = self._find_receptive_field()
         threshold = self._measure_risk(evaluation)
         game = self._play_pointing_game(evaluation)
         return replace(
             result,
             threshold=threshold,
+            calibration=calibration,
             receptive_field=field,
             pointing_game=game,
             faithfulness=self._measure_faithfulness(field) if options.faithfulness else None,
         )
+
+    def _measure_calibration(self, evaluation: EvaluationResult) -> CalibrationReport:
+        """Measure the calibration, and fit one on validation images for a model that has none."""
+        inputs, metadata = self.inputs, self.session.metadata
+        data = metadata.training.get("data")
+        # of other images than training set aside, it may have been trained on some
+        same_images = not isinstance(data, dict) or data.get("val") in (None, len(inputs.samples))
+        same_crop = metadata.crop == (inputs.data.crop if self.options.boxes else None)
+        fit = self.options.split == "val" and same_images and same_crop
+        report = report_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=fit)
+        for line in format_calibration(report, metadata):
+            self.log(line)
+        if self.options.split == "val" and not fit and report.calibrated is None:
+            self.log("no temperature was fitted: these are not the images, or not the crops, that training set aside")
+        return report
 
     def _measure_risk(self, evaluation: EvaluationResult) -> Threshold | None:
         curve = risk.compute_margin_curve(evaluation)

@@ -85,7 +85,12 @@ def _summarize_faithfulness(measured: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def record_evaluation(path: Path, evaluation: dict[str, Any], receptive_field: dict[str, Any] | None = None) -> str:
+def record_evaluation(
+    path: Path,
+    evaluation: dict[str, Any],
+    receptive_field: dict[str, Any] | None = None,
+    calibration: dict[str, Any] | None = None,
+) -> str:
     """Write an evaluation into a model's file, atomically; return what changed in one line.
 
     The graph, weights or plan stay as they are.
@@ -94,28 +99,37 @@ def record_evaluation(path: Path, evaluation: dict[str, Any], receptive_field: d
         path: of the model.
         evaluation: see `build_evaluation`.
         receptive_field: as the evaluation measured it, for a checkpoint that lacks it; None: it is not known.
+        calibration: as the evaluation fitted it, for a model that has none; None: it fitted none.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.
         UsageError: it cannot be written.
     """
     kind = model_kind(path)
+
+    def update(metadata: Metadata) -> Metadata:
+        return replace(
+            metadata,
+            evaluation=evaluation,
+            calibration=metadata.calibration if calibration is None else calibration,
+        )
+
     if kind == "onnx":
         metadata = onnx_file.read_metadata(path)
         onnx_file.check_digest(path, metadata)
-        digest = onnx_file.rewrite_metadata(path, replace(metadata, evaluation=evaluation))
+        digest = onnx_file.rewrite_metadata(path, update(metadata))
         return (
             f"recorded in {path}: its digest was {metadata.file_sha256[:16]}... and is {digest[:16]}..., its sha256 "
             f"{compute_sha256(path)}; `opal-deploy export {path} --trt` makes its engines follow, without building"
         )
     if kind == "engine":
         sidecar = engine_file.read_sidecar(path)
-        metadata = replace(sidecar.metadata, evaluation=evaluation)
-        engine_file.write_sidecar(path, replace(sidecar, metadata=metadata))
+        engine_file.write_sidecar(path, replace(sidecar, metadata=update(sidecar.metadata)))
         changed = engine_file.sidecar_path(path)
         return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; the engine is unchanged"
     before = compute_sha256(path)
-    checkpoint.record_evaluation(path, evaluation, receptive_field)
+    changes = {"evaluation": evaluation, "receptive_field": receptive_field, "calibration": calibration}
+    checkpoint.record_evaluation(path, {key: value for key, value in changes.items() if value is not None})
     return (
         f"recorded in {path}: its sha256 was {before[:16]}... and is {compute_sha256(path)[:16]}...; exports made from "
         "now on carry it"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.files import atomic_write, write_json
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import cosines
+from opal_deploy.artifact.outputs import compute_probabilities, cosines
 from opal_deploy.datasets.samples import Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import risk
@@ -82,7 +82,8 @@ def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samp
     Names are written as `infer` writes them: a backslash twice, a byte that is not UTF-8 as \xff.
 
     confusion.csv: rows labels, columns predictions, counts. predictions.csv: one line an image, `rank` 1 where the
-    label has the largest logit; cosine and margin are empty for models without prototypes.
+    label has the largest logit; cosine and margin are empty for models without prototypes, calibrated_probability
+    (of the prediction) for models without a temperature.
 
     Args:
         folder: created if it does not exist.
@@ -100,7 +101,7 @@ def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samp
     )
     _write_rows(
         folder / PREDICTIONS,
-        ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin"],
+        ["image", "label", "predicted", "correct", "rank", "logit", "cosine", "margin", "calibrated_probability"],
         _prediction_rows(result, metadata, names, samples, root),
     )
     with atomic_write(folder / MATRIX_IMAGE) as temporary:
@@ -170,6 +171,9 @@ def _prediction_rows(
     ranked = np.argsort(-logits, axis=1, kind="stable")  # [N, C]
     ranks = 1 + (ranked == labels[:, None]).argmax(axis=1)
     cosine = None if scores is None else cosines(scores, metadata.prototypes_per_class, metadata.epsilon)
+    probabilities = None
+    if (temperature := metadata.temperature) is not None:
+        probabilities = compute_probabilities(logits, ranked[:, :1], temperature)[:, 0].tolist()
     for index, sample in enumerate(samples):
         first, second = ranked[index, :2]
         cosine_and_margin: list[str | float] = ["", ""]
@@ -183,6 +187,7 @@ def _prediction_rows(
             int(ranks[index]),
             float(logits[index, first]),
             *cosine_and_margin,
+            "" if probabilities is None else probabilities[index],
         ]
 
 

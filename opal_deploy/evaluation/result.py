@@ -10,6 +10,7 @@ from typing import Any
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.receptive_field import ReceptiveField
 from opal_deploy.datasets.samples import pluralize
+from opal_deploy.evaluation.calibration import CalibrationReport
 from opal_deploy.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.evaluation.metrics import Agreement, Evaluation
 from opal_deploy.evaluation.parts import PartFigures
@@ -30,6 +31,7 @@ class ModelEvaluation:
         metadata: of the model.
         evaluation: metrics, labels, outputs and margins of the images.
         threshold: the least margin for `target_error`; None where that was not asked for.
+        calibration: how far the probabilities are from the shares of right predictions; None where not measured.
         receptive_field: what a cell of the model sees; None where it is not known.
         pointing_game: whether evidence lies on objects and parts; None where it was not played.
         faithfulness: what removing evidence changes; None where it was not measured.
@@ -44,6 +46,7 @@ class ModelEvaluation:
     metadata: Metadata
     evaluation: EvaluationResult
     threshold: Threshold | None = None
+    calibration: CalibrationReport | None = None
     receptive_field: ReceptiveField | None = None
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
@@ -69,6 +72,7 @@ class ModelEvaluation:
         """Return the document of evaluation.json and `opal-deploy evaluate --json`."""
         optional = {
             "threshold": self.threshold,
+            "calibration": self.calibration,
             "receptive_field": self.receptive_field,
             POINTING: self.pointing_game,
             "faithfulness": self.faithfulness,
@@ -123,10 +127,11 @@ def format_metrics(result: ModelEvaluation) -> Iterator[str]:
 
 def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
     """Yield an empty line, a heading, and one line per model, metrics in percent except the cross-entropy."""
-    rows = [["model", "top-1", "top-5", "macro F1", "loss", "collapse", "consistency", "stability", "purity"]]
+    rows = [["model", "top-1", "top-5", "macro F1", "loss", "ECE", "collapse", "consistency", "stability", "purity"]]
     for result in results:
         metrics, parts = result.metrics, result.parts
         collapse, spread = metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std
+        calibrated = None if result.calibration is None else result.calibration.calibrated
         rows.append(
             [
                 str(result.path),
@@ -134,6 +139,7 @@ def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
                 _percent(None if metrics.top5 is None else 100 * metrics.top5, digits=2),
                 _percent(None if metrics.macro_f1 is None else 100 * metrics.macro_f1, digits=2),
                 f"{metrics.loss:.4f}",
+                _percent(None if calibrated is None else 100 * calibrated.ece),
                 _percent(None if collapse is None else 100 * collapse, None if spread is None else 100 * spread),
             ]
         )

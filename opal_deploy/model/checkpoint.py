@@ -86,8 +86,8 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
     _write(path, document)
 
 
-def record_evaluation(path: Path, evaluation: dict[str, Any], receptive_field: dict[str, Any] | None = None) -> None:
-    """Write an evaluation, and receptive fields if given, into a checkpoint of our format; everything else stays.
+def record_evaluation(path: Path, changes: dict[str, dict[str, Any]]) -> None:
+    """Write `evaluation`, `receptive_field` or `calibration` into a checkpoint of our format; everything else stays.
 
     Raises:
         CheckpointError: the file is no checkpoint of our format.
@@ -96,8 +96,7 @@ def record_evaluation(path: Path, evaluation: dict[str, Any], receptive_field: d
     document = backbones.load_torch_file(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{path}: not an opal-deploy checkpoint; only these can keep an evaluation")
-    field = {} if receptive_field is None else {"receptive_field": receptive_field}
-    _write(path, {**document, "evaluation": evaluation, **field})
+    _write(path, {**document, **changes})
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -142,6 +142,35 @@ def test_the_function_measures_what_the_command_prints_and_prints_nothing(
         evaluate_model(folder / "none.onnx", folder)
 
 
+def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_others(
+    folder: Path, model: Path, metrics: Metrics, tmp_path: Path
+) -> None:
+    from opal_deploy.artifact.calibration import Calibration
+    from opal_deploy.model import checkpoint as checkpoints
+
+    path = tmp_path / "model.pt"
+    shutil.copy(model.with_suffix(".pt"), path)
+    document = metrics(folder, path, split="val", record=True)["calibration"]
+    assert document["fitted"]["reason"] == "12 validation images, and at least 50 are needed"
+    stored = checkpoints.load(path)
+    assert stored.calibration == Calibration.from_dict(document["fitted"])
+    # only such images calibrate
+    assert "fitted" not in metrics(folder, path)["calibration"]
+
+    checkpoints.save(path, replace(stored, calibration=Calibration(60, 0.01, ece=0.02)))
+    document = metrics(folder, path, split="val", record=True, out=tmp_path / "out")["calibration"]
+    assert document.keys() == {"images", "accuracy", "uncalibrated", "calibrated"}
+    assert (document["images"], document["calibrated"]["temperature"]) == (12, 0.01)
+    calibration = checkpoints.load(path).calibration
+    assert calibration is not None
+    assert calibration.temperature == 0.01
+    rows = _rows(tmp_path / "out" / "predictions.csv")
+    written = [float(row["calibrated_probability"]) for row in rows]
+    records = load(path, threads=1).explain([folder / row["image"] for row in rows])
+    assert written == pytest.approx([record["prediction"]["calibrated_probability"] for record in records], abs=1e-4)
+    assert document["calibrated"]["mean_probability"] == pytest.approx(sum(written) / 12)
+
+
 def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(
     folder: Path, model: Path, metrics: Metrics, tmp_path: Path
 ) -> None:

@@ -88,6 +88,9 @@ def test_one_line_says_what_was_measured_and_what_was_not(left_out, model, line)
     assert describe_evaluation(kept, Path(model)) == line
 
 
+CALIBRATION = {"method": "temperature", "images": 60, "temperature": 0.125, "ece": 0.02}
+
+
 def test_an_onnx_file_keeps_its_graph_and_other_properties(exact_model, tmp_path):
     path = shutil.copy(exact_model, tmp_path / "m.onnx")
     model = onnx.load(path)
@@ -108,6 +111,10 @@ def test_an_onnx_file_keeps_its_graph_and_other_properties(exact_model, tmp_path
     assert after.file_sha256[:16] in message
     assert compute_sha256(path) in message
     assert [each.name for each in tmp_path.iterdir()] == ["m.onnx"]
+    # a calibration stays when a later evaluation finds none
+    record_evaluation(path, EVALUATION, None, CALIBRATION)
+    record_evaluation(path, EVALUATION)
+    assert onnx_file.read_metadata(path).temperature == 0.125
 
 
 def test_a_checkpoint_keeps_everything_else_and_its_metadata_carries_the_evaluation(exact_model, tmp_path):
