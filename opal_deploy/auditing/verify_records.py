@@ -14,10 +14,12 @@ from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance,
 from opal_deploy.auditing.record_sources import RecordSources, locate
 from opal_deploy.auditing.results_reader import read_numbered_records
 from opal_deploy.errors import ImageError
+from opal_deploy.inference.decoding.frames import FrameReader
 from opal_deploy.inference.executor import predict_stream
 from opal_deploy.inference.run_files import overlay_name
 from opal_deploy.inference.sources.annotations import Boxes, Labels
 from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.sources.video import find_frame
 from opal_deploy.inference.types import InferenceOptions, Request, Result, build_requests
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
@@ -160,16 +162,18 @@ def verify_records(
         UsageError: the file cannot be read.
         StoppedEarly: the device was lost.
     """
-    report = RecordsReport()
+    inference, report = check.inference, RecordsReport()
     tolerance = Tolerance.for_model(session.metadata)
     # as many classes as the model lists, so that any that a record names can be compared
-    options = replace(check.inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
+    options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
     pending: list[tuple[int, Record]] = []
 
     def requests() -> Iterator[Request]:
-        for number, record in _select_records(path, lines, report):
-            pending.append((number, record))
-            yield _build_request(record, check)
+        timeout = inference.decode_timeout
+        with FrameReader(inference.max_pixels, isolate=inference.isolate, timeout=timeout) as frames:
+            for number, record in _select_records(path, lines, report):
+                pending.append((number, record))
+                yield _build_request(record, check, frames)
 
     for result in predict_stream(requests(), [session], options):
         number, record = pending.pop(0)
@@ -189,7 +193,7 @@ def _select_records(path: Path, lines: frozenset[int] | None, report: RecordsRep
             yield number, record
 
 
-def _build_request(record: Record, check: CheckOptions) -> Request:
+def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> Request:
     name = record["image"]
     if not isinstance(name, str):
         return Request(None, b"", error=ImageError("not_found", "the record names no image"))
@@ -201,6 +205,9 @@ def _build_request(record: Record, check: CheckOptions) -> Request:
             return Request(name, b"", error=error)
         item = Item(path, path.name)
         source: Any = check.root / path if isinstance(path, Path) else path
+        if isinstance(source, Path):
+            item = find_frame(frames, source, item, at_end="error" in record)
+            source = source if item.content is None else item.content
     else:
         source = item.source
     (request,) = build_requests([item], check.boxes)

@@ -147,10 +147,12 @@ class _Output:
             UsageError: an unknown format, a file for several images, or a sheet that is there already.
         """
         from opal_deploy.inference.sources.archives import is_archive_name
+        from opal_deploy.inference.sources.video import parse_frame_name
 
         if file_format is not None and file_format not in FORMATS:
             raise UsageError(f"--format {file_format!r}: expected {' or '.join(FORMATS)}")
-        one = len(images) == 1 and Path(images[0]).is_file() and not is_archive_name(images[0])
+        frame = parse_frame_name(images[0])
+        one = len(images) == 1 and (frame is not None or (Path(images[0]).is_file() and not is_archive_name(images[0])))
         suffix = "" if out is None else out.suffix.lower().lstrip(".")
         if out is not None and suffix and suffix not in FORMATS and not out.is_dir():
             raise UsageError(f"--out {out}: expected a file called .png or .svg, or a folder")
@@ -162,13 +164,14 @@ class _Output:
             output = _Output(out, suffix, one=True, overwrite=overwrite)
         elif one and out is None:
             file_format = file_format or FORMATS[0]
-            path = Path(f"{Path(images[0]).stem}.evidence.{file_format}")
+            stem = Path(images[0]).stem if frame is None else f"{Path(frame.video).stem}.frame-{frame.index:06d}"
+            path = Path(f"{stem}.evidence.{file_format}")
             output = _Output(path, file_format, one=True, overwrite=overwrite)
         else:
             output = _Output(out or _DEFAULT_DIR, file_format or FORMATS[0], one=False, overwrite=overwrite)
         if output.one:
             output.check(output.path)
-            if output.path.exists() and output.path.samefile(images[0]):
+            if frame is None and output.path.exists() and output.path.samefile(images[0]):
                 raise UsageError(f"--out {output.path}: that is the image itself; give another name")
         return output
 

@@ -19,9 +19,9 @@ import numpy as np
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OutOfMemory
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Result
+from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request, Result
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.record import Digests, ImageInfo, Record, build_records, error_record
+from opal_deploy.records.record import Digests, FramePlace, ImageInfo, Record, build_records, error_record
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session
 from opal_deploy.visualization.slot_names import SlotNames
 
@@ -218,13 +218,19 @@ class BatchPredictor:
     def _build_info(self, prepared: Prepared) -> ImageInfo:
         request = prepared.request
         digests = Digests(prepared.file_sha256, self._options.model_sha256)
-        return ImageInfo(request.name, cast(Geometry, prepared.geometry), digests, request.truth, request.index)
+        geometry = cast(Geometry, prepared.geometry)
+        return ImageInfo(request.name, geometry, digests, request.truth, request.index, _frame_place(request))
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
         request, digests = prepared.request, Digests(prepared.file_sha256, self._options.model_sha256)
         return error_record(
-            request.name, error.code, str(error), digests=digests, truth=request.truth, index=request.index
-        )
+            request.name, error.code, str(error), digests=digests, truth=request.truth, index=request.index,
+            frame=_frame_place(request),
+        )  # fmt: skip
+
+
+def _frame_place(request: Request) -> FramePlace | None:
+    return None if request.frame is None else FramePlace(request.frame.index, request.frame.seconds)
 
 
 class _FairLock:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from opal_deploy.artifact.outputs import Outputs
     from opal_deploy.inference.sources.annotations import Boxes, Labels
-    from opal_deploy.inference.sources.items import Item
+    from opal_deploy.inference.sources.items import FrameInfo, Item
     from opal_deploy.records.record import Record
     from opal_deploy.visualization.slot_names import SlotNames
 
@@ -91,6 +91,7 @@ class Request:
             without a box.
         index: its position among all that the inputs name, from 0; None where there are no such inputs.
         drawn: it will be drawn: keep its image and its row of the outputs, whatever the options say.
+        frame: its place in a video; None where it is no frame of one.
     """
 
     name: str | None
@@ -100,6 +101,7 @@ class Request:
     error: ImageError | None = None
     index: int | None = None
     drawn: bool = False
+    frame: FrameInfo | None = None
 
 
 def build_requests(
@@ -114,7 +116,7 @@ def build_requests(
             except ImageError as no_box:
                 error = no_box
         truth = None if labels is None else labels.find(item.path.as_posix())
-        yield Request(item.name, item.source, box, truth, error, item.index)
+        yield Request(item.name, item.source, box, truth, error, item.index, frame=item.frame)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ _OTHER_FORMATS = [
     (rb"<!doctype html|<html", "not_an_image", "a web page, perhaps an error message; download the image again"),
     (rb"version https://git-lfs", "not_an_image", "a Git LFS pointer, not the image itself; run git lfs pull"),
     (rb"PK\x03\x04", "not_an_image", "a zip archive by its content; give it the suffix .zip"),
-    (rb".{4}ftyp(isom|iso\d|mp4|avc1|qt|M4V|3gp)", "not_an_image", "a video; save a frame of it as PNG or JPEG"),
+    (rb".{4}ftyp(isom|iso\d|mp4|avc1|qt|M4V|3gp)", "not_an_image", "a video; `infer --every 1s` takes frames of it"),
 ]
 
 
@@ -184,7 +184,7 @@ def _ends_early(stream: BinaryIO, image: Image.Image | None) -> bool:
     if head.startswith(b"\xff\x4f\xff\x51"):
         return not _has_jpeg2000_end(stream)
     if head[4:8] in (b"ftyp", b"jP  "):
-        return _is_box_cut(stream, size)
+        return is_box_cut(stream, size)
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         # its directory and the values there
         watched = _EndWatcher(stream)
@@ -201,7 +201,7 @@ def _ends_early(stream: BinaryIO, image: Image.Image | None) -> bool:
     return False
 
 
-def _is_box_cut(stream: BinaryIO, size: int) -> bool:
+def is_box_cut(stream: BinaryIO, size: int) -> bool:
     """Walk the outermost boxes of an ISO base media file (AVIF, HEIC, JPEG 2000)."""
     at = 0
     while at + 8 <= size:

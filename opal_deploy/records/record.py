@@ -31,6 +31,13 @@ class Digests(NamedTuple):
     model_sha256: str | None
 
 
+class FramePlace(NamedTuple):
+    """The place of a frame in its video: the number of frames before it, and seconds after the first, where known."""
+
+    frame: int
+    time: float | None
+
+
 class Answer(TypedDict):
     """A class and how well the image matches it.
 
@@ -79,7 +86,10 @@ class Record(TypedDict):
         image: the image's name, which other images of a run may have too: members of an archive need not differ in it.
         image_index: the image's position among all that the inputs of its run name, from 0, the same in every shard: no
             other record has it. Only in records of `infer`.
-        file_sha256: digest of the image file's bytes; None without a file, or where it cannot be read or is too large.
+        frame: of a frame of a video, the number of frames before it.
+        time: of a frame of a video, its seconds after the first frame; None where the video has no time stamps.
+        file_sha256: digest of the bytes of the image's file, or of the video that it is a frame of; None without
+            a file, or where it cannot be read or is too large.
         model_sha256: digest of the model's file; None for a session without a file.
         width, height: pixels of the whole image as a viewer shows it.
         margin: cosine of the prediction minus that of the runner-up; None without anchors.
@@ -94,6 +104,8 @@ class Record(TypedDict):
     image: str | None
     image_index: NotRequired[int]
     status: Status
+    frame: NotRequired[int]
+    time: NotRequired[float | None]
     file_sha256: NotRequired[str | None]
     model_sha256: NotRequired[str | None]
     width: NotRequired[int]
@@ -118,6 +130,7 @@ class ImageInfo(NamedTuple):
         digests: of the image's file and the model's; None: the record has neither key.
         truth: the image's label; None: the record has no such key.
         image_index: the image's position among the inputs of a run; None: the record has none.
+        frame: the image's place in its video; None: it is no frame of one.
     """
 
     name: str | None
@@ -125,6 +138,7 @@ class ImageInfo(NamedTuple):
     digests: Digests | None = None
     truth: str | None = None
     image_index: int | None = None
+    frame: FramePlace | None = None
 
 
 def build_records(
@@ -161,7 +175,9 @@ def build_records(
         first, second = answers[0]["cosine"], answers[1]["cosine"] if len(answers) > 1 else None
         margin = None if first is None or second is None else first - second
         abstained = min_margin is not None and margin is not None and margin < min_margin
-        record = _start_record(image.name, image.image_index, "abstained" if abstained else "ok", image.digests)
+        record = _start_record(
+            image.name, image.image_index, "abstained" if abstained else "ok", image.digests, image.frame
+        )
         record["width"], record["height"] = image.geometry.width, image.geometry.height
         record["prediction"] = answers[0]
         record["margin"] = margin
@@ -248,19 +264,24 @@ def error_record(
     digests: Digests | None = None,
     truth: str | None = None,
     index: int | None = None,
+    frame: FramePlace | None = None,
 ) -> Record:
-    """Return the record of an image that could not be classified; `digests`, `truth`, `index` as in `ImageInfo`."""
-    record = _start_record(image, index, "error", digests)
+    """Return the record of an image that could not be classified; the optional arguments are those of `ImageInfo`."""
+    record = _start_record(image, index, "error", digests, frame)
     record["error"] = {"code": code, "message": message}
     if truth is not None:
         record["truth"] = truth
     return record
 
 
-def _start_record(image: str | None, index: int | None, status: Status, digests: Digests | None) -> Record:
+def _start_record(
+    image: str | None, index: int | None, status: Status, digests: Digests | None, frame: FramePlace | None
+) -> Record:
     record: Record = {"schema": RECORD_SCHEMA, "image": image, "status": status}
     if index is not None:
         record["image_index"] = index
+    if frame is not None:
+        record["frame"], record["time"] = frame
     if digests is not None:
         record["file_sha256"], record["model_sha256"] = digests.file_sha256, digests.model_sha256
     return record

@@ -45,6 +45,8 @@ COLUMNS = {
     "model_sha256": "string",
     "image_index": "int64",
     "calibrated_probability": "float64",
+    "frame": "int64",
+    "time": "float64",
 }
 LISTS: dict[str, dict[str, str]] = {
     "top": {
@@ -129,6 +131,8 @@ def record_to_row(record: Record) -> dict[str, Any]:
         "model_sha256": record.get("model_sha256"),
         "image_index": record.get("image_index"),
         "calibrated_probability": answer.get("calibrated_probability"),
+        "frame": record.get("frame"),
+        "time": record.get("time"),
         "top": record.get("top"),
         "evidence": None if evidence is None else [_flatten_slot(slot) for slot in evidence],
     }

@@ -29,7 +29,7 @@ def infer(
         list[str],
         typer.Argument(
             help="Folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://, "
-            "https://); - or @FILE for a list."
+            "https://); - or @FILE for a list; with --every videos too."
         ),
     ],
     model: Annotated[
@@ -150,6 +150,13 @@ def infer(
     ray_cpus: Annotated[
         int | None, typer.Option(min=1, help="CPU actors of so many cores; default: one actor a GPU.")
     ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            help="Take frames of videos: 10 is every tenth, 0.5s one each half second by their time stamps.",
+            show_default=False,
+        ),
+    ] = None,
     shard: Annotated[str | None, typer.Option(help="i/n: explain every n-th image, beginning with the i-th.")] = None,
     report_limit: Annotated[int, typer.Option(min=0, help="Images shown in report.html.")] = 10_000,
     report_images: Annotated[
@@ -176,14 +183,22 @@ def infer(
     from opal_deploy.inference.run.interrupt import handle_signals
     from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.sources.video import VideoOptions
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import parse_decoding
+    from opal_deploy.preprocess.video import Sampling
     from opal_deploy.records.tables import check_formats
     from opal_deploy.storage.urls import redact
 
     with handle_signals(print_message) as interrupt, ExitStack() as stack:
         # everything that the call may have wrong is checked before the model is loaded
-        inputs = setup.Inputs.read(images, shard=shard, recursive=recursive, boxes=boxes, labels=labels)
+        video = VideoOptions(
+            Sampling.parse(every) if every else None, max_pixels=max_pixels, isolate=isolate,
+            timeout=decode_timeout or None,
+        )  # fmt: skip
+        if ray is not None and video.sampling is not None:
+            raise UsageError("--every with --ray: videos are decoded on one machine; leave out --ray")
+        inputs = setup.Inputs.read(images, shard=shard, recursive=recursive, boxes=boxes, labels=labels, video=video)
         decoding = parse_decoding(decode)
         tables = check_formats(formats or [])
         embedding = setup.parse_report_images(report_images)
@@ -252,6 +267,7 @@ def infer(
             **drawing.config,
             # its arithmetic is another, and on a GPU half precision
             **({"runtime": runtime.value} if runtime is Runtime.compiled else {}),
+            **({"every": str(video.sampling)} if video.sampling is not None else {}),
         }
         skipped = Skipped()
         # a call without a single image fails here, before anything is written

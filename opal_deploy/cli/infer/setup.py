@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opal_deploy.inference.sources.annotations import Boxes, Labels
     from opal_deploy.inference.sources.counting import ImageCounter
     from opal_deploy.inference.sources.items import Skipped
+    from opal_deploy.inference.sources.video import VideoOptions
     from opal_deploy.inference.types import Request
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.report import ImageMode
@@ -39,6 +40,7 @@ class Inputs:
         recursive: look into the subfolders of folders.
         boxes: crops by image; None: no image is cropped.
         labels: labels by image; None: none is known.
+        video: how videos are read, and which of their frames.
     """
 
     images: list[str]
@@ -46,10 +48,17 @@ class Inputs:
     recursive: bool
     boxes: Boxes | None
     labels: Labels | None
+    video: VideoOptions
 
     @staticmethod
     def read(
-        images: list[str], *, shard: str | None, recursive: bool, boxes: Path | None, labels: str | None
+        images: list[str],
+        *,
+        shard: str | None,
+        recursive: bool,
+        boxes: Path | None,
+        labels: str | None,
+        video: VideoOptions,
     ) -> Inputs:
         """Check the inputs and read the files of boxes and labels.
 
@@ -58,8 +67,11 @@ class Inputs:
         """
         from opal_deploy.inference.sources import discovery
         from opal_deploy.inference.sources.annotations import read_boxes, read_labels
+        from opal_deploy.inference.sources.video import require_pyav
 
-        discovery.check_inputs(images)
+        discovery.check_inputs(images, video.sampling)
+        if video.sampling is not None:
+            require_pyav()
         crops = read_boxes(boxes) if boxes else None
         if crops is not None and crops.several:
             print_message(
@@ -71,6 +83,7 @@ class Inputs:
             recursive,
             crops,
             read_labels(labels) if labels else None,
+            video,
         )
 
     def build_requests(self, skipped: Skipped) -> Iterator[Request]:
@@ -82,7 +95,7 @@ class Inputs:
         from opal_deploy.inference.sources import discovery
         from opal_deploy.inference.types import build_requests
 
-        items = discovery.discover(self.images, skipped, sys.stdin, recursive=self.recursive)
+        items = discovery.discover(self.images, skipped, sys.stdin, recursive=self.recursive, video=self.video)
         items = itertools.chain([next(items)], items)
         return build_requests(discovery.shard(items, *self.shard), self.boxes, self.labels)
 
@@ -90,7 +103,8 @@ class Inputs:
         """Return what counts the images of `build_requests` while they are worked on."""
         from opal_deploy.inference.sources.counting import ImageCounter
 
-        return ImageCounter(self.images, self.shard, recursive=self.recursive)
+        videos = self.video.sampling is not None
+        return ImageCounter(self.images, self.shard, recursive=self.recursive, videos=videos)
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -6,4 +6,5 @@
     slots     where the pixels go: batches in memory that the processes share
     budget    how many pixels are decoded at a time
     task      what a worker process does
+    frames    frames of videos, which come one after the other from a process of their own
 """

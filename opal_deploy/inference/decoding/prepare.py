@@ -71,8 +71,9 @@ def prepare(
         out: uint8 [H0, W0, 3] that gets the pixels, which `Prepared` then does not hold; None: it holds them.
     """
     open_timed = timed_open(timer)
-    source, digest, unreadable = request.source, None, None
-    if not isinstance(source, Image.Image | np.ndarray):
+    source, unreadable = request.source, None
+    digest = None if request.frame is None else request.frame.file_sha256
+    if request.frame is None and not isinstance(source, Image.Image | np.ndarray):
         try:
             with timer.stage("read"):
                 source, digest = read_small_file(source, open_timed)

@@ -44,7 +44,8 @@ Response: TypeAlias = tuple[dict[str, Any], list[bytes]]
 class Task(Protocol):
     """The work of a worker process; it is pickled once for each process.
 
-    One with a method `prepare_group` is given each group of requests by it, and answers what that returns.
+    One with a method `prepare_group` is given each group of requests by it, and answers what that returns. While an
+    attribute `in_use` of one is true, its process is not replaced for having grown.
     """
 
     def __call__(self, request: Any, timer: StageTimer, claim: Callable[[int], None]) -> Response:
@@ -136,7 +137,7 @@ def _build_response(
     response = {
         "responses": headers,
         "times": [(row.stage, row.wall, row.cpu, row.calls) for row in timer.read().stages],
-        "retire": _resident_bytes() - memory_at_start > _MAX_GROWTH_BYTES,
+        "retire": not getattr(config.task, "in_use", False) and _resident_bytes() - memory_at_start > _MAX_GROWTH_BYTES,
     }
     encoded = json.dumps(response).encode()
     return [LENGTH.pack(len(encoded)) + encoded, *all_parts]

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.inference.sources.items import Item
+from opal_deploy.inference.sources.items import FRAME_NAME, Item
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.storage.urls import is_url, redact
 
@@ -43,7 +43,7 @@ class PathLookup(Generic[T]):
 
     An entry may begin further up than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
     whole path. Names that differ in a folder never match, `x/1.jpg` is not `y/1.jpg`: a wrong value would be a wrong
-    answer without a word.
+    answer without a word. A frame of a video without an entry of its own has that of the video.
     """
 
     def __init__(self, by_name: Mapping[str, T]) -> None:
@@ -62,7 +62,9 @@ class PathLookup(Generic[T]):
             suffix = "/".join(parts[start:])
             if suffix in self._by_name:
                 return [suffix]
-        return [name for name in self._names_by_file_name.get(parts[-1], []) if name.endswith("/" + path)]
+        names = [name for name in self._names_by_file_name.get(parts[-1], []) if name.endswith("/" + path)]
+        frame = None if names else FRAME_NAME.fullmatch(path)
+        return names if frame is None else self.matches(frame[1])
 
     def __getitem__(self, name: str) -> T:
         return self._by_name[name]

@@ -1,7 +1,7 @@
 """Count the images of a call in a thread while they are worked on, so that the time left can be told.
 
 Names of files are listed a second time, which takes some 10 µs an image. What would have to be read, asked for over a
-network or waited for is not counted: standard input, URLs that are not of one image, compressed and plain tars.
+network or waited for is not counted: standard input, URLs that are not of one image, compressed and plain tars, videos.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 from opal_deploy.errors import OpalError
 from opal_deploy.inference.sources.archives import archive_items, is_archive_name
 from opal_deploy.inference.sources.discovery import LIST_MARK, STDIN, expand_glob, file_lines, folder_items, glob_items
-from opal_deploy.inference.sources.items import Skipped, is_image_name
+from opal_deploy.inference.sources.items import Item, Skipped, is_image_name, is_video_name
 from opal_deploy.storage.listing import has_magic
 from opal_deploy.storage.urls import is_url
 
@@ -37,16 +37,20 @@ class ImageCounter:
         total: number of images; None until it is known, for ever where counting would not be cheap.
     """
 
-    def __init__(self, inputs: Sequence[str], shard: tuple[int, int] = (1, 1), *, recursive: bool = True) -> None:
+    def __init__(
+        self, inputs: Sequence[str], shard: tuple[int, int] = (1, 1), *, recursive: bool = True, videos: bool = False
+    ) -> None:
         """Start nothing yet.
 
         Args:
             inputs: of `discover`.
             shard: (i, n): every n-th image is counted, beginning with the i-th, from 1.
             recursive: whether to look into subfolders.
+            videos: whether frames of videos are taken.
         """
         self.total: int | None = None
         self._inputs, self._shard, self._recursive = inputs, shard, recursive
+        self._videos = videos
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="count images", daemon=True)
 
@@ -65,7 +69,9 @@ class ImageCounter:
     def _run(self) -> None:
         number = 0
         try:
-            for number, _ in enumerate(chain.from_iterable(map(self._find, self._inputs)), 1):
+            for number, found in enumerate(chain.from_iterable(map(self._find, self._inputs)), 1):
+                if self._videos and is_video_name(found.path.name if isinstance(found, Item) else found):
+                    return
                 if number % _CHUNK == 0 and self._stopped.wait(_PAUSE):
                     return
         except (_NotCountable, OpalError, OSError):
@@ -73,8 +79,8 @@ class ImageCounter:
         index, count = self._shard
         self.total = len(range(index - 1, number, count))
 
-    def _find(self, text: str) -> Iterable[object]:
-        """Yield one object for each image of an input, decided as `discover` does.
+    def _find(self, text: str) -> Iterable[Item | str]:
+        """Yield the item or the name of each image of an input, decided as `discover` does.
 
         Raises:
             _NotCountable: that would not be cheap.
@@ -82,17 +88,17 @@ class ImageCounter:
         if text == STDIN or is_url(text.removeprefix(LIST_MARK)):
             return _one(text)
         if os.path.isdir(text):
-            return folder_items(Path(text), Skipped(), recursive=self._recursive)
+            return folder_items(Path(text), Skipped(), recursive=self._recursive, videos=self._videos)
         if os.path.lexists(text):
             return _one(text)
         if text.startswith(LIST_MARK) and os.path.lexists(text.removeprefix(LIST_MARK)):
             return chain.from_iterable(map(_one, file_lines(Path(text.removeprefix(LIST_MARK)))))
         if glob.has_magic(text) and not any(map(is_archive_name, expand_glob(text))):
-            return glob_items(text, Skipped(), recursive=self._recursive)
+            return glob_items(text, Skipped(), recursive=self._recursive, videos=self._videos)
         return _one(text)
 
 
-def _one(name: str) -> Iterable[object]:
+def _one(name: str) -> Iterable[Item | str]:
     """Return the images of a file, a URL or a line of a list: itself, or the members of a zip.
 
     Raises:

@@ -28,8 +28,17 @@ from opal_deploy.inference.sources.items import (
     Skipped,
     container_error,
     is_image_name,
+    is_video_name,
     no_images_error,
 )
+from opal_deploy.inference.sources.video import (
+    NO_VIDEOS,
+    VideoOptions,
+    check_video_input,
+    expand_videos,
+    parse_frame_name,
+)
+from opal_deploy.preprocess.video import Sampling
 from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import is_url
 
@@ -37,7 +46,12 @@ STDIN, LIST_MARK = "-", "@"
 
 
 def discover(
-    inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None, *, recursive: bool = True
+    inputs: Iterable[str],
+    skipped: Skipped,
+    stdin: TextIO | None = None,
+    *,
+    recursive: bool = True,
+    video: VideoOptions = NO_VIDEOS,
 ) -> Iterator[Item]:
     """Yield the images that `inputs` name, in their order and numbered.
 
@@ -48,6 +62,8 @@ def discover(
         skipped: counts the other files in folders and archives.
         stdin: the stream that `-` reads.
         recursive: whether to look into subfolders.
+        video: the frames of videos to take, and how; videos in folders and globs are passed over unless frames are
+            chosen.
 
     Raises:
         UsageError: not one image was found. Inputs without an image beside others that have some are items with a
@@ -56,7 +72,8 @@ def discover(
     # problems before the first image
     problems: list[Item] = []
     found = False
-    for index, unnumbered in enumerate(_input_items(inputs, skipped, stdin, recursive)):
+    found_items = _input_items(inputs, skipped, stdin, recursive, videos=video.sampling is not None)
+    for index, unnumbered in enumerate(expand_videos(found_items, video)):
         item = replace(unnumbered, index=index)
         if not found and item.problem is not None and item.problem.code in CONTAINER_CODES:
             problems.append(item)
@@ -69,11 +86,16 @@ def discover(
         raise UsageError(f"{problems[0].path}: {problems[0].problem}" if problems else "not one image was given")
 
 
-def check_inputs(inputs: Iterable[str]) -> None:
+def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> None:
     """Refuse a call with a misspelt input before anything is loaded or written.
 
+    Args:
+        inputs: of the call.
+        sampling: the frames of videos to take; None: only those that are named.
+
     Raises:
-        UsageError: no input, or one that is neither `-`, nor there, nor a glob.
+        UsageError: no input, or one that is neither `-`, nor there, nor a glob; a video whose frames are not chosen.
+        MissingExtra: what reads it is not installed.
     """
     texts = list(inputs)
     if not texts:
@@ -81,10 +103,13 @@ def check_inputs(inputs: Iterable[str]) -> None:
             "no images given; expected folders, files, globs, or - for a list on standard input, @FILE for a list in it"
         )
     for text in texts:
+        check_video_input(text, sampling)
         if is_url(text.removeprefix(LIST_MARK)):
             buckets.check_input(text, LIST_MARK)
             continue
         if text == STDIN or os.path.lexists(text) or glob.has_magic(text):
+            continue
+        if (frame := parse_frame_name(text)) is not None and os.path.lexists(frame.video):
             continue
         if not text.startswith(LIST_MARK):
             raise UsageError(f"{text}: no such file or folder")
@@ -97,7 +122,9 @@ def shard(items: Iterable[Item], index: int, count: int) -> Iterator[Item]:
     return (item for position, item in enumerate(items) if position % count == index - 1)
 
 
-def _input_items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool) -> Iterator[Item]:
+def _input_items(
+    inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, recursive: bool, *, videos: bool
+) -> Iterator[Item]:
     for text in inputs:
         # os.path: unlike pathlib's it is False, not an error, where the answer is refused
         if text == STDIN:
@@ -108,14 +135,14 @@ def _input_items(inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, 
             remote = RemoteFile.parse(text.removeprefix(LIST_MARK))
             yield from _list_items(remote_lines(remote), remote, "the list", skipped)
         elif os.path.isdir(text):
-            yield from folder_items(Path(text), skipped, recursive=recursive)
+            yield from folder_items(Path(text), skipped, recursive=recursive, videos=videos)
         elif os.path.lexists(text):
             yield from _file_items(Path(text), skipped)
         elif text.startswith(LIST_MARK) and os.path.lexists(text.removeprefix(LIST_MARK)):
             path = Path(text.removeprefix(LIST_MARK))
             yield from _list_items(file_lines(path), path, "the list", skipped)
         elif glob.has_magic(text):
-            yield from glob_items(text, skipped, recursive=recursive)
+            yield from glob_items(text, skipped, recursive=recursive, videos=videos)
         else:
             # it was there when the call was checked; its record will say not_found
             yield Item(Path(text), Path(text).name)
@@ -145,8 +172,11 @@ def _list_items(lines: Iterator[str], origin: Location, called: str, skipped: Sk
         yield container_error(origin, "no_images", f"{called} named no image; expected one path a line")
 
 
-def glob_items(pattern: str, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
-    """Yield what a glob matches: images, members of archives, images of folders; if none, an item with a problem."""
+def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[Item]:
+    """Yield what a glob matches: images, members of archives, images of folders; if none, an item with a problem.
+
+    `videos` are passed over unless they are asked for.
+    """
     matches = sorted(expand_glob(pattern), key=os.fsencode)
     found = False
     for match in matches:
@@ -154,11 +184,11 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool) -> Iterator[I
         if os.path.isdir(match):
             if "**" not in pattern:
                 found = True
-                yield from folder_items(path, skipped, recursive=recursive)
+                yield from folder_items(path, skipped, recursive=recursive, videos=videos)
         elif is_archive_name(path.name):
             found = True
             yield from _file_items(path, skipped)
-        elif is_image_name(path.name):
+        elif _is_taken(path.name, videos):
             found = True
             yield Item(path, path.name)
         else:
@@ -195,11 +225,18 @@ def _folders_below(start: str) -> Iterator[str]:
                     stack.append((path, [*around, real_path]))
 
 
-def folder_items(folder: Path, skipped: Skipped, *, recursive: bool) -> Iterator[Item]:
-    """Yield a folder's images, with its subfolders' if `recursive`; if there are none, one item with a problem."""
+def _is_taken(name: str, videos: bool) -> bool:
+    return is_image_name(name) or (videos and is_video_name(name))
+
+
+def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[Item]:
+    """Yield a folder's images, with its subfolders' if `recursive`; if there are none, one item with a problem.
+
+    `videos` are passed over unless they are asked for.
+    """
     found = False
     others = Skipped()
-    for item in _walk(folder, others, recursive):
+    for item in _walk(folder, others, recursive, videos):
         found = True
         yield item
     skipped.merge(others)
@@ -207,9 +244,9 @@ def folder_items(folder: Path, skipped: Skipped, *, recursive: bool) -> Iterator
         yield no_images_error(folder, others, recursive=recursive)
 
 
-def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
+def _walk(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[Item]:
     # an explicit stack: folders may be nested deeper than Python recurses
-    stack = [_OpenFolder(os.path.realpath(folder), _scan_folder(folder, skipped, recursive))]
+    stack = [_OpenFolder(os.path.realpath(folder), _scan_folder(folder, skipped, recursive, videos))]
     while stack:
         entry = next(stack[-1].entries, None)
         if entry is None:
@@ -223,7 +260,7 @@ def _walk(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item]:
             if is_link and any(_contains(real_path, around.real_path) for around in stack):
                 skipped.add_folder_link(entry)
             else:
-                stack.append(_OpenFolder(real_path, _scan_folder(entry, skipped, recursive)))
+                stack.append(_OpenFolder(real_path, _scan_folder(entry, skipped, recursive, videos)))
 
 
 class _OpenFolder(NamedTuple):
@@ -237,7 +274,7 @@ def _contains(folder: str, path: str) -> bool:
     return os.path.commonpath([folder, path]) == folder
 
 
-def _scan_folder(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[Item | Path]:
+def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) -> Iterator[Item | Path]:
     """Yield one folder's images as items, its subfolders, linked ones too, as paths."""
     try:
         with os.scandir(folder) as entries:
@@ -255,7 +292,7 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool) -> Iterator[It
         elif entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(path)):
             if recursive:
                 yield path
-        elif is_image_name(entry.name):
+        elif _is_taken(entry.name, videos):
             yield Item(path, entry.name)
         elif recursive and entry.is_symlink() and not os.path.exists(path):
             # perhaps a folder of images on a disk that is not there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -18,13 +19,39 @@ IMAGE_SUFFIXES = frozenset(
      ".jpg", ".jxl", ".mpo", ".pbm", ".pfm", ".pgm", ".png", ".pnm", ".ppm", ".svg", ".tga", ".tif", ".tiff", ".webp"]
 )  # fmt: skip
 
+VIDEO_SUFFIXES = frozenset(
+    [".3g2", ".3gp", ".asf", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts", ".mxf",
+     ".ogv", ".ts", ".webm", ".wmv"]
+)  # fmt: skip
+
+# a frame of a video is named by the number of frames before it
+FRAME_NAME = re.compile(r"(?s)(.+)#frame=(\d{1,12})")
+
 # where an image lies: a path, or a URL
 Location: TypeAlias = Path | RemoteFile
 
 # problems of a folder, list or archive rather than of an image: `discover` refuses a call with nothing else
 CONTAINER_CODES = frozenset(
-    ["no_images", "unreadable", "storage_unavailable", "corrupt_archive", "unsupported_archive"]
-)
+    ["no_images", "unreadable", "storage_unavailable", "corrupt_archive", "unsupported_archive", "not_a_video",
+     "no_frames", "unsupported_video", "truncated_video"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FrameInfo:
+    """The place of an image in the video that it is a frame of.
+
+    Attributes:
+        video: the video's path.
+        index: number of frames before it.
+        seconds: time after the first frame; None where the video has no time stamps.
+        file_sha256: hex digest of the video's file.
+    """
+
+    video: Path
+    index: int
+    seconds: float | None
+    file_sha256: str
 
 
 @dataclass(frozen=True)
@@ -36,8 +63,9 @@ class Item:
             slash, and the member's name, `shards/a.tar/dir/x.jpg`: a label for people and for boxes, never opened.
         relative: the path from the folder or archive that was searched; the file's name for one named directly.
         problem: why there is nothing to explain (a folder without images, or that cannot be listed); else None.
-        content: where a member's bytes are; None for a file of its own.
+        content: where a member's bytes are, or a frame's pixels; None for a file of its own.
         index: position among all that the inputs name, from 0; None where it did not come from `discover`.
+        frame: its place in a video; None where it is no frame of one.
     """
 
     path: Location
@@ -45,6 +73,7 @@ class Item:
     problem: ImageError | None = None
     content: Source | None = None
     index: int | None = None
+    frame: FrameInfo | None = None
 
     @property
     def name(self) -> str:
@@ -98,6 +127,11 @@ def is_image_name(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
+def is_video_name(name: str) -> bool:
+    """Return whether a file of this name is taken for a video."""
+    return os.path.splitext(name)[1].lower() in VIDEO_SUFFIXES
+
+
 def container_error(path: Location, code: str, message: str) -> Item:
     """Return an item that stands for a whole folder, list or archive and says what is wrong with it."""
     return Item(path, path.name, ImageError(code, message))
@@ -107,4 +141,5 @@ def no_images_error(path: Location, others: Skipped, *, recursive: bool) -> Item
     """Return the item of a folder (`recursive`: and its subfolders) or archive without images."""
     more = f" ({others.count} other files, such as {', '.join(others.examples)})" if others.count else ""
     where = "in it or below" if recursive else "in it"
-    return container_error(path, "no_images", f"no images {where}{more}; expected files such as .jpg or .png")
+    videos = "; frames of videos are taken with --every 1s" if any(map(is_video_name, others.examples)) else ""
+    return container_error(path, "no_images", f"no images {where}{more}; expected files such as .jpg or .png{videos}")

@@ -1,0 +1,88 @@
+"""`infer --every`: a record for each chosen frame, which `verify` and `explain` find again by its name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.calls import Opal, one_line, read_results
+from tests.videos import cut, noise, write_sound, write_video
+
+
+@pytest.fixture
+def call(tmp_path: Path, exact_model: Path, opal: Opal) -> Opal:
+    """`opal-deploy` in a folder with the videos `in/a.mp4` and `in/b/cut.mp4` and the image `in/c.png`."""
+    write_video(tmp_path / "in/a.mp4")
+    cut(write_video(tmp_path / "in/b/cut.mp4", draw=noise))
+
+    def run(command: str, *arguments: str, model: bool = True) -> object:
+        given = ["--model", str(exact_model)] if model else []
+        return opal(command, *arguments, *given, cwd=tmp_path)
+
+    return run
+
+
+def test_each_chosen_frame_has_a_record_that_can_be_verified(
+    tmp_path: Path, call: Opal, make_pictures: Callable
+) -> None:
+    shutil.move(make_pictures(tmp_path / "pictures", 1)[0], tmp_path / "in/c.jpg")
+    (tmp_path / "labels.csv").write_text("image,label\na.mp4,ash\nb/cut.mp4#frame=000010,birch\n")
+    options = ["--every", "1s", "--explain", "--labels", "labels.csv", "--format", "csv", "--out", "out"]
+    done = call("infer", "in", *options)
+    assert done.returncode == 3, done.stderr
+    records = read_results(tmp_path / "out")
+    names = [f"in/a.mp4#frame={n:06d}" for n in (0, 10, 20)] + [f"in/b/cut.mp4#frame={n:06d}" for n in (0, 10)]
+    assert [record["image"] for record in records] == [*names, "in/b/cut.mp4", "in/c.jpg"]
+    assert [record.get("frame") for record in records] == [0, 10, 20, 0, 10, None, None]
+    assert [record.get("time") for record in records] == [0, 1, 2, 0, 1, None, None]
+    assert [record.get("truth") for record in records] == ["ash"] * 3 + [None, "birch", None, None]
+    assert records[5]["error"]["code"] == "truncated_video"
+    assert len({record["file_sha256"] for record in records}) == 3
+    assert (tmp_path / "out" / records[1]["overlay"]).name == "000001-a.mp4_frame_000010.jpg"
+    checked = call("verify", "out", "--all")
+    assert "7 of 7 are what the model computes" in checked.stderr, checked.stderr
+    # a frame is itself under its name, in another run too
+    assert call("infer", "in/a.mp4#frame=20", "--out", "one").returncode == 0
+    (one,) = read_results(tmp_path / "one")
+    assert one["prediction"]["label"] == records[2]["prediction"]["label"]
+    assert (one["frame"], one["time"], one["file_sha256"]) == (20, 2, records[2]["file_sha256"])
+    assert call("explain", "in/a.mp4#frame=000020").returncode == 0
+    assert (tmp_path / "a.frame-000020.evidence.png").stat().st_size
+
+
+def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path: Path, call: Opal) -> None:
+    options = ["in", "--every", "4", "--batch", "2", "--no-isolate"]
+    # the first error ends the run
+    write_sound(tmp_path / "in/a0.mp4")
+    assert call("infer", *options, "--out", "out", "--max-errors", "0").returncode == 5
+    before = len(read_results(tmp_path / "out"))
+    assert call("infer", *options, "--out", "out").returncode == 3
+    assert call("infer", *options, "--out", "again").returncode == 3
+    assert 0 < before < len(read_results(tmp_path / "out"))
+    assert read_results(tmp_path / "out") == read_results(tmp_path / "again")
+    other = call("infer", "in", "--every", "5", "--out", "out")
+    assert "every 4 there, 5 here" in one_line(other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["in/a.mp4"], "it is a video; choose its frames by `infer --every 1s`"),
+        (["in/b"], "frames of videos are taken with --every 1s"),
+        (["in", "--every", "half"], "expected frames, such as 10 (every tenth), or seconds, such as 0.5s"),
+        (["in", "--every", "1", "--ray", "local"], "--every with --ray"),
+        (["https://example.org/a.mp4", "--every", "1"], "videos are read from disks only; download it first"),
+        (["sound.mp4", "--every", "1"], "it has no video, perhaps only sound"),
+        (["in/c.mp4#frame=1"], "no such file or folder"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(
+    tmp_path: Path, call: Opal, arguments: list[str], reason: str
+) -> None:
+    write_sound(tmp_path / "sound.mp4")
+    done = call("infer", *arguments)
+    assert reason in one_line(done)
+    assert not (tmp_path / "explanations").exists()

@@ -1,0 +1,43 @@
+"""The process that decodes videos: killed, it is replaced and goes on; a video that kills it costs no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from opal_deploy.errors import ImageError
+from opal_deploy.inference.decoding.frames import FrameReader
+from opal_deploy.inference.isolation.pool import ProcessPool
+from opal_deploy.preprocess.video import ALL_FRAMES, Sampling
+from tests.videos import CrashingTask, number_of, write_video
+
+
+def test_a_killed_decoder_goes_on_at_the_same_frame(tmp_path: Path) -> None:
+    clip = write_video(tmp_path / "a.mp4")
+    before = set(psutil.Process().children())
+    with FrameReader(isolate=True) as reader:
+        first = reader.read(clip, Sampling(frames=7), 1)
+        for process in set(psutil.Process().children()) - before:
+            process.kill()
+            process.wait()
+        second = reader.read(clip, Sampling(frames=7), 8)
+        # earlier than the last one: decoded from the beginning again
+        third = reader.read(clip, ALL_FRAMES, 3)
+    for found, index in ((first, 7), (second, 14), (third, 3)):
+        assert found is not None
+        assert found.frame.pixels is not None
+        assert (found.frame.index, number_of(found.frame.pixels)) == (index, index)
+        assert found.file_sha256 == first.file_sha256  # type: ignore[union-attr]
+
+
+def test_a_video_that_crashes_its_decoder_costs_no_other(tmp_path: Path) -> None:
+    crash, good = write_video(tmp_path / "crash.mp4"), write_video(tmp_path / "good.mp4")
+    with FrameReader(isolate=True) as reader:
+        reader._pool = ProcessPool(1, CrashingTask(10**6), 30)
+        assert reader.read(crash, ALL_FRAMES, 0) is not None
+        with pytest.raises(ImageError, match="its decoder was ended by SIGSEGV, each of 2 times") as crashed:
+            reader.read(crash, ALL_FRAMES, 10)
+        assert crashed.value.code == "decoder_crashed"
+        assert reader.read(good, ALL_FRAMES, 10) is not None
