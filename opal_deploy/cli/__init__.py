@@ -71,8 +71,8 @@ class ErrorHandlingGroup(TyperGroup):
         debug = "--debug" in given
         # by default typer would print its own box of five lines and exit; `python -m` would change the name
         extra |= {"standalone_mode": False}
+        arguments = [argument for argument in given if argument != "--debug"]
         try:
-            arguments = [argument for argument in given if argument != "--debug"]
             code = super().main(arguments, prog_name or "opal-deploy", *rest, **extra)
             # typer turns KeyboardInterrupt into this exit code
             if code == ExitCode.INTERRUPTED:
@@ -81,7 +81,7 @@ class ErrorHandlingGroup(TyperGroup):
         except _CallError as error:
             # a group without a command: its help is printed already
             if type(error).__name__ != "NoArgsIsHelpError":
-                print_message(f"opal-deploy: {one_line(_describe(error))}")
+                print_message(f"opal-deploy: {one_line(_describe(error, self._command_path(arguments)))}")
             raise SystemExit(ExitCode.USAGE) from None
         except OpalError as error:
             if debug:
@@ -96,6 +96,15 @@ class ErrorHandlingGroup(TyperGroup):
                 "please report it with the output of the same command with --debug"
             )
             raise SystemExit(ExitCode.BUG) from None
+
+    def _command_path(self, arguments: Sequence[str]) -> str:
+        """Return the command that a call names, such as `opal-deploy bench latency`, as far as it is one."""
+        commands, path = self.commands, "opal-deploy"
+        for name in arguments:
+            if name not in commands:
+                break
+            path, commands = f"{path} {name}", getattr(commands[name], "commands", {})
+        return path
 
 
 app = typer.Typer(
@@ -142,10 +151,14 @@ def main() -> None:
     app()
 
 
-def _describe(error: Any) -> str:
+def _describe(error: Any, command: str) -> str:
     """Return an error of typer's, such as an option that does not exist, as one line that names the command's help."""
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
-    command = error.ctx.command_path if error.ctx is not None else "opal-deploy"
+    # pydantic's, which typer converts values with: its text does not have the value
+    for details in error.__cause__.errors()[:1] if hasattr(error.__cause__, "errors") else ():
+        value, message = repr(details["input"]), str(details["msg"])
+        if value not in text:
+            text = text.replace(message, f"{value}: {message[:1].lower()}{message.partition(', unable')[0][1:]}")
     return f"{text[:1].lower()}{text[1:]}{' See' if text.endswith('?') else '; see'} {command} --help"
 
 
