@@ -54,13 +54,10 @@ class TypicalOrder:
             return ""
         if len(groups) == 1:
             (middle,) = middles.values()
-            return f"Typical answers first: those whose margin is nearest to the median, {middle}."
+            return f"Typical answers first, those whose margin is nearest to the median, {middle}."
         kinds = [f"{len(groups[kind]):,} {_NAMES[kind]} (median margin {middle})" for kind, middle in middles.items()]
         listed = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
-        return (
-            f"Typical answers first: {listed}, mixed in this proportion, each kind beginning with the margins nearest "
-            "to its median."
-        )
+        return f"Typical answers first: {listed}, mixed in this proportion; of each, the nearest to its median first."
 
     def _groups(self) -> dict[int, list[int]]:
         groups: dict[int, list[int]] = {_RIGHT: [], _WRONG: [], _UNLABELLED: []}

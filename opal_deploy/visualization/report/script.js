@@ -364,7 +364,6 @@
       });
       cell.replaceChildren(button);
     }
-    $("filters").open = matchMedia("(min-width: 46rem)").matches;
   }
 
   fillForm();

@@ -142,6 +142,7 @@ def test_the_least_certain_come_first_after_one_click_or_one_key(open_page, repo
 
 def test_each_filter_leaves_what_matches_it(open_page, report):
     page = open_page(report)
+    page.get_by_text("Filters").click()
     for field, value, count in FILTERS:
         if field in ("search", "low", "high"):
             page.fill(f"#{field}", value)
@@ -298,8 +299,9 @@ def test_without_scripts_cards_and_tables_are_there(open_page, report):
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_nothing_is_wider_than_the_window(open_page, report, width):
+def test_answers_are_on_the_first_screen_and_nothing_is_wider_than_the_window(open_page, report, width):
     page = open_page(report, width=width)
+    assert page.locator("#cards article").first.bounding_box()["y"] < 800
     page.evaluate(OPEN_DETAILS)
     assert page.evaluate(FITS)
     page.evaluate("location.hash = '#i=3'")
