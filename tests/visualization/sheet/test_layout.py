@@ -15,7 +15,7 @@ from opal_deploy.visualization.atlas.exemplars import Exemplar, Exemplars
 from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.palette import slot_color
 from opal_deploy.visualization.sheet.content import build_sheet_content
-from opal_deploy.visualization.sheet.images import draw_attention_map, enlarge
+from opal_deploy.visualization.sheet.images import draw_attention_map, draw_class_boxes, enlarge
 from opal_deploy.visualization.sheet.layout import layout_sheet
 from opal_deploy.visualization.sheet.rendering import Bitmap, Rect, Text, encode_png, encode_svg, render_png
 from opal_deploy.visualization.slot_names import SlotNames
@@ -161,6 +161,20 @@ def test_bars_are_as_long_as_their_values_on_both_sides():
     pixels_per_unit = max(max(each) for each in widths.values()) / max(slot.value for slot in slots)
     for slot in slots:
         assert any(abs(width - pixels_per_unit * slot.value) <= 1.5 for width in widths[slot_color(slot.slot)])
+
+
+def test_boxes_of_both_classes_have_lines_on_one_scale():
+    size = (700, 490)
+    shown = content(4, size)
+    # the strongest slot of both classes and the weakest of the runner-up
+    ranked = ((shown.predicted, shown.predicted.slots[0]), (shown.runner_up, shown.runner_up.slots[-1]))
+    widths = []
+    for view, slot in ranked:
+        drawn = np.asarray(draw_class_boxes(Image.new("RGB", size), size, view, size, largest=shown.largest))
+        left, middle = round(slot.box[0]), round((slot.box[1] + slot.box[3]) / 2)
+        widths.append((drawn[middle, left : left + 30] == slot_color(slot.slot)).all(axis=-1).sum())
+    assert widths == [round(4 * (1 + 4 * slot.value / shown.largest) / 3) for _, slot in ranked]
+    assert widths[0] > widths[1]
 
 
 def test_sums_margin_and_slot_names_stand_on_the_sheet():
