@@ -96,8 +96,9 @@ def progress(title: str) -> Iterator[Advance]:
 
         def advance(done: int, total: int | None = None, note: str = "") -> None:
             nonlocal drawn
+            is_first_total = total is not None and bar.tasks[0].total is None
             bar.update(task, completed=done, total=total, note=one_line(note))
-            if (now := time.monotonic()) - drawn >= _BAR_SECONDS:
+            if (now := time.monotonic()) - drawn >= _BAR_SECONDS or is_first_total:
                 drawn = now
                 bar.refresh()
 

@@ -1,6 +1,8 @@
 """What a person sees while a command works."""
 
-from opal_deploy.cli.console import ProgressLines
+import io
+
+from opal_deploy.cli.console import ProgressLines, progress
 
 
 def lines(capsys, title, *calls):
@@ -22,6 +24,18 @@ def test_a_log_gets_a_line_each_half_minute_with_the_present_rate_and_the_time_l
         "images: 1,600 of 5,000 (32%), 10.0/s, 0:05:40 left; 1 failed",
         "images: 1,660 of 5,000 (33%), 2.0/s, 0:27:50 left",
     ]  # fmt: skip
+
+
+def test_a_total_is_shown_once_it_is_known(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("images") as advance:
+        advance(0, 543)
+        assert "0/543" in terminal.getvalue()
 
 
 def test_what_is_short_prints_nothing_and_what_follows_counts_anew(capsys):

@@ -335,7 +335,8 @@ def _run(
     # records are freed without the garbage collector, which would look through each batch of them several times
     gc.set_threshold(20_000)
     try:
-        with progress("images") as advance, counter:
+        # the number is shown before the first batch is done
+        with progress("images") as advance, counter.notify(lambda total: advance(summary.total, total)):
 
             def report_progress(done: Summary) -> None:
                 advance(done.total, counter.total, note=output.progress_note(done, backend))

@@ -10,7 +10,7 @@ import glob
 import os
 import threading
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -49,10 +49,16 @@ class ImageCounter:
             videos: whether frames of videos are taken.
         """
         self.total: int | None = None
+        self._on_total: Callable[[int], None] | None = None
         self._inputs, self._shard, self._recursive = inputs, shard, recursive
         self._videos = videos
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="count images", daemon=True)
+
+    def notify(self, on_total: Callable[[int], None]) -> Self:
+        """Return the counter, which in its block calls `on_total`, in its own thread, once the number is known."""
+        self._on_total = on_total
+        return self
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -78,6 +84,8 @@ class ImageCounter:
             return
         index, count = self._shard
         self.total = len(range(index - 1, number, count))
+        if self._on_total is not None and not self._stopped.is_set():
+            self._on_total(self.total)
 
     def _find(self, text: str) -> Iterable[Item | str]:
         """Yield the item or the name of each image of an input, decided as `discover` does.

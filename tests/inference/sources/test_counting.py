@@ -35,8 +35,10 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def count(*inputs: str, part: tuple[int, int] = (1, 1), recursive: bool = True) -> int | None:
-    with ImageCounter(inputs, part, recursive=recursive) as counter:
+    told: list[int | None] = []
+    with ImageCounter(inputs, part, recursive=recursive).notify(told.append) as counter:
         counter.join()
+    assert told == ([] if counter.total is None else [counter.total])
     return counter.total
 
 
