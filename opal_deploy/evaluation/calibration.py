@@ -22,6 +22,8 @@ from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probab
 MIN_IMAGES = 50
 # the temperatures among which the best is sought
 _LOWEST, _HIGHEST = 1e-4, 1e4
+# images at a time, so that the memory of many classes is bounded
+_ROWS = 4_096
 _RESAMPLES = 1_000
 _SEED = 0
 # values drawn at a time, so that the memory of resampling many images is bounded
@@ -40,13 +42,16 @@ def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | No
     """
     from scipy.optimize import brentq
 
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    of_labels = shifted[np.arange(len(labels)), labels].mean()
-
     def slope(log_inverse: float) -> float:
-        """Return the derivative with respect to 1 / T: the expected logit minus the label's."""
-        weights = np.exp(shifted * math.exp(log_inverse))
-        return float(((weights * shifted).sum(axis=1) / weights.sum(axis=1)).mean() - of_labels)
+        """Return the derivative with respect to 1 / T, times N: the expected logits minus the labels'."""
+        inverse, total = math.exp(log_inverse), 0.0
+        for first in range(0, len(labels), _ROWS):
+            block, block_labels = logits[first : first + _ROWS], labels[first : first + _ROWS]
+            shifted = block.astype(np.float64) - block.max(axis=1, keepdims=True)
+            weights = np.exp(shifted * inverse)
+            expected = np.einsum("nc,nc->n", weights, shifted) / weights.sum(axis=1)
+            total += float((expected - shifted[np.arange(len(block)), block_labels]).sum())
+        return total
 
     low, high = -math.log(_HIGHEST), -math.log(_LOWEST)
     if slope(low) >= 0 or slope(high) <= 0:
@@ -231,7 +236,8 @@ class _Probabilities:
     @staticmethod
     def compute(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> _Probabilities:
         best = logits.argmax(axis=1)[:, None]
-        predicted = compute_probabilities(logits, best, temperature)[:, 0]
+        blocks = (slice(first, first + _ROWS) for first in range(0, len(logits), _ROWS))
+        predicted = np.concatenate([compute_probabilities(logits[b], best[b], temperature)[:, 0] for b in blocks])
         # log(p of the label) = log(p of the best) minus the logits' difference: no small probability underflows
         gaps = (np.take_along_axis(logits, best, axis=1)[:, 0] - logits[np.arange(len(labels)), labels]).astype(float)
         return _Probabilities(predicted, float((gaps / temperature - np.log(predicted)).mean()))
@@ -259,10 +265,11 @@ def expected_calibration_error(
 def calibration_error_interval(
     probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """Return the confidence interval of `expected_calibration_error` by the basic bootstrap over images, at least 0.
+    """Return the confidence interval of `expected_calibration_error` by the basic bootstrap over images.
 
     The error of a sample is larger than the truth's by chance, and that of a resample larger again: the basic bootstrap
-    (2 * estimate - quantiles) takes that bias off, where percentiles would double it. The generator's seed is fixed.
+    (2 * estimate - quantiles) takes that bias off, where percentiles would double it. The interval is cut at 0 and
+    widened to hold the estimate. The generator's seed is fixed.
     """
     order = np.argsort(probabilities, kind="stable")
     sizes, hits = probabilities[order], correct[order].astype(np.float64)
@@ -277,7 +284,7 @@ def calibration_error_interval(
     estimate = expected_calibration_error(probabilities, correct, num_bins)
     tail = 50 * (1 - confidence)
     low, high = np.percentile(errors, (tail, 100 - tail))
-    return max(2 * estimate - float(high), 0.0), max(2 * estimate - float(low), 0.0)
+    return max(2 * estimate - float(high), 0.0), max(2 * estimate - float(low), estimate)
 
 
 def perfect_calibration_error(probabilities: DoubleArray, num_bins: int = NUM_BINS) -> float:
