@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 from opal_deploy.datasets.samples import DataSet, Sample, pluralize, shorten_list
-from opal_deploy.errors import UsageError, require
+from opal_deploy.errors import MissingExtra, UsageError, require
 
 # an image file and its class index
 LabeledPath = tuple[Path, int]
@@ -182,6 +182,7 @@ def read_all(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     """Call all readers and return their results by name.
 
     Raises:
+        MissingExtra: of the first reader that lacks a package.
         UsageError: one error with the messages of all readers that failed.
     """
     results: dict[str, T] = {}
@@ -189,6 +190,9 @@ def read_all(readers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     for name, read in readers.items():
         try:
             results[name] = read()
+        except MissingExtra:
+            # the others would name the same extra
+            raise
         except UsageError as error:
             messages[str(error)] = None
     if messages:
