@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Self, cast
@@ -113,7 +113,7 @@ class ReplayDecoders:
         """See `Decoders.pixels`."""
         return self._slots.pixels
 
-    def submit(self, requests: Sequence[Request]) -> Future[PreparedBatch]:
+    def submit(self, requests: Iterable[Request]) -> Future[PreparedBatch]:
         """Return a future that is done."""
         slot = self._slots.acquire()
         future: Future[PreparedBatch] = Future()

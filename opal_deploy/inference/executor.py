@@ -258,6 +258,10 @@ def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
         errors.append(error)
 
 
-def _batches(requests: Iterator[Request], size: int) -> Iterator[list[Request]]:
-    while batch := list(itertools.islice(requests, size)):
+def _batches(requests: Iterator[Request], size: int) -> Iterator[Iterator[Request]]:
+    """Yield iterators over batches, each to be read to its end before the next one is taken; none is empty."""
+    for first in requests:
+        batch = itertools.chain([first], itertools.islice(requests, size - 1))
+        # a frame of a video is large
+        del first
         yield batch

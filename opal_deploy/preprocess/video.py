@@ -178,7 +178,8 @@ class VideoReader:
         self.sha256 = digest.hexdigest()
         with _open(self._file) as container:
             stream = _find_stream(container, self._max_pixels)
-            decoder, clock, next_time = _Decoder(container, stream), _Clock(stream), Fraction()
+            decoder, clock, converter = _Decoder(container, stream), _Clock(stream), _Converter()
+            next_time = Fraction()
             for index, frame in enumerate(decoder.decode()):
                 if frame.color_trc in _HDR:
                     raise ImageError(
@@ -197,7 +198,7 @@ class VideoReader:
                     yield (
                         VideoFrame(index, shown, error=_CORRUPT)
                         if decoder.damaged
-                        else VideoFrame(index, shown, _convert(frame))
+                        else VideoFrame(index, shown, converter.convert(frame))
                     )
                 yield None
             decoder.check_end()
@@ -335,24 +336,42 @@ class _Decoder:
             raise ImageError("no_frames", "not one frame is in it")
 
 
-def _convert(frame: av.VideoFrame) -> NDArray[np.uint8]:
-    """Return the pixels as a player shows them: uint8 [H, W, 3] RGB."""
-    try:
-        pixels = frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
-    except Exception:  # a pixel format that swscale does not know
-        raise ImageError("unsupported_video", f"its pixels ({frame.format.name}) are not converted to RGB") from None
-    return np.ascontiguousarray(_turn(pixels, frame))
+class _Converter:
+    """Makes RGB images of frames, turned as a player shows them."""
+
+    def __init__(self) -> None:
+        self._rotation: int | None = None
+        self._matrix: list[int] = []
+
+    def convert(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
+        """Return the pixels: uint8 [H, W, 3] RGB.
+
+        Raises:
+            ImageError: unsupported_video: swscale does not know their format.
+        """
+        try:
+            pixels = frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+        except Exception:  # whatever swscale says
+            why = f"its pixels ({frame.format.name}) are not converted to RGB"
+            raise ImageError("unsupported_video", why) from None
+        if self._rotation != frame.rotation:
+            # not of each frame: a frame whose side data was read is freed by the garbage collector alone
+            self._rotation, self._matrix = frame.rotation, _read_display_matrix(frame)
+        return np.ascontiguousarray(_turn(pixels, self._matrix)) if self._matrix else pixels
 
 
-def _turn(pixels: NDArray[np.uint8], frame: av.VideoFrame) -> NDArray[np.uint8]:
-    """Apply the display matrix, which phones write, rounded to quarter turns and reflections.
+def _read_display_matrix(frame: av.VideoFrame) -> list[int]:
+    """Return the nine numbers of the display matrix, which phones write; none without one."""
+    data: Any = next((data for data in cast(Any, frame.side_data) if data.type.name == "DISPLAYMATRIX"), None)
+    return [] if data is None else np.frombuffer(data, np.int32).tolist()
+
+
+def _turn(pixels: NDArray[np.uint8], matrix: list[int]) -> NDArray[np.uint8]:
+    """Apply a display matrix, rounded to quarter turns and reflections.
 
     It maps (x, y), y downwards, to (a x + c y, b x + d y): `libavutil/display.h`.
     """
-    data: Any = next((data for data in cast(Any, frame.side_data) if data.type.name == "DISPLAYMATRIX"), None)
-    if data is None:
-        return pixels
-    a, b, _, c, d, *_ = np.frombuffer(data, np.int32).tolist()
+    a, b, _, c, d, *_ = matrix
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels, (a, d) = pixels.transpose(1, 0, 2), (c, b)
     return pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]

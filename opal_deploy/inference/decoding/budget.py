@@ -36,17 +36,18 @@ class PixelBudget:
 
         def claim(pixels: int) -> None:
             nonlocal held
-            self._release(held)
+            self.release(held)
             # or those who wait would wait for what this one no longer holds
             held = 0
-            held = self._acquire(pixels) if pixels > 0 else 0
+            held = self.acquire(pixels) if pixels > 0 else 0
 
         try:
             yield claim
         finally:
-            self._release(held)
+            self.release(held)
 
-    def _acquire(self, pixels: int) -> int:
+    def acquire(self, pixels: int) -> int:
+        """Take pixels once they are free, and return their number: all there are where that is less."""
         pixels, ticket = min(pixels, self._total), object()
         with self._changed:
             self._waiting.append(ticket)
@@ -56,7 +57,8 @@ class PixelBudget:
             self._changed.notify_all()
         return pixels
 
-    def _release(self, pixels: int) -> None:
+    def release(self, pixels: int) -> None:
+        """Give back what `acquire` returned; any thread may do it."""
         with self._changed:
             self._free += pixels
             self._changed.notify_all()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -51,8 +51,8 @@ class Decoders(AbstractContextManager["Decoders"], Protocol):
         """The slots: uint8 [slots, rows, H0, W0, 3]."""
         ...
 
-    def submit(self, requests: Sequence[Request]) -> Future[PreparedBatch]:
-        """Begin to prepare a batch, at most `rows` images."""
+    def submit(self, requests: Iterable[Request]) -> Future[PreparedBatch]:
+        """Begin to prepare a batch, at most `rows` images, while they come."""
         ...
 
 
@@ -88,6 +88,8 @@ class DecoderPool:
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
         self._budget = PixelBudget(PIXELS_PER_WORKER * options.workers)
+        # of frames that wait, decoded by another process
+        self._frames = PixelBudget(PIXELS_PER_WORKER * options.workers)
         self._processes: ProcessPool | None = None
         if (layout := self._slots.layout) is not None:
             # names stay here: no worker needs them
@@ -100,9 +102,9 @@ class DecoderPool:
         return self._slots.pixels
 
     def submit(
-        self, requests: Sequence[Request], abandoned: Callable[[], bool] = lambda: False
+        self, requests: Iterable[Request], abandoned: Callable[[], bool] = lambda: False
     ) -> Future[PreparedBatch]:
-        """Begin to prepare a batch, at most `rows` images.
+        """Begin to prepare a batch, at most `rows` images, while they come.
 
         The future raises nothing that an image can cause; it raises StoppedEarly where no process can be started, and
         CancelledError where `abandoned` said, before the work began, that nobody waits for it any more.
@@ -110,13 +112,33 @@ class DecoderPool:
         Raises:
             IndexError: no slot is free.
         """
-        batch = _Batch(requests, self._slots, abandoned)
-        for start in range(0, len(requests), self._group):
-            stop = min(start + self._group, len(requests))
-            work = self._threads.submit(self._prepare_group, batch, start, stop)
-            # dropped before it began: nothing else would ever end the future
-            work.add_done_callback(lambda done: batch.future.cancel() if done.cancelled() else None)
+        batch = _Batch(self._slots, abandoned)
+        start = 0
+        for request in requests:
+            stop = batch.add(request)
+            pixels = _count_frame_pixels(request)
+            if pixels or stop - start == self._group:
+                # a frame is in memory already: those behind it wait until there is room
+                self._submit_rows(batch, start, stop, self._frames.acquire(pixels) if pixels else 0)
+                start = stop
+            # or the last frame would stay while the next one is waited for
+            del request
+        self._submit_rows(batch, start, len(batch.requests), 0)
+        batch.close()
         return batch.future
+
+    def _submit_rows(self, batch: _Batch, start: int, stop: int, held: int) -> None:
+        if start == stop:
+            return
+        work = self._threads.submit(self._prepare_group, batch, start, stop)
+
+        def finish(done: Future[None]) -> None:
+            self._frames.release(held)
+            # dropped before it began: nothing else would ever end the future
+            if done.cancelled():
+                batch.future.cancel()
+
+        work.add_done_callback(finish)
 
     def close(self) -> None:
         """Drop what waits, finish what is in work, and end threads and processes."""
@@ -156,7 +178,12 @@ class DecoderPool:
     def _prepare_here(self, batch: _Batch, row: int) -> Prepared:
         request, out = batch.requests[row], batch.pixels[row]
         with self._budget.lease() as claim:
-            return prepare(request, self._input_size, self._options, self._timer, claim, out)
+            prepared = prepare(request, self._input_size, self._options, self._timer, claim, out)
+        if not _count_frame_pixels(request):
+            return prepared
+        # nobody needs its pixels any more, and those of a batch may be gigabytes
+        batch.requests[row] = replace(request, source=b"")
+        return replace(prepared, request=batch.requests[row])
 
     def _prepare_isolated(self, processes: ProcessPool, batch: _Batch, rows: list[int]) -> None:
         messages = []
@@ -202,16 +229,30 @@ def _read_prepared(request: Request, process: WorkerProcess, header: dict[str, A
 
 
 class _Batch:
-    """A batch whose groups are being prepared, by several threads."""
+    """A batch whose groups are being prepared, by several threads, while one adds images to it."""
 
-    def __init__(self, requests: Sequence[Request], slots: PixelSlots, abandoned: Callable[[], bool]) -> None:
-        self.requests, self.slot, self.abandoned = requests, slots.acquire(), abandoned
+    def __init__(self, slots: PixelSlots, abandoned: Callable[[], bool]) -> None:
+        self.requests: list[Request] = []
+        self.slot, self.abandoned = slots.acquire(), abandoned
         self._release = partial(slots.release, self.slot)
         self.pixels = slots.pixels[self.slot]
-        self.images: list[Prepared | None] = [None] * len(requests)
+        self.images: list[Prepared | None] = []
         self.future: Future[PreparedBatch] = Future()
-        self._remaining, self._lock = len(requests), threading.Lock()
+        # images that are not done, and one for whoever adds them
+        self._remaining, self._lock = 1, threading.Lock()
         self._error: BaseException | None = None
+
+    def add(self, request: Request) -> int:
+        """Add an image, and return how many there are."""
+        with self._lock:
+            self._remaining += 1
+        self.images.append(None)
+        self.requests.append(request)
+        return len(self.requests)
+
+    def close(self) -> None:
+        """Let the batch end with the images that it has."""
+        self._count_done(1)
 
     def finish_rows(self, rows: range, error: BaseException | None = None) -> None:
         """Count rows as done, or as failed with an error, which is the whole batch's."""
@@ -219,9 +260,12 @@ class _Batch:
             image = self.images[row]
             if image is None or image.error is not None:
                 self.pixels[row] = 0
+        self._count_done(len(rows), error)
+
+    def _count_done(self, count: int, error: BaseException | None = None) -> None:
         with self._lock:
             self._error = self._error or error
-            self._remaining -= len(rows)
+            self._remaining -= count
             if self._remaining:
                 return
         if self._error is not None:
@@ -238,6 +282,14 @@ class _Batch:
 def group_size(rows: int, workers: int) -> int:
     """Return how many images of a batch of `rows` go to a worker at a time."""
     return max(1, min(MAX_GROUP, rows // min(workers, _SHARED_BY)))
+
+
+def _count_frame_pixels(request: Request) -> int:
+    """Return the number of pixels of a frame of a video, which are in memory; 0 for every other image."""
+    if request.frame is None or not isinstance(request.source, np.ndarray):
+        return 0
+    height, width, *_ = request.source.shape
+    return int(height * width)
 
 
 def _has_decoder(request: Request) -> bool:

@@ -59,14 +59,14 @@ def test_pixels_are_granted_in_turn_and_a_huge_image_is_alone() -> None:
 def test_large_images_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool) -> None:
     monkeypatch.setattr(pool_module, "PIXELS_PER_WORKER", 3_000_000)
     free: list[int] = []
-    acquire = PixelBudget._acquire
+    acquire = PixelBudget.acquire
 
     def record(budget: PixelBudget, pixels: int) -> int:
         taken = acquire(budget, pixels)
         free.append(budget._free)
         return taken
 
-    monkeypatch.setattr(PixelBudget, "_acquire", record)
+    monkeypatch.setattr(PixelBudget, "acquire", record)
     # in a row of tiny images
     sizes = [(5000, 1000), (20, 10), (9000, 1000), (5000, 1000), (20, 10), (5000, 1000)]
     paths = [tmp_path / f"{number}.png" for number in range(len(sizes))]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from opal_deploy.errors import ImageError
+from opal_deploy.inference.decoding import pool as pool_module
 from opal_deploy.inference.decoding.frames import FrameReader
+from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.isolation.pool import ProcessPool
+from opal_deploy.inference.sources.items import FrameInfo
+from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.video import ALL_FRAMES, Sampling
 from tests.videos import CrashingTask, number_of, write_video
 
@@ -30,6 +38,29 @@ def test_a_killed_decoder_goes_on_at_the_same_frame(tmp_path: Path) -> None:
         assert found.frame.pixels is not None
         assert (found.frame.index, number_of(found.frame.pixels)) == (index, index)
         assert found.file_sha256 == first.file_sha256  # type: ignore[union-attr]
+
+
+def test_frames_are_dropped_once_they_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame_pixels = 300 * 400
+    monkeypatch.setattr(pool_module, "PIXELS_PER_WORKER", 2 * frame_pixels)
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal most
+        for index in range(40):
+            pixels = np.full((300, 400, 3), 5 * index, np.uint8)
+            alive.append(weakref.ref(pixels))
+            yield Request("a", pixels, frame=FrameInfo(Path("a.mp4"), index, 0.0, "0" * 64))
+            del pixels
+            most = max(most, sum(reference() is not None for reference in alive))
+
+    with DecoderPool(InferenceOptions(workers=1), (8, 8), slots=1, rows=40) as pool:
+        batch = pool.submit(requests()).result()
+    assert [int(pixels[0, 0, 0]) for pixels in batch.pixels] == [5 * index for index in range(40)]
+    assert {image.file_sha256 for image in batch.images} == {"0" * 64}
+    # two that wait or are prepared, and one that comes
+    assert most <= 3
 
 
 def test_a_video_that_crashes_its_decoder_costs_no_other(tmp_path: Path) -> None:
