@@ -16,8 +16,9 @@ from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, require
 
 MARKER = "demo.json"
-# evidence that hits less than twice as often as random cells is called weak
-_GOOD_RATIO = 2
+# evidence that hits less than twice as often as random cells is called weak, and so are answers under the accuracy that
+# a test holds the settings below to
+_GOOD_RATIO, _GOOD_ACCURACY = 2, 0.95
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
         UsageError: no image was classified correctly, so there is no evidence to speak of.
     """
     figures = json.loads(evaluation.read_text(encoding="utf-8"))
-    accuracy, pointing = figures["test_accuracy"], figures["pointing_game"]
+    accuracy, pointing = figures["test_accuracy"], figures.get("pointing_game")
     document = {"test_accuracy": accuracy, "pointing_game": pointing, "seconds": seconds}
     (out / MARKER).write_text(json.dumps(document, indent=2) + "\n")
     if pointing is None:
@@ -155,6 +156,12 @@ def _report(out: Path, evaluation: Path, seconds: float) -> None:
     ratio = deciding["mean"] / deciding["random"]
     print_message()
     print_message(f"Accuracy: {accuracy:.1%} of {figures['test_images']} test images.")
+    if accuracy < _GOOD_ACCURACY:
+        print_message(
+            f"That is low, {_GOOD_ACCURACY:.0%} is expected of {SETTINGS.epochs} epochs on {SETTINGS.train_per_class} "
+            "images a species: this model does not show what the method can do, in its evidence neither; train longer "
+            "(--epochs), on more images (--train-per-class), or from another --seed."
+        )
     print_message(
         f"Evidence: {deciding['mean']:.1%} of it lies on a part that tells the species apart, {ratio:.1f} times as "
         f"often as random cells of the creature do ({deciding['random']:.1%})."

@@ -47,6 +47,9 @@ def test_the_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, 
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
     assert "120 of 120 are what the model computes" in printed
     assert "was not checked" not in printed
+    # so short a training is no success, and is called none
+    assert figures["test_accuracy"] < 0.95
+    assert "That is low, 95% is expected of 18 epochs on 250 images a species" in printed
     # they were trained on as they are
     assert legends[0] == ["training", "validation", "best"]
     # what comes next is said with these very files: one of the commands, as printed
