@@ -150,8 +150,9 @@ def _read_input(path: Path, name: str) -> _OnnxInput:
 
 def _compute_key(onnx_input: _OnnxInput, library: Bindings, target: EngineTarget, request: EngineRequest) -> str:
     """Return a digest of everything that an engine and its sidecar depend on."""
-    metadata = replace(onnx_input.metadata, verification={}, exporter={}, file_sha256=BLANK_DIGEST).to_dict()
-    # recorded later, and unknown to earlier versions, whose engines stay reusable
+    kept = replace(onnx_input.metadata, verification={}, exporter={}, calibration={}, file_sha256=BLANK_DIGEST)
+    metadata = kept.to_dict()
+    # recorded later, like `calibration`, and unknown to earlier versions, whose engines stay reusable
     del metadata["evaluation"]
     gpu = None if target.gpu is None else [target.gpu.name, request.driver.version]
     document: dict[str, Any] = {

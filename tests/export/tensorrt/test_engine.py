@@ -149,9 +149,12 @@ class TestAnEngineThatIsThere:
         assert followed.metadata.verification["pictures"] == "12 photographs of images"
         # and with what was measured of its evidence since
         evaluation = {name: kind() for name, kind in REQUIRED.items()}
-        onnx_file.rewrite_metadata(again, replace(onnx_file.read_metadata(again), evaluation=evaluation))
+        calibration = {"method": "temperature", "images": 60, "temperature": 0.125, "ece": 0.02}
+        recorded = replace(onnx_file.read_metadata(again), evaluation=evaluation, calibration=calibration)
+        onnx_file.rewrite_metadata(again, recorded)
         (reused,) = build(again).engines
         assert (reused.reused, reused.sidecar.metadata.evaluation) == (True, evaluation)
+        assert reused.sidecar.metadata.temperature == 0.125
 
     @pytest.mark.parametrize(
         "change", ["options", "rebuild", "damaged", "no sidecar", "class names", "builder", "network"]
