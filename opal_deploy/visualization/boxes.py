@@ -120,7 +120,10 @@ def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], li
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
     """Draw dark, coloured and white frames inside each other: one of them shows on any background."""
-    border = (min(box[2] - box[0], box[3] - box[1]) + 1) // 3  # the middle third always stays the photograph's
+    side = min(box[2] - box[0], box[3] - box[1]) + 1
+    border = max(
+        side // 4, min(side // 3, 6)
+    )  # the middle half stays the photograph's, of a small box the middle third
     line = max(1, min(line, border - 2))
     casing = min(max(1, line // 2), max(0, (border - line) // 2))
     if casing:
