@@ -6,6 +6,7 @@ The reference is written with Pillow alone: open, apply the EXIF orientation, co
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -99,17 +100,27 @@ class _PixelDifference:
         )
 
 
-def compare_paths(files: list[Path], size: tuple[int, int]) -> list[DecodePathResult]:
+def compare_paths(
+    files: list[Path], size: tuple[int, int], progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[DecodePathResult]:
     """Compare each decode path with plain Pillow on every readable image, timed alternately.
 
     Args:
         files: images.
         size: (height, width) to resize to.
+        progress: called after each image with images done and in all, over all paths.
     """
-    return [_compare_path(name, decode, files, size) for name, decode in DECODE_PATHS.items()]
+    done, total = itertools.count(1), len(files) * len(DECODE_PATHS)
+
+    def report() -> None:
+        progress(next(done), total)
+
+    return [_compare_path(name, decode, files, size, report) for name, decode in DECODE_PATHS.items()]
 
 
-def _compare_path(name: str, decode: DecodePath, files: list[Path], size: tuple[int, int]) -> DecodePathResult:
+def _compare_path(
+    name: str, decode: DecodePath, files: list[Path], size: tuple[int, int], report: Callable[[], None]
+) -> DecodePathResult:
     path_time, pillow_time = _Stopwatch(), _Stopwatch()
     difference = _PixelDifference()
     # the first image imports the libraries
@@ -117,6 +128,7 @@ def _compare_path(name: str, decode: DecodePath, files: list[Path], size: tuple[
         with contextlib.suppress(ImageError):
             decode(file, size)
     for file in files:
+        report()
         try:
             with path_time:
                 pixels = decode(file, size)

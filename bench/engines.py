@@ -105,6 +105,7 @@ def measure_precisions(
     options: ExportOptions,
     build: BuildOptions,
     report: Report = lambda _: None,
+    on_engine: Callable[[], None] = lambda: None,
 ) -> Iterator[PrecisionResult]:
     """Yield one result a precision; engines are built whether or not the graph passes verification.
 
@@ -117,7 +118,14 @@ def measure_precisions(
         options: the images to verify on, and those to calibrate int8 with.
         build: how engines are built.
         report: prints what is being done.
+        on_engine: called after each engine.
     """
+
+    def build_engine(content: bytes, target: EngineTarget) -> EngineBuild:
+        engine = _build_engine(library, content, name, target, build)
+        on_engine()
+        return engine
+
     original = CheckpointSource(checkpoint, Path(name)).build_candidate(precisions, options, report)
     for precision in precisions:
         candidate = convert_precision(original, precision, report)
@@ -129,7 +137,7 @@ def measure_precisions(
             len(content) / 1e6,
             candidate.images.description,
             _verify(candidate, options.threads, report),
-            tuple(_build_engine(library, content, name, target, build) for target in targets),
+            tuple(build_engine(content, target) for target in targets),
         )
 
 

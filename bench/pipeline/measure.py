@@ -62,6 +62,7 @@ class PipelineOptions:
         baseline: the same model as a research script runs it; None: not measured.
         device: of the session; the use of a GPU is sampled while `infer` runs.
         interval: seconds between samples of the memory.
+        progress: called after each pass over the images with passes done and in all.
     """
 
     repeats: int = 5
@@ -72,6 +73,7 @@ class PipelineOptions:
     baseline: EagerBaseline | None = None
     device: str = "cpu"
     interval: float = 0.1
+    progress: Callable[[int, int], None] = lambda done, total: None
 
 
 @dataclass(frozen=True)
@@ -159,15 +161,21 @@ def measure_case(
         stages = time_stages_of(session, batches) if on_gpu else {}
         if options.baseline is not None:
             options.baseline.measure(first, case.batch)
+        done = itertools.count(1)
+        total = options.repeats * (len(names) + bool(batches) + (options.baseline is not None))
+        options.progress(0, total)
         for repeat in range(options.repeats):
             for name in names:
                 one, curves[name] = pipeline.run(items, name)
                 passes[name].append(one)
+                options.progress(next(done), total)
             images = passes[INFER][-1].images
             if batches:
                 bare.append(_run_bare(session, batches, images // case.batch))
+                options.progress(next(done), total)
             if options.baseline is not None:
                 baseline.append(options.baseline.measure(items, case.batch))
+                options.progress(next(done), total)
             titled = {"session alone": bare, **passes, "plain PyTorch and Pillow": baseline}
             rates = ", ".join(f"{title} {made[-1].rate:.1f}" for title, made in titled.items() if made)
             report(f"repeat {repeat + 1} of {options.repeats}: {rates} images/s")

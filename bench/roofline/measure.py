@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class CeilingOptions:
         warm_up: how many runs go before and do not count.
         copy_bytes: size of the copy; None for COPY_BYTES of the device.
         matrix_size: rows and columns of the factors; None for MATRIX_SIZE of the device.
+        progress: called after each run with runs done and in all, those that do not count included.
     """
 
     device: str = "cpu"
@@ -43,6 +45,7 @@ class CeilingOptions:
     warm_up: int = 3
     copy_bytes: int | None = None
     matrix_size: int | None = None
+    progress: Callable[[int, int], None] = lambda done, total: None
 
 
 def measure_ceiling(options: CeilingOptions) -> Measurement:
@@ -60,15 +63,21 @@ def measure_ceiling(options: CeilingOptions) -> Measurement:
     device = torch_device(options.device)
     kind = device.type
     size, copied = options.matrix_size or MATRIX_SIZE[kind], options.copy_bytes or COPY_BYTES[kind]
+    done = itertools.count(1)
+    total = (1 + len(options.precisions)) * (options.warm_up + options.repeats)
+
+    def report() -> None:
+        options.progress(next(done), total)
+
     before, backend = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
     try:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         threads = torch.get_num_threads()
-        figures = {"copy": _best(_copy_rates(device, copied, options), "GB/s")}
+        figures = {"copy": _best(_copy_rates(device, copied, options, report), "GB/s")}
         for precision in options.precisions:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, options), "TFLOP/s")
+            figures[f"matmul_{precision}"] = _best(_product_rates(device, size, precision, options, report), "TFLOP/s")
     finally:
         torch.set_num_threads(before)
         torch.backends.cuda.matmul.allow_tf32 = backend
@@ -124,16 +133,18 @@ def read_ceiling(measurement: Measurement) -> Ceiling:
     return Ceiling(f"{name}{threads_text}", flops, copy.value * 1e9, f"measured: copy and product{when}", measured=True)
 
 
-def _copy_rates(device: torch.device, copied: int, options: CeilingOptions) -> list[float]:
+def _copy_rates(device: torch.device, copied: int, options: CeilingOptions, report: Callable[[], None]) -> list[float]:
     import torch
 
     source = torch.ones(max(1, copied // 4), dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     moved = 2 * source.numel() * 4
-    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, options)]
+    return [moved / seconds / 1e9 for seconds in _times(lambda: target.copy_(source), device, options, report)]
 
 
-def _product_rates(device: torch.device, size: int, precision: str, options: CeilingOptions) -> list[float]:
+def _product_rates(
+    device: torch.device, size: int, precision: str, options: CeilingOptions, report: Callable[[], None]
+) -> list[float]:
     import torch
 
     dtype = getattr(torch, _DTYPES[precision])
@@ -141,11 +152,13 @@ def _product_rates(device: torch.device, size: int, precision: str, options: Cei
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)
     operations = 2 * size**3
-    times = _times(lambda: torch.mm(left, right, out=result), device, options)
+    times = _times(lambda: torch.mm(left, right, out=result), device, options, report)
     return [operations / seconds / 1e12 for seconds in times]
 
 
-def _times(run: Callable[[], Any], device: torch.device, options: CeilingOptions) -> list[float]:
+def _times(
+    run: Callable[[], Any], device: torch.device, options: CeilingOptions, report: Callable[[], None]
+) -> list[float]:
     import torch
 
     def wait() -> None:
@@ -160,6 +173,7 @@ def _times(run: Callable[[], Any], device: torch.device, options: CeilingOptions
         wait()
         if repeat >= options.warm_up:
             seconds.append(time.perf_counter() - start)
+        report()
     return seconds
 
 

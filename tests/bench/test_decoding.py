@@ -45,4 +45,7 @@ def test_a_path_that_differs_is_found(image_file: Path, monkeypatch: pytest.Monk
 def test_an_unreadable_image_is_left_out(image_file: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"not an image")
-    assert [result.images for result in decoding.compare_paths([image_file, broken], (8, 8))] == [1, 1, 1]
+    done: list[tuple[int, int]] = []
+    results = decoding.compare_paths([image_file, broken], (8, 8), lambda *counts: done.append(counts))
+    assert [result.images for result in results] == [1, 1, 1]
+    assert done == [(count, 6) for count in range(1, 7)]

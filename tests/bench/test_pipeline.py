@@ -118,7 +118,10 @@ def measure(session: Any, items: list[Item], report: Any = lambda _: None, **opt
 def test_everything_is_measured_once_a_repeat_on_the_usable_images(items: list[Item]) -> None:
     items[3].path.write_bytes(b"")
     lines: list[str] = []
-    result = measure(SleepingSession(), items, lines.append, repeats=3)
+    done: list[tuple[int, int]] = []
+    result = measure(SleepingSession(), items, lines.append, repeats=3, progress=lambda *counts: done.append(counts))
+    # infer with and without overlays, and the session alone
+    assert done == [(count, 9) for count in range(10)]
     assert (len(result.bare), [len(variant.passes) for variant in result.variants]) == (3, [3, 3])
     assert [line.split(":")[0] for line in lines] == ["repeat 1 of 3", "repeat 2 of 3", "repeat 3 of 3"]
     assert (result.images, result.given) == (11, 12)

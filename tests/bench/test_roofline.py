@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 from xml.etree import ElementTree
@@ -105,7 +106,9 @@ def options(*precisions: str) -> CeilingOptions:
 
 def test_a_measured_ceiling_is_the_best_of_the_repeats_and_reads_back_in_base_units() -> None:
     before = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
-    measured = measure_ceiling(options("fp32", "tf32", "bf16"))
+    done: list[tuple[int, int]] = []
+    measured = measure_ceiling(replace(options("fp32", "tf32", "bf16"), progress=lambda *counts: done.append(counts)))
+    assert done == [(count, 24) for count in range(1, 25)]
     assert (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32) == before
     assert measured.figures.keys() == {"copy", "matmul_fp32", "matmul_tf32", "matmul_bf16"}
     for figure in measured.figures.values():

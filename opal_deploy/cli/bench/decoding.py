@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.cli.bench.options import Images, Json, find_items
-from opal_deploy.cli.console import print_json, print_message
+from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.errors import UsageError
 
 
@@ -25,7 +25,8 @@ def decoding(
     files = [item.path for item in find_items(images, limit) if isinstance(item.path, Path)]
     if not files:
         raise UsageError("bench decoding compares files of this machine; download the images first")
-    results = compare_paths(files, (size, size))
+    with progress("images") as advance:
+        results = compare_paths(files, (size, size), advance)
     for r in results:
         print_message(
             f"{r.name}: {r.images} images, largest difference {r.largest}, mean {r.mean:.4f} counts, "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from opal_deploy.cli.bench.options import Json
-from opal_deploy.cli.console import print_json, print_message
+from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -47,13 +48,19 @@ def engines(
     build = BuildOptions(batch=parse_batch(batch))
     results = []
     print_message(TABLE_HEADER)
-    for model in models:
-        checkpoint = _load_or_build(model)
-        name = Path(model).name
-        for result in measure_precisions(checkpoint, name, precisions, choices, library, options, build):
-            results.append(result)
-            for row in result.table_rows():
-                print_message(row)
+    done, total = itertools.count(1), len(models) * len(precisions) * len(choices)
+    with progress("engines") as advance:
+        advance(0, total)
+        for model in models:
+            checkpoint = _load_or_build(model)
+            name = Path(model).name
+            for result in measure_precisions(
+                checkpoint, name, precisions, choices, library, options, build,
+                on_engine=lambda: advance(next(done), total),
+            ):  # fmt: skip
+                results.append(result)
+                for row in result.table_rows():
+                    print_message(row)
     if as_json:
         print_json({"builder": library.title, "batch": batch, "rows": [r.to_dict() for r in results], **provenance()})
 

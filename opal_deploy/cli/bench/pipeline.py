@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opal_deploy.cli.bench.options import Images, JsonLines, Out, find_items, write_measurement
-from opal_deploy.cli.console import print_message
+from opal_deploy.cli.console import print_message, progress
 from opal_deploy.cli.options import default_workers
 from opal_deploy.errors import UsageError, require
 from opal_deploy.runtime.devices import Runtime
@@ -100,10 +100,15 @@ def pipeline(
         loaded = load_for_inference(model, device=device, threads=threads, runtime=runtime, cuda_graphs=cuda_graphs)
         if baseline is not None:
             baseline.check_source(loaded.metadata)
-        with resized_copies(items, case.image_size) as copies, monitor_devices(loaded.target.device) as monitor:
+        with (
+            resized_copies(items, case.image_size) as copies,
+            monitor_devices(loaded.target.device) as monitor,
+            progress("passes") as advance,
+        ):
             options = PipelineOptions(
-                repeats, network, decoding, (hold_ms or 0.0) / 1e3, explain, baseline, loaded.target.device
-            )
+                repeats, network, decoding, (hold_ms or 0.0) / 1e3, explain, baseline, loaded.target.device,
+                progress=advance,
+            )  # fmt: skip
             result = measure_case(loaded.session, copies, case, options, print_message)
         measurement = build_measurement(result, loaded, monitor, options)
         for line in (*format_result(result), *(f"  marked {mark}" for mark in measurement.marks)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.bench import options
-from opal_deploy.cli.console import print_message
+from opal_deploy.cli.console import print_message, progress
 from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
 
@@ -80,13 +80,17 @@ def roofline(
             "choose another --precision or --gpu"
         )
     points: list[Point] = []
-    for name in dict.fromkeys(backbone or load_paper().backbones):
-        points += count_points(name, case)
-        network = points[-1]
-        print_message(
-            f"{name}: {len(network.work.layers)} layers, {network.work.macs / 1e9:.3f} GMACs, "
-            f"{network.intensity:.1f} FLOPs/byte"
-        )
+    names = list(dict.fromkeys(backbone or load_paper().backbones))
+    with progress("networks") as advance:
+        advance(0, len(names))
+        for done, name in enumerate(names, 1):
+            points += count_points(name, case)
+            network = points[-1]
+            print_message(
+                f"{name}: {len(network.work.layers)} layers, {network.work.macs / 1e9:.3f} GMACs, "
+                f"{network.intensity:.1f} FLOPs/byte"
+            )
+            advance(done, len(names))
     measurements = list(build_measurements(points, case, ceilings))
     for measurement in measurements if out is not None or as_json else ():
         options.write_measurement(measurement, out, as_json=as_json)
@@ -130,7 +134,8 @@ def _measure_ceiling(
     from opal_deploy.bench.roofline.measure import CeilingOptions, default_precisions, measure_ceiling, read_ceiling
 
     precisions = default_precisions(device) if precision is None else (precision,)
-    measurement = measure_ceiling(CeilingOptions(device, precisions, threads))
+    with progress("runs") as advance:
+        measurement = measure_ceiling(CeilingOptions(device, precisions, threads, progress=advance))
     options.write_measurement(measurement, out, as_json=as_json)
     for name, figure in measurement.figures.items():
         spread = f", spread {figure.spread:.0%}" if figure.spread is not None else ""
