@@ -43,7 +43,7 @@ _OTHER_FORMATS = [
     (rb"%!PS|\xc5\xd0\xd3\xc6", "unsupported_image", "EPS, a program to be run, not pixels; save it as PNG"),
     (rb"%PDF-", "not_an_image", "a PDF document; save its page as PNG"),
     (rb"<svg|<\?xml.{,999}<(svg|!DOCTYPE svg)", "not_an_image", "an SVG drawing, not pixels; save it as PNG"),
-    (rb"<!doctype html|<html", "not_an_image", "a web page, perhaps an error message; download the image again"),
+    (rb"<!doctype html|<html", "not_an_image", "a web page, perhaps an error message; give the image itself"),
     (rb"version https://git-lfs", "not_an_image", "a Git LFS pointer, not the image itself; run git lfs pull"),
     (rb"PK\x03\x04", "not_an_image", "a zip archive by its content; give it the suffix .zip"),
     (rb".{4}ftyp(isom|iso\d|mp4|avc1|qt|M4V|3gp)", "not_an_image", "a video; `infer --every 1s` takes frames of it"),

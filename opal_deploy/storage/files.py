@@ -150,6 +150,8 @@ class RemoteFile:
 
         def read() -> bytes:
             try:
+                if not is_bucket_url(self.url):
+                    return _get(filesystem, self.url, end - start, start)
                 return bytes(filesystem.cat_file(self.url, start=start, end=end))
             except Exception as error:  # as in `retry`
                 # storages refuse any range of an object without bytes
@@ -229,14 +231,27 @@ class RemoteStream(io.RawIOBase):
         return True
 
 
-def _get(filesystem: Any, url: str, limit: int) -> bytes:
-    """Return the body of a web page, at most `limit` bytes of it."""
+def _get(filesystem: Any, url: str, limit: int, start: int | None = None) -> bytes:
+    """Return the body of a web page from `start` on, at most `limit` bytes of it; no more than these are taken.
+
+    Raises:
+        ImageError: unreadable: the server gives no parts of files.
+    """
     from fsspec.asyn import sync
+
+    options = dict(filesystem.kwargs)
+    if start is not None:
+        # a part of what is compressed on its way would be another part
+        part = {"Range": f"bytes={start}-{start + limit - 1}", "Accept-Encoding": "identity"}
+        options["headers"] = {**options.get("headers", {}), **part}
 
     async def get() -> bytes:
         session = await filesystem.set_session()
-        async with session.get(filesystem.encode_url(url), **filesystem.kwargs) as response:
+        async with session.get(filesystem.encode_url(url), **options) as response:
             response.raise_for_status()
+            if start and response.status != 206:
+                # it sends the file from its beginning, however long that is
+                raise ImageError("unreadable", "the server gives no parts of files; download it first")
             pieces, size = [], 0
             async for piece in response.content.iter_any():
                 pieces.append(piece)

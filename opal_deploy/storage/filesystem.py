@@ -168,6 +168,8 @@ def to_image_error(error: BaseException) -> ImageError:
         return ImageError("not_found", f"no such{bucket}")
     if not names.isdisjoint(("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")):
         return ImageError("unreadable", "no credentials were found; give them as the storage's own tools take them")
+    if "TooManyRedirects" in names:
+        return ImageError("unreadable", "the server refers from one address to another without end")
     lost = not names.isdisjoint(_LOST_CONNECTIONS)
     answer = "" if lost else code or (f"status {status}" if status is not None else "")
     if isinstance(error, PermissionError) or status in (401, 403):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import ipaddress
 import json
@@ -12,12 +13,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from opal_deploy.errors import ImageError
+from opal_deploy.storage.files import RemoteFile
 from opal_deploy.storage.urls import redact
 from tests.conftest import Opal, PictureFolder
 
@@ -140,3 +143,59 @@ def test_a_list_on_an_https_server_names_images_there(
     assert codes == ["ok", "ok", "unreadable", "not_found", "empty_file", "unreadable"]
     assert records[2]["error"]["message"] == "access is refused (status 401)"
     assert _PASSWORD not in text + result.stderr + (tmp_path / "out" / "run.json").read_text()
+
+
+_GIGABYTES = 10 << 30
+
+
+class _OddHandler(BaseHTTPRequestHandler):
+    """A server that knows no parts of files: one file of ten gigabytes, one page that refers to itself."""
+
+    sent = 0
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(_GIGABYTES))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        if self.path == "/circle.jpg":
+            self.send_response(302)
+            self.send_header("Location", "/circle.jpg")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.do_HEAD()
+        with contextlib.suppress(OSError):
+            for _ in range(_GIGABYTES >> 20):
+                self.wfile.write(bytes(1 << 20))
+                type(self).sent += 1 << 20
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def odd_server() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _OddHandler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_of_a_huge_file_no_more_is_taken_than_is_read(odd_server: str) -> None:
+    with RemoteFile.parse(f"{odd_server}/huge.jpg").open() as stream:
+        assert stream.read(1 << 20) == bytes(1 << 20)
+        stream.seek(1 << 30)
+        with pytest.raises(ImageError, match="the server gives no parts of files; download it first"):
+            stream.read(1)
+    # 64 MiB to see that it is larger, and what lay in buffers
+    assert _OddHandler.sent < 200 << 20
+
+
+def test_a_page_that_refers_to_itself_is_named(odd_server: str) -> None:
+    with pytest.raises(ImageError, match="refers from one address to another without end"):
+        RemoteFile.parse(f"{odd_server}/circle.jpg").open()
