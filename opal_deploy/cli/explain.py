@@ -240,7 +240,9 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path) -> dict[str,
         temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
     content = sheet.content
     margin = "" if content.margin is None else f", margin {format_number(content.margin)}"
+    probability = result.record["prediction"].get("calibrated_probability")
+    calibrated = "" if probability is None else f", calibrated probability {format_number(probability)}"
     mark = " (abstained)" if content.abstained else ""
     answer = f"{describe_answer(content)}, cosine {format_number(content.predicted.cosine)}"
-    print_message(one_line(f"{request.name}: {answer}{margin}{mark}: {path}"))
+    print_message(one_line(f"{request.name}: {answer}{margin}{calibrated}{mark}: {path}"))
     return content.to_dict()

@@ -70,6 +70,7 @@ class Card:
         margin: the margin; None where the record has none.
         value: the cosine of the predicted class, or its logit where `is_cosine` is false.
         is_cosine: whether values are cosines.
+        probability: the calibrated probability of the predicted class; None where the record has none.
         top: (index of the label, cosine or logit) of the closest classes.
         meaning: what the bars show, an index of MEANINGS.
         slots: the evidence, in slot order.
@@ -94,6 +95,7 @@ class Card:
     margin: float | None = None
     value: float | None = None
     is_cosine: bool = True
+    probability: float | None = None
     top: tuple[tuple[int, float | None], ...] = ()
     meaning: int = 0
     slots: tuple[SlotRow, ...] = ()
@@ -145,6 +147,7 @@ class Card:
             return {"message": self.message}
         return {
             "cosine": self.is_cosine,
+            "probability": self.probability,
             "top": self.top,
             "meaning": self.meaning,
             "slots": [
@@ -199,6 +202,7 @@ def build_card(
         margin=_round(record.get("margin")),
         value=_round(prediction["cosine"] if is_cosine else prediction["logit"]),
         is_cosine=is_cosine,
+        probability=_round(prediction.get("calibrated_probability")),
         top=tuple(
             (label_index(a["label"]), _round(a["cosine"] if is_cosine else a["logit"])) for a in record.get("top", [])
         ),

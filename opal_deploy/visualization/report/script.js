@@ -119,6 +119,7 @@
     const measure = (name, text) => el("div", null, el("dt", null, name), el("dd", null, text));
     parts.push(el("dl", { class: "measures" }, measure(d.cosine ? "cosine" : "logit", number(row[VALUE])),
       d.cosine ? measure("margin", number(row[MARGIN])) : null,
+      d.probability !== null ? measure("calibrated probability", number(d.probability)) : null,
       d.slots.length ? measure("distinct cells", d.distinct + " of " + d.slots.length) : null));
     if (d.top.length > 1) parts.push(el("p", { class: "runner" }, "runner-up: ", bdi(labels[d.top[1][0]]), " " + number(d.top[1][1])));
     return parts;

@@ -39,6 +39,8 @@ def report(tmp_path_factory, make_record):
             labels = ("Auklet", "Albatross") if i % 2 else ("Albatross", "Auklet")
             record = make_record(SIZE, image=f"birds/{i:02}.jpg", labels=labels)
             record["margin"] = 0.9 - i / 100
+            if i % 3:
+                record["prediction"]["calibrated_probability"] = 1 - i / 100
             record["status"] = "ok" if i < 56 else "abstained"
             record["truth"] = "Albatross" if i in (1, 3, 5) else labels[0]
             writer.add(record, Image.new("RGB", (300, 400), (i, 90, 120)))
@@ -102,6 +104,7 @@ def test_cards_start_with_typical_answers_and_are_drawn_as_in_the_file(open_page
     expect(page.locator("#typical")).to_contain_text("57 right (median margin 0.590) and 3 wrong (median margin 0.870)")
     assert image_widths(page) == [300] * 48
     written = read_cards(page)
+    assert "calibrated probability0.690" in page.locator("#cards article").first.text_content()
     expect(page.locator("#found")).to_have_text("62 images, 1 to 48 here")
     choose_order(page, "input")
     assert names(page)[:3] == ["birds/00.jpg", "birds/01.jpg", "birds/02.jpg"]
