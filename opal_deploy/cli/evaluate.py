@@ -83,7 +83,8 @@ def evaluate(
         typer.Option(
             "--record",
             help="Keep what was measured of the evidence in the model's own file: `infer --explain` and `inspect` show "
-            "it, exports of a checkpoint carry it. The file's digest changes.",
+            "it, exports of a checkpoint carry it. With --split val also a temperature, for calibrated probabilities, "
+            "where the model has none. The file's digest changes.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write the figures to stdout as JSON.")] = False,

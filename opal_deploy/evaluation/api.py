@@ -107,7 +107,8 @@ def evaluate_model(
         batch: images a forward pass.
         out: folder for evaluation.json, tables and plots; None writes no files.
         overwrite: replace an earlier evaluation in `out`.
-        record: keep what was measured in the model's own file, whose digest changes.
+        record: keep what was measured in the model's own file, whose digest changes; with split `val` also the
+            temperature of calibrated probabilities, which is fitted for a model that has none.
         log: called with each line that the command would print; by default they go to the logger `opal_deploy`.
         progress: called with images done, in all (None while unknown), and a note on what is being done.
 
