@@ -111,6 +111,11 @@ class Progress(Enum):
     ended = "there are no more frames"
 
 
+def require_pyav() -> None:
+    """Raise MissingExtra unless PyAV is installed."""
+    require("av", "video", "reading videos", pip_name="PyAV (av)")
+
+
 class VideoReader:
     """Reads the frames of a video in their order; a context manager, which closes the file.
 
@@ -130,7 +135,7 @@ class VideoReader:
         Raises:
             ImageError: it cannot be opened. MissingExtra: PyAV is not installed.
         """
-        require("av", "video", "reading videos", pip_name="PyAV (av)")
+        require_pyav()
         self._sampling, self._max_pixels = sampling, max_pixels
         self._file = open_file(path)
         self._first = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path: Path, cal
     assert read_results(tmp_path / "out") == read_results(tmp_path / "again")
     other = call("infer", "in", "--every", "5", "--out", "out")
     assert "every 4 there, 5 here" in one_line(other)
+
+
+def test_without_pyav_the_extra_is_named(
+    tmp_path: Path, call: Opal, exact_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "list.txt").write_text("in/a.mp4#frame=3\n")
+    for arguments in (["in", "--every", "1"], ["@list.txt"], ["in/a.mp4#frame=3"]):
+        line = one_line(call("infer", *arguments))
+        assert line.endswith("which is not installed: pip install 'opal-deploy[video]'"), line
 
 
 @pytest.mark.parametrize(

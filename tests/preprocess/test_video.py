@@ -96,13 +96,13 @@ def test_joined_recordings_have_times_that_go_on(tmp_path: Path) -> None:
 def test_what_is_no_video_of_use_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.mp4").write_text("no video")
     (tmp_path / "empty.mp4").touch()
-    options = {"x265-params": "log-level=none:transfer=smpte2084"}
+    options = {"x264-params": "transfer=smpte2084"}
     codes = {
         "text.mp4": "not_a_video",
         "empty.mp4": "empty_file",
         write_sound(tmp_path / "sound.mp4").name: "no_frames",
         write_video(
-            tmp_path / "hdr.mp4", "libx265", frames=1, pixel_format="yuv420p10le", options=options
+            tmp_path / "hdr.mp4", frames=1, pixel_format="yuv420p10le", options=options
         ).name: "unsupported_video",
         "missing.mp4": "not_found",
     }

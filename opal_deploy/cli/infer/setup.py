@@ -67,7 +67,7 @@ class Inputs:
         """
         from opal_deploy.inference.sources import discovery
         from opal_deploy.inference.sources.annotations import read_boxes, read_labels
-        from opal_deploy.inference.sources.video import require_pyav
+        from opal_deploy.preprocess.video import require_pyav
 
         discovery.check_inputs(images, video.sampling)
         if video.sampling is not None:

@@ -21,7 +21,7 @@ from opal_deploy.inference.isolation.process import WorkerCrashed, WorkerProcess
 from opal_deploy.inference.isolation.worker import Response
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.preprocess.decode import MAX_PIXELS, no_claim
-from opal_deploy.preprocess.video import Progress, Sampling, VideoFrame, VideoReader
+from opal_deploy.preprocess.video import Progress, Sampling, VideoFrame, VideoReader, require_pyav
 
 # a frame that is far away takes several requests, so that the time limit is one of standing still
 _PATIENCE_SECONDS = 1.0
@@ -109,8 +109,9 @@ class FrameReader:
 
         Raises:
             ImageError: what is wrong with the video, once everything that can be read of it was returned.
-            StoppedEarly: no process can be started.
+            StoppedEarly: no process can be started. MissingExtra: PyAV is not installed.
         """
+        require_pyav()
         request = FrameRequest(str(path), sampling, first)
         while True:
             try:

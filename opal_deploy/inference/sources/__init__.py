@@ -1,7 +1,8 @@
 """Sources of images: folders, globs, lists, single files and archives; boxes and labels from other files.
 
 Start with `discovery.discover`, which turns the inputs of a call into `items.Item`s, lazily and in a fixed order.
-`archives`, with `tar`, `zip`, `members` and `byte_ranges`, reads archives; `annotations` reads boxes and labels.
+`archives`, with `tar`, `zip`, `members` and `byte_ranges`, reads archives; `video` puts frames in the place of videos
+(`preprocess.video` has the codes of their problems); `annotations` reads boxes and labels.
 
 What cannot be read is an item with a problem, of one of these codes:
 

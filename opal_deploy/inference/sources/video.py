@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from opal_deploy.errors import ImageError, UsageError, require
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.frames import DecodedFrame, FrameReader
 from opal_deploy.inference.sources.items import FRAME_NAME, FrameInfo, Item, is_video_name
 from opal_deploy.preprocess.decode import MAX_PIXELS
-from opal_deploy.preprocess.video import ALL_FRAMES, Sampling
+from opal_deploy.preprocess.video import ALL_FRAMES, Sampling, require_pyav
 from opal_deploy.storage.urls import is_url
 
 _HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, or name one: {}#frame=0"
@@ -78,11 +78,6 @@ def check_video_input(text: str, sampling: Sampling | None) -> None:
         if sampling is None:
             raise UsageError(f"{text}: it is a video; {_HOW.format(text)}")
         require_pyav()
-
-
-def require_pyav() -> None:
-    """Raise MissingExtra unless PyAV is installed."""
-    require("av", "video", "reading videos")
 
 
 def expand_videos(items: Iterable[Item], options: VideoOptions) -> Iterator[Item]:
