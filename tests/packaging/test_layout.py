@@ -50,9 +50,9 @@ def test_commands_and_options_that_the_pages_name_exist() -> None:
         for option in (*p.opts, *p.secondary_opts)
     } | {"--debug", "--version", "--help"}
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    # options of torchrun, pip, Docker, Kubernetes, Triton, curl and systemd are not ours
-    programs = "pip (?:download|install|wheel)|docker (?:build|compose|run)|kubectl|tritonserver -|curl |systemd-run "
-    others = rf"torchrun .*? -m|(?:{programs})(?:.*\\\n)*.*$"
+    # options of torchrun, pip, Docker, Kubernetes, Triton, curl, systemd and Chromium are not ours
+    programs = ("pip (?:download|install|wheel)", "docker (?:build|compose|run)", "kubectl", "tritonserver -")
+    others = rf"torchrun .*? -m|(?:{'|'.join(programs)}|curl |systemd-run |chromium )(?:.*\\\n)*.*$"
     text = re.sub(others, "", text, flags=re.MULTILINE)
 
     named = set(re.findall(r"opal-deploy (?!COMMAND|bench)([a-z]+)\b(?= |`)", text))
