@@ -45,7 +45,16 @@ class Shard:
         """Return the shard as it travels: in a fraction of the time and size that its pickle would take."""
         requests = [
             # a path is pickled in a fraction of the time as text
-            (r.name, os.fspath(r.source) if isinstance(r.source, Path) else r.source, r.box, r.truth, r.error, r.index)
+            (
+                r.name,
+                os.fspath(r.source) if isinstance(r.source, Path) else r.source,
+                r.box,
+                r.truth,
+                r.error,
+                r.index,
+                r.drawn,
+                r.frame,
+            )
             for r in self.requests
         ]
         return pickle.dumps((self.first, requests), pickle.HIGHEST_PROTOCOL)
@@ -93,7 +102,7 @@ def make_shards(requests: Iterator[Request], first: int, size: int, batch: int) 
     errors: list[OpalError] = []
     for number, request in enumerate(until_error(requests, errors), first + 1):
         part.append(request)
-        num_bytes += len(request.source) if isinstance(request.source, bytes) else 0
+        num_bytes += len(request.source) if isinstance(request.source, bytes) else getattr(request.source, "nbytes", 0)
         if number % size == 0 or (num_bytes > _MAX_BYTES and number % batch == 0):
             yield Shard(number - len(part), tuple(part))
             part, num_bytes = [], 0

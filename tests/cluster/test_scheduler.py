@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from opal_deploy.cluster.pool import Actor
 from opal_deploy.cluster.scheduler import _WINDOW, Scheduler
 from opal_deploy.cluster.shards import Shard, make_shards
 from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
+from opal_deploy.inference.sources.items import FrameInfo
 from opal_deploy.inference.types import Request
 from opal_deploy.records.record import Record, error_record
 
@@ -166,9 +168,11 @@ def test_halves_are_cut_between_batches() -> None:
 
 
 def test_shards_travel_with_all_that_is_known_of_an_image() -> None:
-    request = Request("a", b"bytes", (1, 2, 3, 4), "ash", ImageError("bad_box", "no pixel"), 7)
+    frame = FrameInfo(Path("a.mp4"), 5, 0.5, "0" * 64)
+    request = Request("a", b"bytes", (1, 2, 3, 4), "ash", ImageError("bad_box", "no pixel"), 7, frame=frame)
     (back,) = Shard.from_bytes(Shard(3, (request,)).to_bytes()).requests
     assert (back.name, back.source, back.box, back.truth, back.index) == ("a", b"bytes", (1, 2, 3, 4), "ash", 7)
+    assert back.frame == frame
     assert back.error is not None
     assert (back.error.code, str(back.error)) == ("bad_box", "no pixel")
 
