@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run_in_batches
 from opal_deploy.export.options import ExportOptions, Report, no_report
 from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.quantization import to_int8
+from opal_deploy.export.quantization import refinements, to_int8
 from opal_deploy.runtime.gates import Rounding
 
 
@@ -134,3 +134,17 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, report: 
     else:
         model = to_fp16(candidate.model) if precision == "fp16" else to_bf16(candidate.model)
     return replace(candidate, model=model, metadata=metadata, measure_rounding=None, baseline=candidate.model)
+
+
+def refine_precision(candidate: ExportCandidate) -> Iterator[ExportCandidate]:
+    """Yield candidates to try in turn until one passes its gate: the given one, then what is closer to its reference.
+
+    An int8 candidate computes more and more in float32; the file's metadata tells what is quantised. Of the other
+    precisions there is only the given one.
+    """
+    if candidate.metadata.precision != "int8":
+        yield candidate
+        return
+    for quantised, model in refinements(candidate.model):
+        metadata = replace(candidate.metadata, exporter={**candidate.metadata.exporter, "quantised": quantised})
+        yield replace(candidate, model=model, metadata=metadata)

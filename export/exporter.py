@@ -15,8 +15,8 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST
-from opal_deploy.errors import UsageError
-from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision
+from opal_deploy.errors import UsageError, VerificationError
+from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision, refine_precision
 from opal_deploy.export.existing import describe_options, find_kept_files
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions, ExportTargets, Report, no_report
@@ -73,9 +73,7 @@ def export(
                     staged.append(StagedOnnx(ExportedOnnx(path, kept[precision], None, kept=True), path))
                     continue
                 converted = convert_precision(candidate, precision, report)
-                if options.top_k is not None:
-                    converted = with_top_classes(converted, options.top_k)
-                staged.append(stack.enter_context(stage_onnx(converted, path, options, report)))
+                staged.append(_stage_first_to_pass(stack, converted, path, options, report))
             built_from, name = staged[-1].temporary, staged[-1].exported.path.name
         elif isinstance(source, OnnxSource):
             source.verify(options, report)
@@ -86,6 +84,28 @@ def export(
         if targets.engines is not None:
             engines = stack.enter_context(stage_engines(built_from, name, targets.engines, report))
     return ExportResult(source.path, [file.exported for file in staged], engines)
+
+
+def _stage_first_to_pass(
+    stack: ExitStack, candidate: ExportCandidate, path: Path, options: ExportOptions, report: Report
+) -> StagedOnnx:
+    """Stage a candidate, or the first of its refinements that passes its gate.
+
+    Raises:
+        VerificationError: none passes; the error is the last one's.
+    """
+    refused: VerificationError | None = None
+    for attempt in refine_precision(candidate):
+        if refused is not None:
+            report(f"Refused: {refused}")
+            report(f"Trying again, quantised: {attempt.metadata.exporter['quantised']}")
+        described = attempt if options.top_k is None else with_top_classes(attempt, options.top_k)
+        try:
+            return stack.enter_context(stage_onnx(described, path, options, report))
+        except VerificationError as error:
+            refused = error
+    assert refused is not None
+    raise refused
 
 
 @contextmanager

@@ -37,8 +37,17 @@ def nodes_between(graph: onnx.GraphProto, start: str, end: str) -> set[str]:
         raise ArtifactError(
             f"the graph does not name its body's output {end!r}; give an ONNX file that `opal-deploy export` wrote"
         )
+    return _ancestors(made_by, [end], start)
+
+
+def nodes_of(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
+    """Return the nodes that compute these values, each by its first output's name."""
+    return _ancestors(producers(graph), names)
+
+
+def _ancestors(made_by: dict[str, onnx.NodeProto], ends: Iterable[str], start: str | None = None) -> set[str]:
     body: set[str] = set()
-    pending = [end]
+    pending = list(ends)
     while pending:
         name = pending.pop()
         node = made_by.get(name)

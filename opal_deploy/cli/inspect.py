@@ -116,6 +116,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     crop = "; images cropped to boxes first" if metadata.crop == "boxes" else ""
     source, report, made = metadata.source, metadata.verification, metadata.exporter
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
+    quantised = made.get("quantised")
     metrics = metadata.training.get("metrics", {})
     head = f"m = {metadata.prototypes_per_class}, distance {metadata.distance}"
     if metadata.evidence == "none":
@@ -129,7 +130,7 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
         ("normalised", _format_normalisation(asdict(metadata))),
         ("outputs", ", ".join(metadata.outputs) + (f" of the best {metadata.top_k} classes" if metadata.top_k else "")),
-        ("precision", metadata.precision),
+        ("precision", metadata.precision + (f"; quantised: {quantised}" if quantised else "")),
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
         *_describe_weights(metadata.training),
@@ -144,7 +145,8 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
         lines.append(("evaluation", describe_evaluation(metadata.evaluation, path, export_of=export_of)))
     lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
     if made:
-        lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in made.items())))
+        versions = {name: value for name, value in made.items() if name != "quantised"}
+        lines.append(("exported by", ", ".join(f"{k} {v}" for k, v in versions.items())))
     if metadata.unverified:
         lines.append(("verified", f"NO: {metadata.unverified}"))
     elif report:
