@@ -52,8 +52,8 @@ test-all: $(INSTALLED) $(TRITON_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
 
 check: $(INSTALLED)
-	$(BIN)/ruff check . train export bench
-	$(BIN)/ruff format --check . train export bench
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -61,8 +61,8 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED)
-	$(BIN)/ruff check --fix . train export bench
-	$(BIN)/ruff format . train export bench
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

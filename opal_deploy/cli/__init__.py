@@ -25,7 +25,7 @@ from opal_deploy.cli.explain import explain
 from opal_deploy.cli.export import export
 from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
-from opal_deploy.cli.options import refuse_urls
+from opal_deploy.cli.options import expand_options, refuse_urls
 from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.cli.schema import schema
 from opal_deploy.cli.serve import serve
@@ -122,7 +122,7 @@ for command in (
     train, evaluate, reproduce, export, infer, serve, explain, atlas, convert, diff, verify, inspect, schema, doctor,
     demo,
 ):  # fmt: skip
-    app.command()(command)
+    app.command()(expand_options(command))
 app.add_typer(bench)
 for registered in (*app.registered_commands, *bench.registered_commands):
     registered.callback = registered.callback and refuse_urls(registered.callback)

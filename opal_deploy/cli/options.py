@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import Field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from opal_deploy.errors import UsageError
+from opal_deploy.options import Option, Options, default_of, describe, option_fields
 from opal_deploy.storage.urls import redact
 
 if TYPE_CHECKING:
@@ -109,3 +112,69 @@ def parse_size(text: str) -> tuple[int, int]:
     if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise UsageError(f"--size {text!r}: expected a number of pixels such as 224, or height x width such as 224x448")
     return int(parts[0]), int(parts[-1])
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes the fields of its options classes as options of the command line.
+
+    Each parameter of `command` whose type is a subclass of `Options` is replaced by one option per field with an
+    `Option`; the object is built from their values before `command` is called. All other parameters stay.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    classes: dict[str, type[Options]] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if isinstance(kind, type) and issubclass(kind, Options):
+            classes[parameter.name] = kind
+            parameters += [
+                _to_parameter(field, annotation, option)
+                for field, annotation, option in option_fields(kind)
+                if option is not None
+            ]
+        else:
+            parameters.append(parameter.replace(annotation=kind))
+    # typer wants parameters without a default first
+    parameters.sort(key=lambda parameter: parameter.default is not parameter.empty)
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        for name, kind in classes.items():
+            taken = {field.name: (option, values.pop(field.name)) for field, _, option in option_fields(kind) if option}
+            given = {
+                # without a value the field's own default counts
+                field: option.parse(value) if option.parse and isinstance(value, str) else value
+                for field, (option, value) in taken.items()
+                if value is not None
+            }
+            values[name] = kind(**given)
+        command(**values)
+
+    del expanded.__wrapped__  # typer would read the command's own parameters
+    expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
+
+
+def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect.Parameter:
+    default = default_of(field)
+    if isinstance(default, tuple):
+        default = list(default) or None
+    declared = typer.Option(
+        *([option.flag] if option.flag else []),
+        help=describe(option),
+        min=option.min,
+        max=option.max,
+        rich_help_panel=option.panel or None,
+        hidden=option.hidden,
+        # None is not worth showing, and `default` says what it stands for
+        show_default=default is not None and not option.default and default is not False,
+    )
+    kind = option.cli or annotation
+    if default is None and option.cli is not None:
+        kind = option.cli | None
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )

@@ -18,7 +18,7 @@ from opal_deploy import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 # what .dockerignore lets through, too
-SOURCES = ("LICENSE", "README.md", "pyproject.toml", "opal_deploy", "train", "export", "bench")
+SOURCES = ("LICENSE", "README.md", "pyproject.toml", "opal_deploy")
 IMAGE = "from PIL import Image; Image.new('RGB', (64, 64), 'teal').save('images/a.png')"
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]  # pip fetches setuptools and the dependencies

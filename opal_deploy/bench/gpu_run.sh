@@ -25,7 +25,7 @@
 #
 # Everything runs from the repository's root without installing the project.
 set -u -o pipefail
-cd "$(dirname "$0")/.." || exit
+cd "$(dirname "$(readlink -f "$0")")/../.." || exit
 wheels=${1:?a folder of wheels, or -}
 out=${2:?a folder for results}
 mkdir -p "$out"

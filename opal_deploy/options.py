@@ -1,0 +1,170 @@
+"""Options that are declared once: dataclass fields that become keywords of a function and options of a command.
+
+    @dataclass(frozen=True, kw_only=True)
+    class ResizeOptions(Options):
+        size: Annotated[int, Option("Longest side in pixels.", min=1)] = 224
+        log: Log = log_line  # without an Option: a keyword of the function, not an option of the command
+
+    @keywords(ResizeOptions)
+    def resize(image: Path, options: ResizeOptions) -> Path: ...
+
+    resize("bird.jpg", size=64)
+
+`opal_deploy.cli.options.expand_options` makes the same fields options of a command.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import (
+    Annotated,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
+
+from opal_deploy.errors import UsageError
+
+P = ParamSpec("P")
+A = TypeVar("A")
+B = TypeVar("B")
+R = TypeVar("R")
+O = TypeVar("O", bound="Options")  # noqa: E741
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a command and the reference page say about a field of an options class.
+
+    Attributes:
+        help: a noun phrase or an imperative, with the unit; one sentence or two.
+        flag: the spelling on the command line, such as `--input` or `--isolate/--no-isolate`; empty: from the name.
+        min, max: smallest and largest value of a number.
+        default: the default in words, where None stands for something else; it is appended to the help.
+        panel: title of the group in `--help`; empty: the main group.
+        cli: type on the command line where it differs from the field's, such as Path or str.
+        parse: turns the text of the command line into the field's value; raises UsageError or ValueError.
+        hidden: leave the option out of `--help`.
+    """
+
+    help: str
+    flag: str = ""
+    min: float | None = None
+    max: float | None = None
+    default: str = ""
+    panel: str = ""
+    cli: Any = None
+    parse: Callable[[str], Any] | None = None
+    hidden: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of all options classes; checks ranges and choices, and turns lists into tuples."""
+
+    def __post_init__(self) -> None:
+        for field, annotation, option in option_fields(type(self)):
+            value = getattr(self, field.name)
+            if isinstance(value, list):
+                object.__setattr__(self, field.name, tuple(value))
+            if value is not None and option is not None:
+                _check(field.name, value, annotation, option)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the fields by name: the keywords with which `keywords` makes the same options again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def option_fields(options: type[Any]) -> Iterator[tuple[Field[Any], Any, Option | None]]:
+    """Yield each field of an options class with its type and its Option; None for a field that is only a keyword."""
+    hints = get_type_hints(options, include_extras=True)
+    for field in fields(options):
+        annotation, option = hints[field.name], None
+        if get_origin(annotation) is Annotated:
+            annotation, *metadata = get_args(annotation)
+            option = next((item for item in metadata if isinstance(item, Option)), None)
+        yield field, annotation, option
+
+
+def default_of(field: Field[Any]) -> Any:
+    """Return a field's default, or `inspect.Parameter.empty` where it has none."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def _check(name: str, value: Any, annotation: Any, option: Option) -> None:
+    choices = [choice for part in _alternatives(annotation) if get_origin(part) is Literal for choice in get_args(part)]
+    others = [part for part in _alternatives(annotation) if get_origin(part) is not Literal and part is not type(None)]
+    if choices and not others and value not in choices:
+        raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return
+    too_small = option.min is not None and not value >= option.min
+    if too_small or (option.max is not None and not value <= option.max):
+        limits = {"at least": option.min, "at most": option.max}
+        expected = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+        raise UsageError(f"{name} {value!r}: expected {expected}")
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+class keywords(Generic[P, O]):  # used as a decorator
+    """Decorator: a function whose last parameter is an options object takes the options as keywords instead."""
+
+    def __init__(self, options: Callable[P, O]) -> None:
+        self._options = options
+
+    @overload
+    def __call__(self, function: Callable[[A, O], R]) -> Callable[Concatenate[A, P], R]: ...
+
+    @overload
+    def __call__(self, function: Callable[[A, B, O], R]) -> Callable[Concatenate[A, B, P], R]: ...
+
+    def __call__(self, function: Callable[..., R]) -> Callable[..., R]:
+        """Return the function that builds the options from its keywords."""
+        options: Any = self._options
+        *positional, last = inspect.signature(function).parameters.values()
+        declared = list(option_fields(options))
+        by_keyword = [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default_of(field), annotation=annotation
+            )
+            for field, annotation, _ in declared
+        ]
+        signature = inspect.Signature([*positional, *by_keyword], return_annotation=last.empty)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **values: Any) -> R:
+            bound = signature.bind(*arguments, **values).arguments
+            given = [bound.pop(parameter.name, parameter.default) for parameter in positional]
+            return function(*given, options(**bound))
+
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            return_annotation=inspect.signature(function).return_annotation
+        )
+        lines = [f"    {field.name}: {describe(option)}" for field, _, option in declared if option is not None]
+        before, heading, after = (inspect.getdoc(function) or "").partition("\n\nReturns:")
+        call.__doc__ = (
+            "\n".join([before, "", f"    Keywords, the fields of {options.__name__}:", *lines]) + heading + after
+        )
+        return call
+
+
+def describe(option: Option) -> str:
+    """Return an option's help with its default in words."""
+    return f"{option.help} Default: {option.default}." if option.default else option.help
