@@ -168,3 +168,14 @@ class keywords(Generic[P, O]):  # used as a decorator
 def describe(option: Option) -> str:
     """Return an option's help with its default in words."""
     return f"{option.help} Default: {option.default}." if option.default else option.help
+
+
+RuntimeName = Literal["auto", "onnxruntime", "tensorrt", "torch", "compiled"]
+
+# options of several commands
+Device = Annotated[str, Option("auto, cpu, cuda or cuda:N.")]
+Devices = Annotated[str, Option("auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.", flag="--device")]
+Threads = Annotated[int | None, Option("CPU threads of the runtime.", min=1, default="all cores")]
+RuntimeChoice = Annotated[
+    RuntimeName, Option("auto: by the model's file; compiled: a checkpoint through torch.compile.", flag="--runtime")
+]

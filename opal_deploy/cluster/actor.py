@@ -29,8 +29,8 @@ from opal_deploy.inference.run.drawing import Drawer
 from opal_deploy.inference.sheets import with_attention
 from opal_deploy.inference.timing import NO_OP_TIMER
 from opal_deploy.inference.types import InferenceOptions, Pixels
+from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Record
-from opal_deploy.runtime.devices import Runtime
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import PaddingSession, pinned
 
@@ -60,7 +60,7 @@ class ActorConfig:
     files: ray.ObjectRef[dict[str, bytes]]
     device: str
     threads: int
-    runtime: Runtime
+    runtime: RuntimeName
     cuda_graphs: bool
     heatmap: bool
     options: RunOptions

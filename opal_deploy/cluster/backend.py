@@ -25,8 +25,8 @@ from opal_deploy.inference.run.backend import RunOptions
 from opal_deploy.inference.run.drawing import Thumbnails
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import Request
+from opal_deploy.options import RuntimeName
 from opal_deploy.records.record import Digests, Record, error_record
-from opal_deploy.runtime.devices import Runtime
 
 # an actor that dies costs two shards at most, and a message to an actor as much as some images
 BATCHES_PER_SHARD = 4
@@ -48,7 +48,7 @@ class ModelOptions:
 
     path: Path
     sha256: str
-    runtime: Runtime = Runtime.auto
+    runtime: RuntimeName = "auto"
     threads: int | None = None
     cuda_graphs: bool = False
     heatmap: bool = False

@@ -6,21 +6,10 @@ A device name is `auto`, `cpu`, `cuda` or `cuda:N`; a list of GPUs may be writte
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 
 from opal_deploy.errors import UsageError
 
 _EXPECTED = "expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"
-
-
-class Runtime(StrEnum):
-    """A runtime that `infer` may be told to use."""
-
-    auto = "auto"
-    onnxruntime = "onnxruntime"
-    tensorrt = "tensorrt"
-    torch = "torch"
-    compiled = "compiled"
 
 
 def available_cpus() -> int:

@@ -11,15 +11,16 @@ from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.runtime.devices import Runtime, split_devices
+from opal_deploy.options import RuntimeName
+from opal_deploy.runtime.devices import split_devices
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.tensorrt.compatibility import find_doubt
 
 _KINDS = {
-    Runtime.onnxruntime: "onnx",
-    Runtime.tensorrt: "engine",
-    Runtime.torch: "checkpoint",
-    Runtime.compiled: "checkpoint",
+    "onnxruntime": "onnx",
+    "tensorrt": "engine",
+    "torch": "checkpoint",
+    "compiled": "checkpoint",
 }
 _KIND_NAMES = {"onnx": "an ONNX file", "engine": "an engine", "checkpoint": "a checkpoint (.pt)"}
 
@@ -43,7 +44,7 @@ def open_sessions(
     device: str = "auto",
     threads: int | None = None,
     cuda_graphs: bool = False,
-    runtime: Runtime = Runtime.auto,
+    runtime: RuntimeName = "auto",
 ) -> list[Session]:
     """Open one session for each device.
 
@@ -63,7 +64,7 @@ def open_sessions(
     return [_open(path, name, threads, cuda_graphs, runtime) for name in split_devices(device)]
 
 
-def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runtime: Runtime) -> Session:
+def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runtime: RuntimeName) -> Session:
     if not path.exists():
         raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if path.is_dir():
@@ -72,7 +73,7 @@ def _open(path: Path, device: str, threads: int | None, cuda_graphs: bool, runti
     check_runtime(path, runtime)
     if kind == "checkpoint":
         require("torch", "train", "running a checkpoint")
-        if runtime is Runtime.compiled:
+        if runtime == "compiled":
             from opal_deploy.runtime.compiled_session import open_compiled_session
 
             return open_compiled_session(path, device=device, threads=threads, cuda_graphs=cuda_graphs)
@@ -110,14 +111,14 @@ def read_model_metadata(path: Path) -> Metadata:
     raise UsageError(f"{path}: not a model that this version runs; expected .onnx, .engine, .pt or .pth")
 
 
-def check_runtime(path: Path, runtime: Runtime) -> None:
+def check_runtime(path: Path, runtime: RuntimeName) -> None:
     """Check that a runtime runs models of this suffix.
 
     Raises:
         UsageError: it does not.
     """
     kind = model_kind(path)
-    if kind in _KIND_NAMES and runtime is not Runtime.auto and kind != _KINDS[runtime]:
+    if kind in _KIND_NAMES and runtime != "auto" and kind != _KINDS[runtime]:
         raise UsageError(
             f"{path}: {_KIND_NAMES[kind]}, and --runtime {runtime} runs {_KIND_NAMES[_KINDS[runtime]]}; give such a "
             "model, or leave out --runtime"
@@ -144,7 +145,7 @@ def find_model(
     *,
     gpu: bool,
     check_engine: Callable[[Sidecar], str],
-    runtime: Runtime = Runtime.auto,
+    runtime: RuntimeName = "auto",
     prefix: str = "",
 ) -> ModelChoice:
     """Choose the best of a folder's exported models that this machine can run, if all stem from one checkpoint.
@@ -165,8 +166,8 @@ def find_model(
     if _KINDS.get(runtime) == "checkpoint":
         return _find_checkpoint(folder, runtime, prefix)
     models, others = _list_models(folder, check_engine, prefix)
-    if runtime is not Runtime.auto:
-        wanted = [model for model in models if model.engine == (runtime is Runtime.tensorrt)]
+    if runtime != "auto":
+        wanted = [model for model in models if model.engine == (runtime == "tensorrt")]
         others += [f"--runtime {runtime} does not run {model.path.name}" for model in models if model not in wanted]
         models = wanted
     if not models:
@@ -187,7 +188,7 @@ def find_model(
     return ModelChoice(best.path, "; ".join([f"{what}, {where}", *rejected]))
 
 
-def _find_checkpoint(folder: Path, runtime: Runtime, prefix: str) -> ModelChoice:
+def _find_checkpoint(folder: Path, runtime: RuntimeName, prefix: str) -> ModelChoice:
     paths = _list_checkpoints(folder, prefix)
     if len(paths) != 1:
         found = f"several checkpoints here: {', '.join(path.name for path in paths)}" if paths else "no checkpoint here"

@@ -251,13 +251,10 @@ def test_a_node_that_does_not_see_a_path_says_which(tmp_path: Path) -> None:
     from opal_deploy.cluster.actor import ActorConfig, ShardActor
     from opal_deploy.inference.run.backend import RunOptions
     from opal_deploy.inference.types import InferenceOptions
-    from opal_deploy.runtime.devices import Runtime
 
     missing = str(tmp_path / "photos/a.jpg")
     options = RunOptions(tmp_path, InferenceOptions())
-    config = ActorConfig(
-        {}, None, "cpu", 1, Runtime.auto, False, False, options, os.getcwd(), [str(tmp_path), missing], None
-    )
+    config = ActorConfig({}, None, "cpu", 1, "auto", False, False, options, os.getcwd(), [str(tmp_path), missing], None)
     refused = ShardActor().open(config)
     assert isinstance(refused, UsageError)
     assert str(refused).startswith(f"{missing}: not there; expected images, --out and --atlas on storage that all")

@@ -15,9 +15,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 @pytest.mark.parametrize("package", ["train", "export", "bench"])
 def test_a_top_level_name_is_a_tracked_link_to_the_package(package: str) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "--stage", package], cwd=ROOT, capture_output=True, text=True
-    )
+    listed = subprocess.run(["git", "ls-files", "--stage", package], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
     assert listed.stdout.startswith("120000 ")

@@ -11,7 +11,6 @@ from onnx import TensorProto, helper
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import read_sidecar, write_sidecar
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.runtime.devices import Runtime
 from opal_deploy.runtime.select import find_model, find_newest_run, open_sessions
 from tests.builders import build_sidecar
 
@@ -125,9 +124,7 @@ class TestRuns:
         shutil.copy(another, runs / "runs/a/last.onnx")
         choice = find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", prefix="best.")
         assert choice.path == runs / "runs/a/best.onnx"
-        choice = find_model(
-            runs / "runs/a", gpu=False, check_engine=lambda _: "", runtime=Runtime.compiled, prefix="best."
-        )
+        choice = find_model(runs / "runs/a", gpu=False, check_engine=lambda _: "", runtime="compiled", prefix="best.")
         assert choice.path == runs / "runs/a/best.pt"
 
     def test_a_run_that_was_not_exported_says_how_to(self, runs):
@@ -185,18 +182,16 @@ class TestRuntimes:
     """What --runtime names."""
 
     def test_only_its_models_are_considered(self, folder):
-        assert (
-            find_model(folder, gpu=False, check_engine=lambda _: "", runtime=Runtime.onnxruntime).path.suffix == ".onnx"
-        )
-        for runtime in (Runtime.torch, Runtime.compiled):
+        assert find_model(folder, gpu=False, check_engine=lambda _: "", runtime="onnxruntime").path.suffix == ".onnx"
+        for runtime in ("torch", "compiled"):
             choice = find_model(folder, gpu=False, check_engine=lambda _: "", runtime=runtime)
             assert choice.path.name == "ckpt.pt"
         with pytest.raises(UsageError, match=r"no exported model .*--runtime tensorrt does not run ckpt\.onnx"):
-            find_model(folder, gpu=False, check_engine=lambda _: "", runtime=Runtime.tensorrt)
+            find_model(folder, gpu=False, check_engine=lambda _: "", runtime="tensorrt")
         (folder / "other.pt").touch()
         with pytest.raises(UsageError, match=r"several checkpoints here: ckpt\.pt, other\.pt; choose one with --model"):
-            find_model(folder, gpu=False, check_engine=lambda _: "", runtime=Runtime.compiled)
+            find_model(folder, gpu=False, check_engine=lambda _: "", runtime="compiled")
 
     def test_another_kind_of_model_is_refused(self, folder):
         with pytest.raises(UsageError, match=r"an ONNX file, and --runtime compiled runs a checkpoint"):
-            open_sessions(folder / "ckpt.onnx", runtime=Runtime.compiled)
+            open_sessions(folder / "ckpt.onnx", runtime="compiled")

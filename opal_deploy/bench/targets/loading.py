@@ -11,8 +11,8 @@ from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.errors import ArtifactError, UsageError, require
+from opal_deploy.options import RuntimeName
 from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.runtime.devices import Runtime as InferenceRuntime
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import check_runtime, open_sessions
 from opal_deploy.runtime.session import Session
@@ -131,7 +131,7 @@ def load_for_inference(
     *,
     device: str,
     threads: int | None,
-    runtime: InferenceRuntime = InferenceRuntime.auto,
+    runtime: RuntimeName = "auto",
     cuda_graphs: bool = False,
 ) -> LoadedTarget:
     """Load a model as `infer` does: a checkpoint in the reference session, or in the compiled one.
@@ -145,7 +145,7 @@ def load_for_inference(
     check_runtime(path, runtime)
     if model_kind(path) != "checkpoint" or not path.is_file():
         return load_file(path, setup)
-    compiled = runtime is InferenceRuntime.compiled
+    compiled = runtime == "compiled"
     (session,) = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
     import torch
 

@@ -11,7 +11,7 @@ from opal_deploy.cli.bench.options import Images, JsonLines, Out, find_items, wr
 from opal_deploy.cli.console import print_message, progress
 from opal_deploy.cli.options import default_workers
 from opal_deploy.errors import UsageError, require
-from opal_deploy.runtime.devices import Runtime
+from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
     from opal_deploy.bench.pipeline.eager_baseline import EagerBaseline
@@ -60,8 +60,9 @@ def pipeline(
         ),
     ] = None,
     runtime: Annotated[
-        Runtime, typer.Option(help="As in infer: auto: by the model's file; compiled: a checkpoint by torch.compile.")
-    ] = Runtime.auto,
+        RuntimeName,
+        typer.Option(help="As in infer: auto: by the model's file; compiled: a checkpoint by torch.compile."),
+    ] = "auto",
     cuda_graphs: Annotated[
         bool,
         typer.Option("--cuda-graphs", help="As in infer."),

@@ -13,7 +13,7 @@ import typer
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH, default_batch, default_workers
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.runtime.devices import Runtime
+from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
     from opal_deploy.inference.run.backend import Backend, RunOptions
@@ -110,9 +110,9 @@ def infer(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or GPU numbers such as 0,1.")] = "auto",
     runtime: Annotated[
-        Runtime,
+        RuntimeName,
         typer.Option(help="auto: by the model's file; compiled: a checkpoint by torch.compile."),
-    ] = Runtime.auto,
+    ] = "auto",
     batch: Annotated[
         int | None, typer.Option(min=1, help=f"Images a forward pass; default: {CPU_BATCH}, on a GPU {GPU_BATCH}.")
     ] = None,
@@ -266,7 +266,7 @@ def infer(
             "recursive": recursive,
             **drawing.config,
             # its arithmetic is another, and on a GPU half precision
-            **({"runtime": runtime.value} if runtime is Runtime.compiled else {}),
+            **({"runtime": runtime} if runtime == "compiled" else {}),
             **({"every": str(video.sampling)} if video.sampling is not None else {}),
         }
         skipped = Skipped()

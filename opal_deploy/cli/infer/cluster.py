@@ -12,7 +12,7 @@ from opal_deploy.cli.console import print_message
 from opal_deploy.cli.infer.setup import LoadedModel, find_default_model, fingerprint_model
 from opal_deploy.cli.options import CPU_BATCH, GPU_BATCH
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.runtime.devices import Runtime
+from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
     from opal_deploy.cluster.backend import RayBackend
@@ -52,7 +52,7 @@ def open_cluster(address: str, cpus: int | None) -> Iterator[ActorPlan]:
         yield plan
 
 
-def describe_model(path: Path | None, plan: ActorPlan, expect_sha256: str | None, runtime: Runtime) -> LoadedModel:
+def describe_model(path: Path | None, plan: ActorPlan, expect_sha256: str | None, runtime: RuntimeName) -> LoadedModel:
     """Return a model that is not opened here, only described; without a path, the best of the working directory.
 
     Raises:
@@ -76,7 +76,7 @@ def default_batch(plan: ActorPlan) -> int:
 def open_backend(
     plan: ActorPlan,
     model: LoadedModel,
-    runtime: Runtime,
+    runtime: RuntimeName,
     threads: int | None,
     cuda_graphs: bool,
     heatmap: bool,

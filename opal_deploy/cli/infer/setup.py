@@ -17,7 +17,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.cli.console import print_message
 from opal_deploy.cli.options import format_box_option, parse_rate
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime.devices import Runtime
+from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.engine_file import Sidecar
@@ -143,7 +143,7 @@ def load_model(
     threads: int | None,
     cuda_graphs: bool,
     expect_sha256: str | None,
-    runtime: Runtime,
+    runtime: RuntimeName,
 ) -> LoadedModel:
     """Open the model on its devices; without a path, the best one of the working directory.
 
@@ -161,7 +161,7 @@ def load_model(
     return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
 
 
-def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runtime: Runtime) -> None:
+def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runtime: RuntimeName) -> None:
     """Let sessions that compile for a batch size do so; say so where it takes a minute.
 
     Raises:
@@ -169,14 +169,14 @@ def prepare_batch_size(path: Path, sessions: Sequence[Session], size: int, runti
     """
     from opal_deploy.runtime.session import PaddingSession
 
-    if runtime is Runtime.compiled:
+    if runtime == "compiled":
         print_message(f"Compiling {path} for batches of {size}, and checking the result")
     for session in sessions:
         if isinstance(session, PaddingSession):
             session.add_batch_size(size)
 
 
-def find_default_model(device: str, runtime: Runtime = Runtime.auto) -> Path:
+def find_default_model(device: str, runtime: RuntimeName = "auto") -> Path:
     """Return the best model that this machine can run, of those that the runtime runs, and print which and why.
 
     The models of the working directory are considered, or, if it has none, those of the newest run below `runs`.
