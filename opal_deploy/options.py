@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -42,6 +44,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 R = TypeVar("R")
 O = TypeVar("O", bound="Options")  # noqa: E741
+StrPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -179,3 +182,54 @@ Threads = Annotated[int | None, Option("CPU threads of the runtime.", min=1, def
 RuntimeChoice = Annotated[
     RuntimeName, Option("auto: by the model's file; compiled: a checkpoint through torch.compile.", flag="--runtime")
 ]
+Batch = Annotated[int | None, Option("Batch size.", min=1, default="8, on a GPU 64")]
+Workers = Annotated[int | None, Option("Parallel decode and draw workers.", min=1, default="all cores but two")]
+MaxPixels = Annotated[int, Option("Refuse images with more pixels than this.", min=1)]
+Decode = Annotated[
+    Literal["default", "exact", "fast"],
+    Option("JPEG decoding: within 1 count of Pillow (default), exactly as Pillow, or scaled down (fast)."),
+]
+ExpectSha256 = Annotated[str | None, Option("Expected SHA-256 of the model file; any other is refused.")]
+Top = Annotated[int, Option("Classes listed in each record.", min=1)]
+CropFile = Annotated[
+    StrPath | None,
+    Option(
+        "Crop to these boxes: CSV (image,x0,y0,x1,y1 or image,x,y,width,height), COCO JSON, CUB's "
+        "bounding_boxes.txt, or Stanford Dogs' Annotation folder.",
+        cli=Path,
+    ),
+]
+LabelSource = Annotated[
+    str | None, Option("True labels: `folders` (the name of each image's folder), or a CSV file (image,label).")
+]
+MinMargin = Annotated[
+    float | str | None,
+    Option(
+        "Abstain below this margin, or below the margin that keeps an error rate such as 5% on the validation images.",
+        cli=str,
+    ),
+]
+AtlasFolder = Annotated[
+    StrPath | None,
+    Option("Folder of `opal-deploy atlas`; sheets show its patches of other images of the class.", cli=Path),
+]
+SlotNameFile = Annotated[
+    StrPath | None,
+    Option("TOML file that names slots, for records and sheets.", default="names.toml in --atlas", cli=Path),
+]
+
+
+def to_arguments(options: Options) -> list[str]:
+    """Return the command-line arguments that give options these values; defaults are left out."""
+    arguments = []
+    for field, _, option in option_fields(type(options)):
+        value = getattr(options, field.name)
+        if option is None or value == default_of(field):
+            continue
+        on, _, off = (option.flag or "--" + field.name.replace("_", "-")).partition("/")
+        if isinstance(value, bool):
+            arguments.append(on if value else off or "--no-" + on.removeprefix("--"))
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                arguments += [on, str(item)]
+    return arguments

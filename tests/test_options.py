@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError
-from opal_deploy.options import Option, Options, keywords
+from opal_deploy.options import Option, Options, keywords, to_arguments
 
 
 def parse_percent(text: str) -> float:
@@ -84,3 +84,9 @@ def test_a_command_takes_the_fields_as_options() -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     assert "Default: by the model." in text
     assert "--scale" not in text
+
+
+def test_options_become_the_arguments_that_give_them() -> None:
+    options = DrawOptions(size=9, target=("x", "y"), out=Path("here"), scale=2.0)
+    assert to_arguments(options) == ["--size", "9", "--target", "x", "--target", "y", "--folder", "here"]
+    assert to_arguments(DrawOptions()) == []

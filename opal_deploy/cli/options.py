@@ -21,6 +21,16 @@ from opal_deploy.storage.urls import redact
 if TYPE_CHECKING:
     from opal_deploy.runtime.session import Session
 
+# the models of commands that open one
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        help="Exported model or checkpoint. Default: the one in this folder, or of the newest run in runs/.",
+        show_default=False,
+    ),
+]
+
 # how a data set is read, of the commands that measure models on one
 DatasetName = Annotated[
     str | None,
