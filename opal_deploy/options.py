@@ -233,3 +233,11 @@ def to_arguments(options: Options) -> list[str]:
             for item in value if isinstance(value, tuple) else (value,):
                 arguments += [on, str(item)]
     return arguments
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse `--size`: `224` or `224x448` (height x width) as (H0, W0); raise UsageError for anything else."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"--size {text!r}: expected a number of pixels such as 224, or height x width such as 224x448")
+    return int(parts[0]), int(parts[-1])

@@ -29,6 +29,7 @@ class DrawOptions(Options):
     margin: Annotated[float | None, Option("Smallest margin.", cli=str, parse=lambda text: float(text[:-1]) / 100)] = (
         None
     )
+    fast: Annotated[bool, Option("Skip smoothing.")] = False
     scale: float = 1.0
 
 
@@ -83,6 +84,8 @@ def test_a_command_takes_the_fields_as_options() -> None:
     assert seen == [("a.jpg", DrawOptions(), False)]
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     assert "Default: by the model." in text
+    assert "--fast" in text
+    assert "--no-fast" not in text
     assert "--scale" not in text
 
 

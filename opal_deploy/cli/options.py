@@ -112,18 +112,6 @@ def parse_rate(option: str, text: str) -> float:
     return percent / 100
 
 
-def parse_size(text: str) -> tuple[int, int]:
-    """Return (H0, W0) of `224` or `224x448` (height x width).
-
-    Raises:
-        UsageError: anything else.
-    """
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
-        raise UsageError(f"--size {text!r}: expected a number of pixels such as 224, or height x width such as 224x448")
-    return int(parts[0]), int(parts[-1])
-
-
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes the fields of its options classes as options of the command line.
 
@@ -172,8 +160,10 @@ def _to_parameter(field: Field[Any], annotation: Any, option: Option) -> inspect
     default = default_of(field)
     if isinstance(default, tuple):
         default = list(default) or None
+    # a switch has no --no-... unless its flag names one
+    flag = option.flag or (f"--{field.name.replace('_', '-')}" if annotation is bool else "")
     declared = typer.Option(
-        *([option.flag] if option.flag else []),
+        *([flag] if flag else []),
         help=describe(option),
         min=option.min,
         max=option.max,

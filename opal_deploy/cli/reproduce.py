@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.console import discard_message, print_json, print_message, progress
-from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError, require
+from opal_deploy.options import parse_size
 
 if TYPE_CHECKING:
     from opal_deploy.train.reproduce.plan import TrainingPlan

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.console import print_line, print_message, progress
-from opal_deploy.cli.options import format_box_option, parse_size
+from opal_deploy.cli.options import format_box_option
 from opal_deploy.errors import ExitCode
+from opal_deploy.options import parse_size
 
 if TYPE_CHECKING:
     from opal_deploy.train.loop import TrainResult

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from opal_deploy import train_model
-from opal_deploy.cli.options import parse_size
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
+from opal_deploy.options import parse_size
 from opal_deploy.train.loop import fit
 from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.setup import default_num_workers

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 import typer
 
 from opal_deploy.cli.console import print_json_line, print_message, progress
-from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import OpalError, UsageError, require
+from opal_deploy.options import parse_size
 
 if TYPE_CHECKING:
     from opal_deploy.bench.measurement import Figure, Measurement

@@ -9,8 +9,8 @@ import typer
 
 from opal_deploy.cli.bench import options
 from opal_deploy.cli.console import print_message, progress
-from opal_deploy.cli.options import parse_size
 from opal_deploy.errors import UsageError, require
+from opal_deploy.options import parse_size
 
 if TYPE_CHECKING:
     from opal_deploy.bench.roofline.ceiling import Ceiling

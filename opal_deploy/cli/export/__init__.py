@@ -9,7 +9,7 @@ import typer
 
 from opal_deploy.cli.console import print_message, progress
 from opal_deploy.cli.export.output import print_export
-from opal_deploy.cli.options import parse_size
+from opal_deploy.options import parse_size
 
 _ENGINES = "Engines (--trt)"
 _AUTHORS = "The authors' checkpoints, which do not record it"
