@@ -69,7 +69,7 @@ class Metadata:
         training: summary of the run that made the checkpoint.
         exporter: versions of the exporting packages, and the opset.
         verification: the report of the comparison that the file passed, or `{"skipped": WHY}`.
-        risk: summary of the risk-coverage curve of the validation images (`statistics.risk`), from which a
+        risk: summary of the risk-coverage curve of the validation images (`opal_deploy.statistics`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
         calibration: the temperature that makes probabilities of the logits (`artifact.calibration`), or the reason why
             there is none; empty where none was sought, as in files of earlier versions.

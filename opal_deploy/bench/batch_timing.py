@@ -14,7 +14,7 @@ from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.bench.timing import Timing, TimingOptions, random_batches, time_repeats
 from opal_deploy.runtime.session import ImageBatch, PaddingSession, Session, StagedSession, pinned
-from opal_deploy.statistics.intervals import mean, percentile
+from opal_deploy.statistics import mean, percentile
 
 FAILED = "failed"
 PERCENTILES = (50, 90, 95, 99)

@@ -33,7 +33,7 @@ from opal_deploy.bench.targets.loading import (
 from opal_deploy.bench.timing import Call, Clock, random_batches, time_calls, warm_up
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.runtime.cuda_options import CudaOptions
-from opal_deploy.statistics.intervals import median, paired_ratios, spread
+from opal_deploy.statistics import median, paired_ratios, spread
 
 if TYPE_CHECKING:
     from opal_deploy.bench.targets.networks import NamedNetwork

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 from opal_deploy.bench.measurement import THROTTLED
 from opal_deploy.runtime.devices import available_cpu_ids, parse_device
 from opal_deploy.runtime.nvml import GpuSensors, NvmlError
-from opal_deploy.statistics.intervals import percentile
+from opal_deploy.statistics import percentile
 
 INTERVAL = 0.1
 BUSY = "busy"

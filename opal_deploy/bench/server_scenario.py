@@ -32,7 +32,7 @@ from opal_deploy.bench.memory import peak_memory_mb, reset_peak_memory
 from opal_deploy.bench.monitor import monitor_devices
 from opal_deploy.bench.targets.loading import LoadedTarget
 from opal_deploy.bench.timing import TimingOptions, gc_disabled, time_repeats
-from opal_deploy.statistics.intervals import clopper_pearson_bound, percentile
+from opal_deploy.statistics import clopper_pearson_bound, percentile
 
 RunBatch = Callable[[int], object]
 Clock = Callable[[], float]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.runtime.session import ImageBatch
-from opal_deploy.statistics.intervals import spread
+from opal_deploy.statistics import spread
 
 Call = Callable[[int], object]
 Clock = Callable[[], int]

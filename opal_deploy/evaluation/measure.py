@@ -40,7 +40,7 @@ from opal_deploy.model import checkpoint
 from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import torch_device
-from opal_deploy.statistics.risk import Threshold, choose_threshold, smallest_target
+from opal_deploy.statistics import Threshold, choose_threshold, smallest_target
 
 # a measurement that takes longer than this prints an estimate of its time
 _MAX_SILENT_S = 60.0

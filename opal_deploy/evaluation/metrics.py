@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs, cosines
-from opal_deploy.statistics.risk import compute_risk_curve
+from opal_deploy.statistics import compute_risk_curve
 
 _TOP = 5
 

@@ -23,7 +23,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Points
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.statistics.intervals import Mean, mean_with_interval
+from opal_deploy.statistics import Mean, mean_with_interval
 
 POINTING = "pointing_game"
 """The JSON key of the summary."""

@@ -27,7 +27,7 @@ from opal_deploy.evaluation.pointing import PointingGame, slot_table
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.records.lines import write_csv
 from opal_deploy.records.names import escape_name
-from opal_deploy.statistics.risk import RiskCurve, Threshold
+from opal_deploy.statistics import RiskCurve, Threshold
 
 EVALUATION, MATRIX, MATRIX_IMAGE, PREDICTIONS = "evaluation.json", "confusion.csv", "confusion.png", "predictions.csv"
 RISK, RISK_IMAGE, SLOT_PARTS = "risk_coverage.csv", "risk_coverage.png", "slot_parts.csv"

@@ -16,7 +16,7 @@ from opal_deploy.evaluation.metrics import Agreement, Evaluation
 from opal_deploy.evaluation.parts import PartFigures
 from opal_deploy.evaluation.pointing import POINTING, PointingGame
 from opal_deploy.evaluation.session import EvaluationResult
-from opal_deploy.statistics.risk import Threshold
+from opal_deploy.statistics import Threshold
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.session import EvaluationResult
-from opal_deploy.statistics.intervals import clopper_pearson_bound
-from opal_deploy.statistics.risk import RiskCurve, Threshold, compute_risk_curve, explain_too_few
+from opal_deploy.statistics import RiskCurve, Threshold, clopper_pearson_bound, compute_risk_curve, explain_too_few
 
 
 def compute_margin_curve(result: EvaluationResult) -> RiskCurve | None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, Outputs, cosines
-from opal_deploy.statistics.intervals import share_bounds
+from opal_deploy.statistics import share_bounds
 
 # the gate of a network is widened to this many times its own rounding
 _ROUNDING_FACTOR = 4

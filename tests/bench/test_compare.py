@@ -21,7 +21,7 @@ from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.targets.loading import Setup
 from opal_deploy.cli.bench.compare import _format as format_comparison
 from opal_deploy.runtime.cuda_options import parse_cuda_options
-from opal_deploy.statistics.intervals import median, paired_ratios
+from opal_deploy.statistics import median, paired_ratios
 
 OPTIONS = ComparisonOptions(batch=2, rounds=30, run_seconds=0.1, warm_up_seconds=0)
 

@@ -258,7 +258,7 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(
         ({"out": "data/train/metrics"}, "would become part of the data set"),
         ({"fill": ["grey"]}, "--fill 'grey': expected blur, mean, noise"),
         ({"target_error": "often"}, "--target-error 'often': expected a percentage"),
-        ({"target_error": "5%"}, "12 labelled images cannot show .* even without a wrong answer 59 are needed"),
+        ({"target_error": "5%"}, "12 labelled images cannot show .* even without errors, 59 are needed"),
         (
             {"second": ["0", "1", "3", "2"]},
             "4 classes each, but number 3 is '3' to the model and '2' in the data set; they must be",

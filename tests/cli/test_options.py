@@ -12,7 +12,7 @@ from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.cli.infer.setup import parse_min_margin
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
-from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve
+from opal_deploy.statistics import choose_threshold, compute_risk_curve
 
 
 @pytest.mark.parametrize(("text", "rate"), [("5%", 0.05), (" 0.5 %", 0.005), ("99%", 0.99)])

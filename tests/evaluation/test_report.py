@@ -15,7 +15,7 @@ from opal_deploy.evaluation.report import (
     model_folders,
     write_evaluation,
 )
-from opal_deploy.statistics.risk import choose_threshold, compute_risk_curve, smallest_target
+from opal_deploy.statistics import choose_threshold, compute_risk_curve, smallest_target
 
 
 def _drawn(counts, names, path):

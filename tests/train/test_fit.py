@@ -18,7 +18,7 @@ from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
-from opal_deploy.statistics.risk import choose_threshold
+from opal_deploy.statistics import choose_threshold
 from opal_deploy.train import loop
 from opal_deploy.train.distributed import join_process_group
 from opal_deploy.train.epoch import TrainStep

@@ -259,7 +259,7 @@ def parse_min_margin(text: str, path: Path, metadata: Metadata) -> float:
             raise UsageError(
                 f"--min-margin {text!r}: expected a margin such as 0.05, or an error rate such as 5%"
             ) from None
-    from opal_deploy.statistics.risk import choose_threshold, smallest_target
+    from opal_deploy.statistics import choose_threshold, smallest_target
 
     rate = parse_rate("--min-margin", text)
     if not metadata.risk:

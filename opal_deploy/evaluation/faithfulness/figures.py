@@ -11,7 +11,7 @@ import numpy as np
 from opal_deploy.evaluation.faithfulness.perturbation import Baseline, Curve, Curves
 from opal_deploy.evaluation.faithfulness.rankings import CONTRIBUTION, RANKINGS, REVERSE
 from opal_deploy.evaluation.faithfulness.stability import SlotStability
-from opal_deploy.statistics.intervals import Mean, mean_with_interval
+from opal_deploy.statistics import Mean, mean_with_interval
 
 
 @dataclass(frozen=True)

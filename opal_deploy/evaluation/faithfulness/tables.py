@@ -9,7 +9,7 @@ from typing import Any
 from opal_deploy.evaluation.faithfulness.figures import RankingFigures
 from opal_deploy.evaluation.faithfulness.measure import Faithfulness
 from opal_deploy.evaluation.faithfulness.rankings import RANKINGS
-from opal_deploy.statistics.intervals import Mean
+from opal_deploy.statistics import Mean
 
 # Okabe and Ito: distinct for colour-blind readers; dashes tell the lines apart without any colour
 _STYLES: dict[str, dict[str, Any]] = {

@@ -1,1 +1,0 @@
-"""Figures with their uncertainty: `intervals` of samples and rates, `risk` and coverage of margins. Numpy only."""
