@@ -1,4 +1,4 @@
-"""Lines that a long job reports; by default they go to the logger `opal_deploy` of Python's `logging`."""
+"""The callbacks of a long job: lines of text and progress. By default lines go to the logger `opal_deploy`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 # receives one line for a person
 Log = Callable[[str], None]
+# receives the number of items done, the number of all items where it is known, and a note on what is being done
+Progress = Callable[[int, int | None, str], None]
 
 _WARNINGS = ("warning: ", "NOT VERIFIED")
 
@@ -17,3 +19,11 @@ def log_line(line: str) -> None:
     Python shows the former on stderr and drops the latter, unless a program sets its logging up.
     """
     logging.getLogger("opal_deploy").log(logging.WARNING if line.startswith(_WARNINGS) else logging.INFO, "%s", line)
+
+
+def no_log(line: str) -> None:
+    """Drop the line."""
+
+
+def no_progress(done: int, total: int | None, note: str) -> None:
+    """Report nothing."""

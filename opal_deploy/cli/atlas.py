@@ -26,7 +26,6 @@ from opal_deploy.errors import ExitCode, ImageError, MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.datasets.samples import Validation
     from opal_deploy.inference.types import InferenceOptions, Request
     from opal_deploy.runtime.session import Session
     from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
@@ -80,7 +79,6 @@ def atlas(
     """
     from opal_deploy.artifact.files import lock_directory
     from opal_deploy.cli.infer import setup
-    from opal_deploy.datasets.samples import recorded_validation
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.sheets import check_exact_evidence
     from opal_deploy.inference.types import InferenceOptions
@@ -96,8 +94,7 @@ def atlas(
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata
     check_exact_evidence(metadata, str(path))
-    validation = recorded_validation(metadata.training)
-    images = _read_images(data, _DataOptions(dataset, partition, skip_missing, validation, split, boxes, plain=plain))
+    images = _read_images(data, _DataOptions(dataset, partition, skip_missing, split, boxes, plain=plain))
     _check_labels(images, metadata, data, only_correct=only_correct)
     if metadata.unverified:
         print_message(
@@ -187,7 +184,6 @@ class _DataOptions:
     dataset: str | None
     partition: int
     skip_missing: bool
-    validation: Validation
     split: str
     boxes: bool
     plain: bool
@@ -229,8 +225,7 @@ def _read_images(data: Path, options: _DataOptions) -> _ImageSet:
                 options.dataset,
                 partition=options.partition,
                 skip_missing=options.skip_missing,
-                validation=options.validation,
-                report=advance,
+                progress=advance,
             )
     except MissingExtra as error:
         if options.dataset is not None:

@@ -25,16 +25,9 @@ from PIL import ExifTags, Image
 
 from opal_deploy.datasets.image_folder import EXTENSIONS
 from opal_deploy.datasets.listing import Listing
-from opal_deploy.datasets.samples import (
-    DataSet,
-    ProgressCallback,
-    Sample,
-    classes_without_samples,
-    display_path,
-    pluralize,
-    shorten_list,
-)
+from opal_deploy.datasets.samples import DataSet, Sample, classes_without_samples, display_path, pluralize, shorten_list
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.logs import Progress
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode, open_file
 from opal_deploy.preprocess.decode_errors import decode_error
 from opal_deploy.preprocess.geometry import compute_geometry
@@ -51,13 +44,13 @@ _NUM_THREADS = 8
 _CHUNK_SIZE = 8192
 
 
-def check_dataset(listing: Listing, *, skip_missing: bool = False, report: ProgressCallback | None = None) -> DataSet:
+def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Progress | None = None) -> DataSet:
     """Return the data set without unusable files, with a warning for each kind of finding.
 
     Args:
         listing: what an adapter read.
         skip_missing: leave missing images out instead of raising.
-        report: called while image headers are read.
+        progress: called while image headers are read.
 
     Raises:
         UsageError: one line with the lists' problems, missing images, classes or splits that have nothing left, and,
@@ -70,7 +63,7 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, report: Progr
     exists = _check_each(samples, lambda sample: os.path.isfile(sample.path))  # Path.is_file may raise
     missing = [path for path, is_there in exists.items() if not is_there]
     existing = [sample for sample in samples if exists[sample.path]]
-    reasons = _check_each(existing, _header_problem, report)
+    reasons = _check_each(existing, _header_problem, progress)
     unreadable = {path: reason for path, reason in reasons.items() if reason is not None}
     # a split that lacks only missing images, which are an error of their own, is not called empty as well
     usable = _without_paths(data, {*missing, *unreadable} if skip_missing else unreadable)
@@ -113,14 +106,12 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, report: Progr
     return replace(usable, warnings=warnings, skipped=[*missing, *unreadable])
 
 
-def _check_each(
-    samples: list[Sample], check: Callable[[Sample], T], report: ProgressCallback | None = None
-) -> dict[Path, T]:
+def _check_each(samples: list[Sample], check: Callable[[Sample], T], progress: Progress | None = None) -> dict[Path, T]:
     results: dict[Path, T] = {}
     for done, (sample, result) in enumerate(zip(samples, map_in_threads(check, samples), strict=True), 1):
         results[sample.path] = result
-        if report is not None:
-            report(done, len(samples), "reading headers")
+        if progress is not None:
+            progress(done, len(samples), "reading headers")
     return results
 
 

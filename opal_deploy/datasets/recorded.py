@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.datasets.registry import list_dataset, read_dataset
-from opal_deploy.datasets.samples import DataSet, recorded_validation
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import OpalError
 
 
@@ -26,12 +26,12 @@ def find_recorded_dataset(
     data = training.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("root"), str) or not Path(data["root"]).is_dir():
         return None
-    root, layout, validation = Path(data["root"]), str(data.get("layout")), recorded_validation(training)
+    root, layout = Path(data["root"]), str(data.get("layout"))
     try:
         if data.get("skipped"):
-            found = read_dataset(root, layout, skip_missing=True, validation=validation)
+            found = read_dataset(root, layout, skip_missing=True)
         else:
-            found = list_dataset(root, layout, validation=validation, torchvision=torchvision)
+            found = list_dataset(root, layout, torchvision=torchvision)
     except (OpalError, OSError):
         return None
     sizes = {"train": len(found.train), "val": len(found.val), "test": len(found.test)}

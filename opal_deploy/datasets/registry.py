@@ -20,9 +20,10 @@ from opal_deploy.datasets.dogs import DOGS
 from opal_deploy.datasets.image_folder import IMAGE_FOLDER
 from opal_deploy.datasets.imagenet import IMAGENET
 from opal_deploy.datasets.listing import Adapter, unreadable_error
-from opal_deploy.datasets.samples import DataSet, ProgressCallback, Validation, set_validation_aside
+from opal_deploy.datasets.samples import DataSet, split_off_validation
 from opal_deploy.datasets.torchvision_datasets import CARS, DTD, FLOWERS, PETS, SUN397
 from opal_deploy.errors import UsageError
+from opal_deploy.logs import Progress
 
 _ADAPTERS: dict[str, Adapter] = {
     adapter.name: adapter
@@ -38,8 +39,8 @@ def read_dataset(
     *,
     partition: int = 1,
     skip_missing: bool = False,
-    validation: Validation | None = "authors",
-    report: ProgressCallback | None = None,
+    needs_validation: bool = True,
+    progress: Progress | None = None,
 ) -> DataSet:
     """Read and check a data set, and set a fifth of each class aside for validation where it has no validation split.
 
@@ -49,9 +50,8 @@ def read_dataset(
             ImageFolder.
         partition: number of the official partition, from 1, where a data set has several.
         skip_missing: leave listed images that do not exist out, with a warning, instead of raising.
-        validation: how validation images are set aside; `samples.recorded_validation` says it of a run. None sets none
-            aside.
-        report: called while image headers are read, which takes minutes on a network drive.
+        needs_validation: set validation images aside where the data set has none.
+        progress: called while image headers are read, which takes minutes on a network drive.
 
     Raises:
         UsageError: one line with everything that is wrong and what to do.
@@ -59,18 +59,17 @@ def read_dataset(
     if dataset is not None and dataset not in _ADAPTERS:
         raise UsageError(f"no data set is called {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")
     try:
-        return _read_and_check(root, dataset, partition, skip_missing, validation, report)
+        return _read_and_check(root, dataset, partition, skip_missing, needs_validation, progress)
     except OSError as error:
         raise unreadable_error(error, root) from None
 
 
-def list_dataset(root: Path, dataset: str, *, validation: Validation = "authors", torchvision: bool = True) -> DataSet:
+def list_dataset(root: Path, dataset: str, *, torchvision: bool = True) -> DataSet:
     """Return what the lists of a data set say, its first partition, without looking at the image files.
 
     Args:
         root: see `read_dataset`.
         dataset: one of `DATASET_NAMES`.
-        validation: see `read_dataset`.
         torchvision: whether data sets that torchvision reads may be read, which imports torch.
 
     Raises:
@@ -80,7 +79,7 @@ def list_dataset(root: Path, dataset: str, *, validation: Validation = "authors"
         raise UsageError(f"{root}: the lists of {dataset!r} are not read here")
     adapter, folder = _locate(root, _ADAPTERS[dataset])
     data = adapter.read(folder, 1).data
-    return data if data.val else set_validation_aside(data, validation)
+    return data if data.val else split_off_validation(data)
 
 
 def _read_and_check(
@@ -88,16 +87,16 @@ def _read_and_check(
     dataset: str | None,
     partition: int,
     skip_missing: bool,
-    validation: Validation | None,
-    report: ProgressCallback | None,
+    needs_validation: bool,
+    progress: Progress | None,
 ) -> DataSet:
     if not root.is_dir():
         raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
     adapter, folder = _recognize(root) if dataset is None else _locate(root, _ADAPTERS[dataset])
     _check_partition(adapter, partition)
-    data = check_dataset(adapter.read(folder, partition), skip_missing=skip_missing, report=report)
-    if not data.val and validation is not None:
-        data = set_validation_aside(data, validation)
+    data = check_dataset(adapter.read(folder, partition), skip_missing=skip_missing, progress=progress)
+    if not data.val and needs_validation:
+        data = split_off_validation(data)
     # after the split, because two equal files of train/ may now be in different splits
     return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
 

@@ -7,7 +7,6 @@ scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42) over torch
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,15 +15,6 @@ from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
-# how validation images are set aside: as the authors do, or in the order of a data set's lists, as earlier versions did
-Validation = Literal["authors", "list-order"]
-# called with the number of images done, the number of all images where known, and a note on what is being done
-ProgressCallback = Callable[[int, int | None, str], None]
-
-
-def no_progress(done: int, total: int | None, note: str) -> None:
-    """Report nothing."""
-
 
 # names that an error or a warning spells out; the rest is counted
 MAX_LISTED = 20
@@ -57,7 +47,6 @@ class DataSet:
         crop: `boxes` where samples carry boxes, else None.
         warnings: one line for each kind of oddity that was found and tolerated.
         skipped: images left out because they are missing or their headers cannot be read.
-        validation: how `val` was set aside from the training images; None for official validation images.
     """
 
     root: Path
@@ -69,7 +58,6 @@ class DataSet:
     crop: Crop | None = None
     warnings: list[str] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
-    validation: Validation | None = None
 
     @property
     def num_classes(self) -> int:
@@ -101,7 +89,6 @@ class DataSet:
             "test": len(self.test),
             "crop": self.crop,
             "skipped": len(self.skipped),
-            "validation": self.validation,
         }
 
 
@@ -109,32 +96,17 @@ class DataSet:
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 
 
-def recorded_validation(training: dict[str, Any]) -> Validation:
-    """Return how the validation images of a run were set aside.
-
-    Args:
-        training: the run's record: config.json, a checkpoint's `training` or metadata's. Records of earlier versions
-            do not say it: they split in the order of the lists.
-    """
-    data = training.get("data")
-    if not isinstance(data, dict) or data.get("validation", "") in ("authors", None):
-        return "authors"
-    return "list-order"
-
-
-def set_validation_aside(data: DataSet, validation: Validation = "authors") -> DataSet:
+def split_off_validation(data: DataSet) -> DataSet:
     """Return a data set that has a fifth of each class's training images as validation images.
 
     Raises:
         UsageError: see `stratified_split`.
     """
-    order, ranks = list(range(len(data.train))), list(range(data.num_classes))
-    if validation == "authors":
-        order, ranks = image_folder_order(data.train, data.class_names)
+    order, ranks = image_folder_order(data.train, data.class_names)
     names = [name for _, name in sorted(zip(ranks, data.class_names, strict=True))]
     first, second = stratified_split([ranks[data.train[i].label] for i in order], names, root=data.root)
     train, val = ([data.train[i] for i in sorted(order[j] for j in part)] for part in (first, second))
-    return replace(data, train=train, val=val, validation=validation)
+    return replace(data, train=train, val=val)
 
 
 def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:

@@ -11,9 +11,9 @@ from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log, log_line
 
 if TYPE_CHECKING:
-    from opal_deploy.datasets.samples import ProgressCallback
     from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.inference.api import Model
+    from opal_deploy.logs import Progress
 
     Source = str | os.PathLike[str] | Model
 
@@ -42,7 +42,7 @@ class EvaluateKeywords(TypedDict, total=False):
     overwrite: bool
     record: bool
     log: Log
-    progress: ProgressCallback | None
+    progress: Progress | None
 
 
 @overload
@@ -80,7 +80,7 @@ def evaluate_model(
     overwrite: bool = False,
     record: bool = False,
     log: Log = log_line,
-    progress: ProgressCallback | None = None,
+    progress: Progress | None = None,
 ) -> ModelEvaluation | list[ModelEvaluation]:
     """Measure accuracy and, for a model with prototypes, the quality of its explanations on a data set.
 
@@ -122,10 +122,10 @@ def evaluate_model(
     """
     for package in ("torch", "sklearn", "matplotlib"):
         require(package, "train", "evaluation", pip_name={"sklearn": "scikit-learn"}.get(package))
-    from opal_deploy.datasets.samples import no_progress
     from opal_deploy.evaluation.inputs import EvaluateOptions, EvaluationTarget, parse_baselines
     from opal_deploy.evaluation.measure import measure_models
     from opal_deploy.inference.api import Model
+    from opal_deploy.logs import no_progress
 
     is_one = isinstance(model, str | os.PathLike | Model)
     models = [model] if isinstance(model, str | os.PathLike | Model) else list(model)

@@ -12,14 +12,14 @@ from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, ProgressCallback, Sample, pluralize, recorded_validation
+from opal_deploy.datasets.samples import DataSet, Sample, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
 from opal_deploy.evaluation.faithfulness import measure
 from opal_deploy.evaluation.faithfulness.perturbation import BASELINES, Baseline
 from opal_deploy.evaluation.risk import check_support
 from opal_deploy.inference.api import Model
-from opal_deploy.logs import Log
+from opal_deploy.logs import Log, Progress
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.runtime.session import Session
 
@@ -116,13 +116,13 @@ class EvaluationInputs:
 
 
 def read_inputs(
-    data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions, log: Log, report: ProgressCallback
+    data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions, log: Log, report: Progress
 ) -> EvaluationInputs:
     """Read a data set and check that it fits the models.
 
     Args:
         data: the data set's folder.
-        metadata: of each model by its path; how the first set its validation images aside decides.
+        metadata: of each model by its path.
         options: of the evaluation.
         log: receives what the folder was read as, and warnings.
         report: receives the progress of reading.
@@ -130,22 +130,20 @@ def read_inputs(
     Raises:
         UsageError: the data set is unfit, or does not fit the options or a model.
     """
-    trained = next(iter(metadata.values())).training
     data_set = read_dataset(
         data,
         options.dataset,
         partition=options.partition,
         skip_missing=options.skip_missing,
         # a few images a class, all to be measured, need not suffice for a split
-        validation=recorded_validation(trained) if options.split in ("train", "val") else None,
-        report=report,
+        needs_validation=options.split in ("train", "val"),
+        progress=report,
     )
     log(f"read as {data_set.describe()}")
     for line in data_set.warnings:
         log(f"warning: {line}")
     check_split(data_set, options.split)
     for path, each in metadata.items():
-        check_validation(path, each.training, data_set, options.split)
         check_classes(path, list(each.class_names), data_set)
         for warning in (
             describe_trained_images(path, each.training, data_set, options.split),
@@ -267,14 +265,3 @@ def describe_trained_images(path: Path, training: dict[str, Any], data_set: Data
         f"{path} was trained on images in {root}, perhaps on some of those that it is measured on; figures on these "
         "are better than on new ones"
     )
-
-
-def check_validation(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> None:
-    """Raise UsageError if a model was trained on images that the data set has in another split than it."""
-    if split in ("test", "all") or data_set.validation is None:
-        return
-    if recorded_validation(training) != data_set.validation:
-        raise UsageError(
-            f"{path}: its validation images are not those of the first model, so that it has trained on some of them; "
-            "evaluate the two apart, or take --split test"
-        )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.receptive_field import ReceptiveField
-from opal_deploy.datasets.samples import ProgressCallback
 from opal_deploy.evaluation import pointing, risk
 from opal_deploy.evaluation import report as files
 from opal_deploy.evaluation.calibration import CalibrationReport, format_calibration, report_calibration
@@ -35,7 +34,7 @@ from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.evaluation.record import build_evaluation, check_recordable, record_evaluation
 from opal_deploy.evaluation.result import ModelEvaluation, format_metrics, format_table
 from opal_deploy.evaluation.session import EvaluationResult, evaluate_session
-from opal_deploy.logs import Log
+from opal_deploy.logs import Log, Progress
 from opal_deploy.model import checkpoint
 from opal_deploy.records.names import escape_name
 from opal_deploy.runtime.session import Session
@@ -55,7 +54,7 @@ def measure_models(
     overwrite: bool,
     record: bool,
     log: Log,
-    report: ProgressCallback,
+    report: Progress,
 ) -> list[ModelEvaluation]:
     """Check all that can be checked first, then measure one model after the other; see `evaluate_model`."""
     paths = [target.path for target in targets]
@@ -126,7 +125,7 @@ class _ModelMeasurement:
     options: EvaluateOptions
     folder: Path | None
     log: Log
-    report: ProgressCallback
+    report: Progress
 
     def run(self) -> ModelEvaluation:
         """Measure the model, report each figure once it is known, and write the files."""
@@ -254,7 +253,7 @@ class _ModelMeasurement:
             files.write_faithfulness(self.folder, faithfulness, escape_name(self.path.name))
         return faithfulness
 
-    def _with_estimate(self, advice: str | None) -> ProgressCallback:
+    def _with_estimate(self, advice: str | None) -> Progress:
         """Return a callback that reports, and once how long a slow measurement takes, with `advice` to shorten it."""
         first: tuple[float, int] | None = None
         estimated = False

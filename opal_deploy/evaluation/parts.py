@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
-from opal_deploy.datasets.samples import DataSet, ProgressCallback
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import consistency as regions
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, MapSource, from_network
 from opal_deploy.evaluation.predictions import predict_samples
+from opal_deploy.logs import Progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
@@ -131,7 +132,7 @@ class PartMeter:
 
 
 def measure_parts(
-    network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: ProgressCallback | None = None
+    network: OpalNetwork, data: DataSet, *, batch: int = 32, seed: int = 0, report: Progress | None = None
 ) -> PartFigures:
     """Measure the three figures of a network on its device over the test images; leaves it in eval mode.
 

@@ -11,11 +11,12 @@ from typing import Protocol
 import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.datasets.samples import ProgressCallback, Sample
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.inference.decoding.prepare import prepare
 from opal_deploy.inference.executor import prefetch
 from opal_deploy.inference.types import InferenceOptions, Pixels, Prepared, Request
+from opal_deploy.logs import Progress
 from opal_deploy.preprocess.geometry import Geometry
 
 
@@ -36,7 +37,7 @@ def predict_samples(
     batch: int = 16,
     workers: int = 2,
     watch: BatchCallback | None = None,
-    report: ProgressCallback | None = None,
+    report: Progress | None = None,
     model: str = "the model",
 ) -> tuple[Outputs, list[Geometry]]:
     """Return the outputs and geometries of all samples, without attention maps, which are too large to keep.

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
-from opal_deploy.datasets.samples import ProgressCallback, Sample
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, PURITY, STABILITY, from_session
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartMeter
 from opal_deploy.evaluation.predictions import predict_samples
+from opal_deploy.logs import Progress
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
 
@@ -56,7 +57,7 @@ def evaluate_session(
     workers: int = 2,
     parts: PartLocations | None = None,
     seed: int = 0,
-    report: ProgressCallback | None = None,
+    report: Progress | None = None,
     model: str = "the model",
 ) -> EvaluationResult:
     """Evaluate a session on `samples` (at least one).

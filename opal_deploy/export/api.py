@@ -25,8 +25,8 @@ from opal_deploy.runtime.cuda import visible_driver
 from opal_deploy.triton.repository import Repository
 
 if TYPE_CHECKING:
-    from opal_deploy.datasets.samples import ProgressCallback
     from opal_deploy.export.candidate import ExportSource
+    from opal_deploy.logs import Progress
     from opal_deploy.model.checkpoint import Checkpoint
 
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
@@ -74,7 +74,7 @@ def export_model(
     overwrite: bool = False,
     threads: int | None = None,
     log: Log = log_line,
-    progress: ProgressCallback | None = None,
+    progress: Progress | None = None,
 ) -> ExportResult:
     """Write a model that outputs logits and evidence, once it was verified: ONNX files, engines, a Triton repository.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +12,7 @@ from opal_deploy.model.config import HeadKind
 from opal_deploy.train.recipe import Augment, Schedule, TrainingPrecision, load_recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from opal_deploy.datasets.samples import ProgressCallback
+    from opal_deploy.logs import Progress
     from opal_deploy.train.loop import TrainResult
 
 
@@ -55,7 +54,7 @@ def train_model(
     resume: bool = False,
     overwrite: bool = False,
     log: Log = log_line,
-    progress: ProgressCallback | None = None,
+    progress: Progress | None = None,
 ) -> TrainResult:
     """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
@@ -112,11 +111,9 @@ def train_model(
     for package in ("torch", "torchvision", "matplotlib"):
         require(package, "train", "training")
     from opal_deploy.datasets.registry import read_dataset
-    from opal_deploy.datasets.samples import no_progress
+    from opal_deploy.logs import no_progress
     from opal_deploy.train.distributed import is_main_process
     from opal_deploy.train.loop import fit
-    from opal_deploy.train.resume import stored_validation
-    from opal_deploy.train.run_directory import TrainRunDirectory
 
     resolved = resolve_recipe(
         load_recipe(os.fspath(recipe)),
@@ -161,16 +158,13 @@ def train_model(
     )
     data = Path(data)
     folder = Path("runs") / data.resolve().name if out is None else Path(out)
-    if resume and TrainRunDirectory(folder).config.is_file():
-        resolved = replace(resolved, validation=stored_validation(TrainRunDirectory(folder)))
     report = progress or no_progress
     labelled = read_dataset(
         data,
         resolved.dataset,
         partition=resolved.partition,
         skip_missing=resolved.skip_missing,
-        validation=resolved.validation,
-        report=report,
+        progress=report,
     )
     # under torchrun every process comes here, and one reports
     if is_main_process():

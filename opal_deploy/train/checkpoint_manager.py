@@ -18,7 +18,7 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.records.names import escape_name
 from opal_deploy.train.distributed import ProcessGroup
 from opal_deploy.train.epoch import TrainStep
-from opal_deploy.train.resume import RESUME_KEY, Progress, get_random_state, load_run_file
+from opal_deploy.train.resume import RESUME_KEY, TrainState, get_random_state, load_run_file
 from opal_deploy.train.run_directory import EpochRecord, TrainRunDirectory
 from opal_deploy.train.validation import Evaluation
 
@@ -48,18 +48,18 @@ class CheckpointManager:
             self.run_dir.remove_temporary_files()
             if is_new:
                 self.run_dir.clear()
-            with _stop_when_full(Progress()):
+            with _stop_when_full(TrainState()):
                 self.run_dir.write_json(self.run_dir.config, self.run_config)
                 self.run_dir.write_text(self.run_dir.recipe, recipe)
 
-    def save_best(self, progress: Progress, epoch: int, val: Evaluation) -> None:
+    def save_best(self, progress: TrainState, epoch: int, val: Evaluation) -> None:
         """Write this epoch's weights to best.pt."""
         if self._group.is_main:
             with _stop_when_full(progress):
                 self._save(self.run_dir.best, {"epoch": epoch, **val.to_dict("val")})
         progress.best = (epoch, val)
 
-    def save_last(self, progress: Progress, train_step: TrainStep) -> None:
+    def save_last(self, progress: TrainState, train_step: TrainStep) -> None:
         """Write last.pt with everything that the next step depends on."""
         # every process draws random numbers of its own
         random_states = self._group.all_gather(get_random_state(self._group.device))
@@ -74,7 +74,7 @@ class CheckpointManager:
         with _stop_when_full(progress):
             self._save(self.run_dir.last, progress.checkpoint_metrics, {RESUME_KEY: state})
 
-    def write_epochs(self, progress: Progress) -> None:
+    def write_epochs(self, progress: TrainState) -> None:
         """Write metrics.csv and curves.png."""
         if self._group.is_main:
             with _stop_when_full(progress):
@@ -85,7 +85,7 @@ class CheckpointManager:
 
     def finish(
         self,
-        progress: Progress,
+        progress: TrainState,
         metrics: dict[str, Any],
         receptive_field: ReceptiveField | None,
         calibration: Calibration,
@@ -146,13 +146,13 @@ def has_finite_weights(network: OpalNetwork) -> bool:
     return all(bool(torch.isfinite(weight).all()) for weight in network.parameters())
 
 
-def describe_kept(progress: Progress) -> str:
+def describe_kept(progress: TrainState) -> str:
     """Return a clause that says which checkpoint a stopped run has kept."""
     return f"best.pt holds epoch {progress.best[0]}" if progress.best else "nothing was kept yet"
 
 
 @contextmanager
-def _stop_when_full(progress: Progress) -> Iterator[None]:
+def _stop_when_full(progress: TrainState) -> Iterator[None]:
     try:
         yield
     except (UsageError, OSError) as error:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.samples import ProgressCallback, Sample, shorten_list
+from opal_deploy.datasets.samples import Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.logs import Progress
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
@@ -61,7 +62,7 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         """The memory that caching every resized image takes."""
         return len(self.samples) * self.resize_size[0] * self.resize_size[1] * 3
 
-    def fill_cache(self, report: ProgressCallback) -> None:
+    def fill_cache(self, report: Progress) -> None:
         """Decode every image once, in threads, and keep the resized images.
 
         Raises:

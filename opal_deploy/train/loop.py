@@ -19,10 +19,11 @@ import torch
 
 from opal_deploy.artifact.calibration import Calibration
 from opal_deploy.artifact.files import lock_directory
-from opal_deploy.datasets.samples import DataSet, ProgressCallback, no_progress
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -41,7 +42,7 @@ from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.mirror_agreement import MirrorAgreement
 from opal_deploy.train.recipe import Recipe, TrainOptions
 from opal_deploy.train.resume import (
-    Progress,
+    TrainState,
     check_same_run,
     fingerprint_dataset,
     load_run_file,
@@ -107,7 +108,7 @@ def fit(
     overwrite: bool = False,
     resume: bool = False,
     recipe: Recipe | None = None,
-    report: ProgressCallback = no_progress,
+    report: Progress = no_progress,
     log: Callable[[str], None] = _no_log,
 ) -> TrainResult:
     """Train a network, keep the best weights, and test them.
@@ -175,7 +176,7 @@ class _TrainingRun:
         options: TrainOptions,
         run_dir: TrainRunDirectory,
         group: ProcessGroup,
-        report: ProgressCallback,
+        report: Progress,
         log: Callable[[str], None],
     ) -> None:
         self.data, self.options, self.run_dir, self.group = data, options, run_dir, group
@@ -240,7 +241,7 @@ class _TrainingRun:
             last = load_run_file(run_dir.last) if resume and run_dir.last.is_file() else None
             if resume:
                 check_same_run(run_dir, last, run_config)
-            progress = Progress()
+            progress = TrainState()
             if last is not None:
                 progress = restore_run(run_dir, last, network, train_step, group, options.epochs)
             group.barrier()  # no process writes before all have read
@@ -275,7 +276,7 @@ class _TrainingRun:
         return train_batches, val_batches, {"workers": workers, "cached": cached}
 
     def _run_epoch(
-        self, epoch: int, progress: Progress, train_step: TrainStep, train_batches: Batches, val_batches: Batches
+        self, epoch: int, progress: TrainState, train_step: TrainStep, train_batches: Batches, val_batches: Batches
     ) -> EpochRecord:
         """Train and validate one epoch, counted from 1, and write its checkpoints; updates `progress`."""
         options, group = self.options, self.group
@@ -350,7 +351,7 @@ class _TrainingRun:
         self.log(record.describe(options.epochs, is_best=progress.best[0] == epoch))
         return record
 
-    def _finish(self, progress: Progress, val_batches: Batches) -> TrainResult:
+    def _finish(self, progress: TrainState, val_batches: Batches) -> TrainResult:
         """Calibrate the best weights, evaluate them on the test split and write the final files."""
         run_dir, group, options = self.run_dir, self.group, self.options
         assert progress.best is not None  # there was at least one epoch
@@ -375,7 +376,7 @@ class _TrainingRun:
         config = self.checkpoints.run_config
         return TrainResult(run_dir.best, best_epoch, progress.records, val, test, calibration, run_dir.last, config)
 
-    def _divergence(self, epoch: int, error: NonFiniteLossError, progress: Progress) -> DivergenceError:
+    def _divergence(self, epoch: int, error: NonFiniteLossError, progress: TrainState) -> DivergenceError:
         amp = "" if self.checkpoints.run_config["precision"] == "fp32" else " or --precision fp32"
         return DivergenceError(
             f"the training loss is {error.loss} in epoch {epoch}, step {error.step + 1}, "

@@ -1,6 +1,6 @@
 """The options of a training run, and recipes: TOML files that hold them. Plain data; imports no torch.
 
-    [data]      dataset, validation, partition, skip_missing
+    [data]      dataset, partition, skip_missing
     [model]     backbone, weights, input_size, stride, keep_layers
     [head]      kind, prototypes_per_class, distance, pooling, cws, projection, anchors, epsilon
     [training]  epochs, batch_size, lr, schedule, agreement, augment, seed, precision, tf32
@@ -18,7 +18,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from opal_deploy.datasets.samples import Validation
 from opal_deploy.errors import UsageError, require
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, require_stride
 
@@ -52,11 +51,11 @@ _TRAINING = {
 _MACHINE = {
     "device": str, "workers": int, "compile": bool, "cache_megabytes": int, "save_every": int, "tensorboard": bool,
 }  # fmt: skip
-_DATA = {"dataset": str, "validation": str, "partition": int, "skip_missing": bool}
+_DATA = {"dataset": str, "partition": int, "skip_missing": bool}
 _SECTIONS: dict[str, dict[str, type]] = {
     "data": _DATA, "model": _MODEL, "head": _HEAD, "training": _TRAINING, "machine": _MACHINE,
 }  # fmt: skip
-_CHOICES = {"validation": get_args(Validation), "kind": get_args(HeadKind)}
+_CHOICES = {"kind": get_args(HeadKind)}
 _TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
 
 
@@ -150,14 +149,12 @@ class Recipe:
         dataset: name of the data set (`datasets.registry.DATASET_NAMES`); None recognizes the folder by its files.
         partition: number of the official partition.
         skip_missing: leave out images that the lists name and that do not exist.
-        validation: how validation images are set aside where the data set has none.
     """
 
     options: TrainOptions
     dataset: str | None = None
     partition: int = 1
     skip_missing: bool = False
-    validation: Validation = "authors"
 
     def to_toml(self) -> str:
         """Return the TOML text that `resolve_recipe` turns into this recipe again."""
@@ -165,7 +162,7 @@ class Recipe:
         import tomli_w
 
         o = self.options
-        data: dict[str, Any] = {key: getattr(self, key) for key in ("validation", "partition", "skip_missing")}
+        data: dict[str, Any] = {key: getattr(self, key) for key in ("partition", "skip_missing")}
         if self.dataset is not None:
             data["dataset"] = self.dataset
         head = {"kind": "plain"} if o.head.plain else {key: getattr(o.head, key) for key in _HEAD if key != "kind"}

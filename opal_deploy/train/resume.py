@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opal_deploy.datasets.samples import DataSet, Validation, recorded_validation
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model.backbones import load_torch_file
 from opal_deploy.model.network import OpalNetwork
@@ -30,7 +30,7 @@ _ADVICE = "give --resume with the options that it was begun with, another --out,
 
 
 @dataclass
-class Progress:
+class TrainState:
     """The progress of a run.
 
     Attributes:
@@ -61,10 +61,10 @@ class Progress:
         }
 
     @staticmethod
-    def from_dict(raw: dict[str, Any]) -> Progress:
+    def from_dict(raw: dict[str, Any]) -> TrainState:
         """Return the progress that `to_dict` wrote."""
         best = raw["best"]
-        return Progress(
+        return TrainState(
             raw["epoch"],
             raw["step"],
             EpochMetrics(**raw["sums"]),
@@ -87,7 +87,7 @@ def restore_run(
     train_step: TrainStep,
     group: ProcessGroup,
     epochs: int,
-) -> Progress:
+) -> TrainState:
     """Put network, optimizer, scaler and random generators into the state of last.pt.
 
     Args:
@@ -133,10 +133,12 @@ def restore_run(
     return progress
 
 
-def _restore_state(last: dict[str, Any], network: OpalNetwork, train_step: TrainStep, group: ProcessGroup) -> Progress:
+def _restore_state(
+    last: dict[str, Any], network: OpalNetwork, train_step: TrainStep, group: ProcessGroup
+) -> TrainState:
     """Restore everything but the random generators; any exception means that the state is damaged."""
     state = last[RESUME_KEY]
-    progress = Progress.from_dict(state["progress"])
+    progress = TrainState.from_dict(state["progress"])
     network.load_state_dict(last["state_dict"])
     train_step.optimizer.load_state_dict(state["optimizer"])
     if state["scaler"]:
@@ -224,15 +226,6 @@ def describe_differences(
     }
     clauses += [text for key, text in others.items() if key in run_config and stored.get(key) != run_config[key]]
     return clauses
-
-
-def stored_validation(run_dir: TrainRunDirectory) -> Validation:
-    """Return how the run in a directory set its validation images aside; `authors` where there is no run.
-
-    Raises:
-        CheckpointError: config.json is damaged.
-    """
-    return recorded_validation(read_config(run_dir) or {})
 
 
 def read_config(run_dir: TrainRunDirectory) -> dict[str, Any] | None:

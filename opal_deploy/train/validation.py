@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from opal_deploy.datasets.samples import ProgressCallback
 from opal_deploy.evaluation.metrics import Evaluation, compute_metrics, margins
+from opal_deploy.logs import Progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import Batches, normalize
 
@@ -39,7 +39,7 @@ _Number = TypeVar("_Number", np.int32, np.float64)
 
 
 def evaluate(
-    network: OpalNetwork, batches: Batches, *, report: ProgressCallback | None = None, gather: Gather | None = None
+    network: OpalNetwork, batches: Batches, *, report: Progress | None = None, gather: Gather | None = None
 ) -> Evaluation:
     """Return the metrics over all batches; see `predict`."""
     outputs = predict(network, batches, report=report, gather=gather)
@@ -49,7 +49,7 @@ def evaluate(
 
 
 def predict(
-    network: OpalNetwork, batches: Batches, *, report: ProgressCallback | None = None, gather: Gather | None = None
+    network: OpalNetwork, batches: Batches, *, report: Progress | None = None, gather: Gather | None = None
 ) -> LabelledOutputs:
     """Return the outputs of all batches, computed in float32 on the network's device; leaves it in eval mode.
 

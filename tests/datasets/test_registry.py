@@ -71,5 +71,5 @@ def test_too_few_images_to_split_name_their_folder(tmp_path, count, why):
 
 def test_progress_is_reported_image_by_image(tmp_path):
     reports = []
-    read_dataset(write_class_folders(tmp_path), report=lambda *state: reports.append(state))
+    read_dataset(write_class_folders(tmp_path), progress=lambda *state: reports.append(state))
     assert reports == [(done, 10, "reading headers") for done in range(1, 11)]

@@ -8,7 +8,7 @@ from sklearn.model_selection import StratifiedShuffleSplit
 from torchvision.datasets import ImageFolder
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, Sample, recorded_validation, set_validation_aside, stratified_split
+from opal_deploy.datasets.samples import DataSet, Sample, split_off_validation, stratified_split
 from opal_deploy.errors import UsageError
 
 
@@ -47,19 +47,9 @@ def test_validation_images_are_those_of_an_image_folder_whatever_the_order_of_th
             samples.append(Sample(tmp_path / "train" / ("" if lies == "flat" else f"{folder}/{below}") / file, label))
     samples = [samples[i] for i in rng.permutation(len(samples))]
     listed = DataSet(tmp_path, "cub", list(NAMES), samples, [], [])
-    data = set_validation_aside(listed)
+    data = split_off_validation(listed)
     assert {s.path.name for s in data.val} == _scikit_learns_validation_images(tmp_path / "train")
     assert data.train == [s for s in samples if s not in data.val]
-    assert recorded_validation({"data": data.summary()}) == "authors"
-
-
-def test_the_order_of_the_lists_decides_for_a_run_of_an_earlier_version(tmp_path):
-    samples = [Sample(tmp_path / f"{i}.jpg", i % 4) for i in np.random.default_rng(1).permutation(80)]
-    data = set_validation_aside(DataSet(tmp_path, "cub", list(NAMES), samples, [], []), "list-order")
-    assert data.val == [samples[i] for i in stratified_split([s.label for s in samples], list(NAMES))[1]]
-    assert recorded_validation({"data": data.summary()}) == "list-order"
-    assert recorded_validation({"data": {"train": 64, "val": 16}}) == "list-order"
-    assert recorded_validation({}) == "authors", "the authors' own checkpoints have no record"
 
 
 @pytest.mark.data

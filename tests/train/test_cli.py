@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from opal_deploy import train_model
-from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.options import parse_size
-from opal_deploy.train.loop import fit
-from opal_deploy.train.recipe import TrainOptions
 from opal_deploy.train.setup import default_num_workers
 
 SMALL = ("--backbone", "shufflenet_v2_x0_5", "--weights", "none", "--size", "64")
@@ -150,39 +147,3 @@ def test_a_finer_stride_is_trained_exported_and_explained_in_its_cells(opal, squ
             assert slot["box"] == pytest.approx([7 * col, 6 * row, 7 * col + 7, 6 * row + 6])
     done = opal("inspect", best.with_suffix(".onnx"))
     assert "grid 8x8, cells of 8 pixels, all layers kept" in done.stderr
-
-
-def test_a_run_of_an_earlier_version_goes_on_with_its_own_validation_images(opal, squares, tmp_path):
-    data, out = tmp_path / "data", tmp_path / "run"
-    shutil.copytree(squares.root / "train", data)
-    for path in sorted(data.glob("*/0[2-5].png")):
-        # among the others by path, after them as torchvision walks
-        (path.parent / "01x").mkdir(exist_ok=True)
-        path.rename(path.parent / "01x" / path.name)
-    shutil.rmtree(data / "red" / "01x")
-    earlier, today = (read_dataset(data, validation=each) for each in ("list-order", "authors"))
-    assert {s.path for s in earlier.val} != {s.path for s in today.val}
-    options = TrainOptions(
-        "shufflenet_v2_x0_5", epochs=1, input_size=(64, 64), save_every=1, batch_size=8, device="cpu"
-    )
-
-    def stop(line):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fit(earlier, options, out, log=stop)
-    config = json.loads((out / "config.json").read_text())
-    del config["data"]["validation"]
-    (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="splits of the data set are others"):
-        fit(today, options, out, resume=True)
-    done = opal("train", data, *SMALL, "--epochs", 1, "--batch-size", 8, "--device", "cpu", "--out", out, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert 'validation = "list-order"' in (out / "recipe.toml").read_text()
-    training = checkpoint.load(out / "best.pt").training
-    assert (training["data"]["validation"], training["fingerprint"]) == ("list-order", config["fingerprint"])
-    # its validation images are not the first model's
-    other = tmp_path / "other"
-    fit(today, options, other)
-    done = opal("evaluate", data, "--model", out / "best.pt", "--model", other / "best.pt", "--split", "val")
-    assert (done.returncode, "evaluate the two apart" in done.stderr) == (2, True), done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import ProgressCallback, Sample
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.faithfulness.figures import (
     RankingFigures,
@@ -30,6 +30,7 @@ from opal_deploy.evaluation.faithfulness.rankings import GRAD_CAM, RANDOM, RANKI
 from opal_deploy.evaluation.faithfulness.stability import SlotStability, image_changes, measure_stability
 from opal_deploy.evaluation.predictions import prepared_batches
 from opal_deploy.inference.types import Request
+from opal_deploy.logs import Progress
 from opal_deploy.runtime.session import Session
 
 # images measured before the next ones: each makes dozens of passes, which fill batches of their own
@@ -116,7 +117,7 @@ def measure_faithfulness(
     workers: int = 2,
     seed: int = 0,
     center: float = 0.5,
-    report: ProgressCallback | None = None,
+    report: Progress | None = None,
 ) -> Faithfulness:
     """Measure deletion and insertion curves, controls and stability of one model.
 

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.datasets.samples import recorded_validation
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Sections, TrainOptions, load_recipe, resolve_recipe
@@ -253,6 +252,4 @@ def _find_deviations(run: Run) -> list[str]:
                 f"{run.dataset} is {classes} classes, {train:,} images to train and validate on and {test:,} "
                 f"to test instead of {size.classes}, {size.train + size.val:,} and {size.test:,}"
             )
-        if not size.val and recorded_validation(stored) != "authors":
-            lines.append(f"{run.dataset}'s validation images set aside in the order of its lists, not of sorted names")
     return lines

@@ -13,17 +13,18 @@ from typing import Any
 from opal_deploy.artifact.files import write_json
 from opal_deploy.datasets.cub import has_parts
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, ProgressCallback, Validation
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.evaluation.attention_maps import CONSISTENCY, STABILITY
 from opal_deploy.evaluation.parts import measure_parts
+from opal_deploy.logs import Progress
 from opal_deploy.model.checkpoint import load
 from opal_deploy.train.distributed import is_main_process
 from opal_deploy.train.loop import DivergenceError, fit
 from opal_deploy.train.recipe import MACHINE_OPTIONS, Recipe
 from opal_deploy.train.reproduce.paper import Column, MetricName, PaperRow
 from opal_deploy.train.reproduce.plan import Run, TrainingPlan
-from opal_deploy.train.resume import describe_differences, stored_validation
+from opal_deploy.train.resume import describe_differences
 
 PARTS_FILE = "parts.json"
 # the names of part metrics in PARTS_FILE
@@ -65,7 +66,7 @@ def run_plan(
     plan: TrainingPlan,
     sources: Mapping[str, DatasetSource],
     *,
-    report: ProgressCallback,
+    report: Progress,
     log: Callable[[str], None],
 ) -> list[OpalError]:
     """Train the unfinished runs, and measure the parts of finished ones.
@@ -90,10 +91,9 @@ def run_plan(
             _check_finished_run(run)
     todo = [run for run in plan.runs if not run.is_finished or _needs_parts(run, metrics)]
     # all data sets are checked before the first run, which takes hours
-    data: dict[tuple[str, Validation], DataSet] = {}
-    for name, validation in dict.fromkeys(map(_data_key, todo)):
-        dataset = read_dataset(sources[name].root, sources[name].dataset, validation=validation, report=report)
-        data[name, validation] = dataset
+    data: dict[str, DataSet] = {}
+    for name in dict.fromkeys(run.dataset for run in todo):
+        data[name] = dataset = read_dataset(sources[name].root, sources[name].dataset, progress=report)
         for line in dataset.warnings:
             log(f"warning: {name}: {line}")
         log(f"{name}: read as {dataset.describe()}")
@@ -104,10 +104,10 @@ def run_plan(
             )
     failures: list[OpalError] = []
     for number, run in enumerate(todo, 1):
-        dataset = data[_data_key(run)]
+        dataset = data[run.dataset]
         name = f"{run.dataset}, {run.row.name}, seed {run.seed}"
         log(f"run {number} of {len(todo)}: {name} ({run.folder})")
-        recipe = Recipe(run.options, sources[run.dataset].dataset, validation=_data_key(run)[1])
+        recipe = Recipe(run.options, sources[run.dataset].dataset)
         try:
             fit(dataset, run.options, run.folder, resume=True, recipe=recipe, report=report, log=log)
             if _needs_parts(run, metrics) and has_parts(dataset) and is_main_process():
@@ -116,11 +116,6 @@ def run_plan(
             failures.append(type(error)(f"{name}: {error}"))
             log(f"failed: {failures[-1]}")
     return failures
-
-
-def _data_key(run: Run) -> tuple[str, Validation]:
-    """Return the name of a run's data set, and how its validation images are set aside."""
-    return run.dataset, stored_validation(run.files)
 
 
 def _check_finished_run(run: Run) -> None:

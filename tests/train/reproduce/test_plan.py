@@ -102,7 +102,6 @@ def test_departures_are_those_of_the_runs_that_were_done_whatever_is_asked_for_n
         "epochs 1 instead of 30",
         "precision bf16 instead of fp32",
         "cub is 10 classes, 300 images to train and validate on and 243 to test instead of 200, 5,994 and 5,794",
-        "cub's validation images set aside in the order of its lists, not of sorted names",
     )
 
 
