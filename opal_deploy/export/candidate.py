@@ -12,9 +12,9 @@ import onnx
 from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run_in_batches
-from opal_deploy.export.options import ExportOptions, Report, no_report
-from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.quantization import refinements, to_int8
+from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.precision import refinements, to_bf16, to_fp16, to_int8
+from opal_deploy.logs import Log, log_line
 from opal_deploy.runtime.gates import Rounding
 
 
@@ -97,15 +97,12 @@ class ExportSource(Protocol):
         """Metadata that files of the source inherit: checkpoint, class names, version of PyTorch."""
         ...
 
-    def build_candidate(
-        self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
-    ) -> ExportCandidate:
+    def build_candidate(self, precisions: Collection[Precision], options: ExportOptions) -> ExportCandidate:
         """Return the source's float32 graph with its reference.
 
         Args:
             precisions: precisions that the graph will be converted to; int8 needs images to calibrate with.
             options: how the files are made and verified.
-            report: receives progress messages.
 
         Raises:
             UsageError: the source cannot become a file of these precisions and options.
@@ -114,7 +111,7 @@ class ExportSource(Protocol):
         ...
 
 
-def convert_precision(candidate: ExportCandidate, precision: Precision, report: Report = no_report) -> ExportCandidate:
+def convert_precision(candidate: ExportCandidate, precision: Precision, log: Log = log_line) -> ExportCandidate:
     """Return a float32 candidate with its body in another precision; its reference stays the same.
 
     Raises:
@@ -127,7 +124,7 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, report: 
     if precision == "int8":
         if candidate.calibration is None:
             raise ValueError("int8 needs a candidate with calibration images")
-        report(f"Calibrating int8 on {candidate.calibration.description}")
+        log(f"Calibrating int8 on {candidate.calibration.description}")
         model = to_int8(candidate.model, candidate.calibration.pixels, metadata)
         exporter = {**metadata.exporter, "calibrated_on": candidate.calibration.description}
         metadata = replace(metadata, exporter=exporter)

@@ -1,26 +1,44 @@
-"""Checkpoints as sources of an export: the only path of the exporter that needs torch."""
+"""Checkpoints as sources of an export, and the tracing of networks: the only part of the exporter that needs torch.
+
+A traced graph has the contract's shape (docs/contract.md). Input `images`: uint8 [N, H0, W0, 3]. Outputs: logits float32
+[N, C], argmax int32 [N, K], scores float32 [N, K] and, on request, attention float32 [N, K, H, W].
+"""
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import torch
+from torch import Tensor
 
 from opal_deploy.artifact.metadata import Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
-from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT
 from opal_deploy.export.images import SAMPLE_SIZES, choose_images, run_in_batches
-from opal_deploy.export.options import ExportOptions, Report, no_report
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
+from opal_deploy.model.graph import InferenceGraph
 from opal_deploy.runtime.gates import Rounding
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import test_vector_images
+
+OPSET = 20
+# onnx 1.23 writes IR 14 by default, which ONNX Runtime 1.31 rejects
+IR_VERSION = 10
+# ONNX files are protobuf messages; one file without external data cannot be larger
+MAX_BYTES = (1 << 31) - 1
+_PREFIX = "traced_"
 
 
 @dataclass(frozen=True)
@@ -41,7 +59,7 @@ class CheckpointSource:
         return replace(build_metadata(self.checkpoint), exporter={"torch": torch.__version__})
 
     def build_candidate(
-        self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
+        self, precisions: Collection[Precision], options: ExportOptions
     ) -> ExportCandidate:
         """Trace the network and run it on the verification images and the test vectors; see `ExportSource`.
 
@@ -49,10 +67,10 @@ class CheckpointSource:
             UsageError: the network is over ONNX's 2 GB, or too few images to verify on or to calibrate with.
         """
         description = self.origin
-        report(f"Tracing {description.backbone}, {description.num_classes} classes")
+        options.log(f"Tracing {description.backbone}, {description.num_classes} classes")
         graph = ExportGraph(
             self.checkpoint.network,
-            options.input_kind,
+            options.input,
             description.mean,
             description.std,
             attention=options.attention,
@@ -60,16 +78,16 @@ class CheckpointSource:
         model = trace(graph)
         metadata = replace(
             description,
-            input_kind=options.input_kind,
+            input_kind=options.input,
             outputs=graph.output_names,
         )
         session = TorchSession(self.checkpoint, device="cpu")
-        choice = choose_images(metadata, options, calibrate="int8" in precisions, report=report)
+        choice = choose_images(metadata, options, calibrate="int8" in precisions)
         sample = SampledReference(choice.verification, session.run_reference)
         images, reference = sample.first(SAMPLE_SIZES[0])
 
         def measure_rounding() -> Rounding:
-            report("Measuring how far PyTorch's own outputs move in another order of summation and in float64")
+            options.log("Measuring how far PyTorch's own outputs move in another order of summation and in float64")
             others = [
                 run_in_batches(run, images.pixels, Outputs.concatenate)
                 for run in (session.run_channels_last, session.run_float64)
@@ -94,3 +112,100 @@ def _halve_margin(reference: Reference) -> Reference:
     if reference.top2_margin is None:
         return reference
     return replace(reference, top2_margin=reference.top2_margin.astype(np.float16))
+
+
+class ExportGraph(InferenceGraph):
+    """A network wrapped for tracing.
+
+    `forward` returns the outputs in the order of `output_names`, then the tensors of `marker_names`, which name the
+    body's two ends.
+    """
+
+    @property
+    def marker_names(self) -> tuple[str, ...]:
+        """The two ends of the body; an input that is normalised already is the graph's own `images`."""
+        return (BODY_INPUT, BODY_OUTPUT) if self.input_kind == "uint8" else (BODY_OUTPUT,)
+
+    def example(self) -> Tensor:
+        """Return a batch of two to trace with; a batch of one would be taken for a constant."""
+        height, width = self.network.config.input_size
+        if self.input_kind == "uint8":
+            return torch.zeros(2, height, width, 3, dtype=torch.uint8)
+        return torch.zeros(2, 3, height, width)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        normalised = self.normalise(images)
+        projected = self.project(normalised)
+        values = {**self.explain(projected), BODY_INPUT: normalised, BODY_OUTPUT: projected}
+        return tuple(values[name] for name in (*self.output_names, *self.marker_names))
+
+
+def trace(graph: ExportGraph) -> onnx.ModelProto:
+    """Return the ONNX model of an export graph: input `images` with dynamic N, outputs of the contract's names.
+
+    Raises:
+        UsageError: the file would be over ONNX's 2 GB.
+    """
+    parameters = sum(t.numel() * t.element_size() for t in (*graph.parameters(), *graph.buffers()))
+    if parameters > MAX_BYTES:
+        raise UsageError(
+            f"the network has {parameters / 1e9:.1f} GB of parameters, over ONNX's limit of 2 GB for one file; "
+            "use a smaller backbone, or fewer classes or prototypes"
+        )
+    graph.eval()
+    names = [*graph.output_names, *graph.marker_names]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            graph,
+            (graph.example(),),
+            dynamo=True,
+            input_names=["images"],
+            # traced under other names: the tracer's own `argmax` would clash with the output of that name
+            output_names=[_PREFIX + name for name in names],
+            dynamic_shapes=({0: torch.export.Dim("N")},),
+            opset_version=OPSET,
+            optimize=True,
+            verbose=False,
+        )
+    if program is None:
+        raise RuntimeError("torch.onnx.export returned nothing")
+    return _clean(program.model_proto, graph)
+
+
+def _clean(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:
+    """Give outputs the contract's names, take markers from the outputs, and remove traces of the exporting machine."""
+    final = {_PREFIX + name: name for name in (*graph.output_names, *graph.marker_names)}
+    taken = set(final.values())
+    for node in model.graph.node:
+        # the tracer leaves stack traces with the exporting machine's paths in every node
+        del node.metadata_props[:]
+        node.doc_string = ""
+        _rename(node.input, final, taken)
+        _rename(node.output, final, taken)
+    for value in model.graph.output:
+        value.name = final.get(value.name, value.name)
+    keep = [value for value in model.graph.output if value.name in graph.output_names]
+    keep.sort(key=lambda value: graph.output_names.index(value.name))
+    del model.graph.output[:]
+    model.graph.output.extend(keep)
+    del model.graph.value_info[:]
+    del model.metadata_props[:]
+    for value in (*model.graph.input, *model.graph.output):
+        del value.metadata_props[:]
+    for tensor in model.graph.initializer:
+        tensor.doc_string = ""
+        del tensor.metadata_props[:]
+    model.doc_string = model.graph.doc_string = ""
+    model.graph.name = "opal"
+    model.ir_version = IR_VERSION
+    return model
+
+
+def _rename(names: Any, final: dict[str, str], taken: set[str]) -> None:
+    for index, name in enumerate(names):
+        if name in final:
+            names[index] = final[name]
+        elif name in taken:
+            names[index] = f"{name}_inner"

@@ -1,4 +1,8 @@
-"""The export itself: a source to ONNX files and engines, none of which gets its name before all have passed."""
+"""The export itself: a source to ONNX files and engines, none of which gets its name before all have passed.
+
+A file that the same source and options gave is kept: the ONNX bytes would be the same, and engines need not be built
+again. Any other file in the way is replaced only on request.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +17,41 @@ import onnxruntime
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write
-from opal_deploy.artifact.metadata import BLANK_DIGEST
-from opal_deploy.errors import UsageError, VerificationError
+from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import ExportCandidate, ExportSource, convert_precision, refine_precision
-from opal_deploy.export.existing import describe_options, find_kept_files
+from opal_deploy.export.engine import stage_engines
+from opal_deploy.export.files import EngineTargets, ExportedEngine, ExportedOnnx, ExportResult, ExportTargets, engine_name
+from opal_deploy.export.graph_edit import drop_other_outputs, with_top_classes
 from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportOptions, ExportTargets, Report, no_report
-from opal_deploy.export.result import ExportedOnnx, ExportResult
-from opal_deploy.export.tensorrt.engine import ExportedEngine, stage_engines
-from opal_deploy.export.top_classes import drop_other_outputs, with_top_classes
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.verification import verification_error, verify_candidate
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.triton.repository import Repository
 
 NOT_VERIFIED = "exported with --no-verify"
 
 
 @dataclass(frozen=True)
 class StagedOnnx:
-    """An ONNX file that has passed its gate and still lies under a temporary name."""
+    """An ONNX file that passed its gate and still has a temporary name."""
 
     exported: ExportedOnnx
     temporary: Path
 
 
-def export(
-    source: ExportSource,
-    targets: ExportTargets,
-    options: ExportOptions | None = None,
-    report: Report = no_report,
-) -> ExportResult:
-    """Write ONNX files and engines; all of them, or none if one fails.
+def export(source: ExportSource, targets: ExportTargets, options: ExportOptions | None = None) -> ExportResult:
+    """Write ONNX files and engines: all of them, or none if one fails.
 
     Every ONNX file is compared with the source's reference on the same images (docs/precision.md).
 
     Args:
         source: a `CheckpointSource` or an `OnnxSource`.
         targets: the files to write; see `plan_targets`.
-        options: how ONNX files are made and verified; None for the defaults.
-        report: receives progress messages.
+        options: how the files are made and verified; None for the defaults.
 
     Raises:
         ArtifactError: an ONNX source is not ours or damaged, a weight is beyond a precision's range, or TensorRT's
@@ -64,30 +63,30 @@ def export(
     options = options or ExportOptions()
     with ExitStack() as stack:
         staged: list[StagedOnnx] = []
-        kept = find_kept_files(source, targets, options)
+        kept = _find_kept_files(source, targets, options)
         if targets.onnx:
             missing = [precision for precision in targets.onnx if precision not in kept]
-            candidate = source.build_candidate(missing, options, report) if missing else None
+            candidate = source.build_candidate(missing, options) if missing else None
             for precision, path in targets.onnx.items():
                 if candidate is None or precision in kept:
                     staged.append(StagedOnnx(ExportedOnnx(path, kept[precision], None, kept=True), path))
                     continue
-                converted = convert_precision(candidate, precision, report)
-                staged.append(_stage_first_to_pass(stack, converted, path, options, report))
+                converted = convert_precision(candidate, precision, options.log)
+                staged.append(_stage_first_to_pass(stack, converted, path, options))
             built_from, name = staged[-1].temporary, staged[-1].exported.path.name
         elif isinstance(source, OnnxSource):
-            source.verify(options, report)
+            source.verify(options)
             built_from, name = source.path, source.path.name
         else:
             raise ValueError("a checkpoint is exported to ONNX files, and engines are built from these")
         engines: list[ExportedEngine] = []
         if targets.engines is not None:
-            engines = stack.enter_context(stage_engines(built_from, name, targets.engines, report))
+            engines = stack.enter_context(stage_engines(built_from, name, targets.engines, options))
     return ExportResult(source.path, [file.exported for file in staged], engines)
 
 
 def _stage_first_to_pass(
-    stack: ExitStack, candidate: ExportCandidate, path: Path, options: ExportOptions, report: Report
+    stack: ExitStack, candidate: ExportCandidate, path: Path, options: ExportOptions
 ) -> StagedOnnx:
     """Stage a candidate, or the first of its refinements that passes its gate.
 
@@ -97,11 +96,12 @@ def _stage_first_to_pass(
     refused: VerificationError | None = None
     for attempt in refine_precision(candidate):
         if refused is not None:
-            report(f"Refused: {refused}")
-            report(f"Trying again, quantised: {attempt.metadata.exporter['quantised']}")
-        described = attempt if options.top_k is None else with_top_classes(attempt, options.top_k)
+            options.log(f"Refused: {refused}")
+            options.log(f"Trying again, quantised: {attempt.metadata.exporter['quantised']}")
+        listed = options.listed_classes
         try:
-            return stack.enter_context(stage_onnx(described, path, options, report))
+            selected = attempt if listed is None else with_top_classes(attempt, listed)
+            return stack.enter_context(stage_onnx(selected, path, options))
         except VerificationError as error:
             refused = error
     assert refused is not None
@@ -109,9 +109,7 @@ def _stage_first_to_pass(
 
 
 @contextmanager
-def stage_onnx(
-    candidate: ExportCandidate, path: Path, options: ExportOptions, report: Report = no_report
-) -> Iterator[StagedOnnx]:
+def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -> Iterator[StagedOnnx]:
     """Write a verified ONNX file under a temporary name; it gets its name when the block ends without an error.
 
     Raises:
@@ -119,11 +117,11 @@ def stage_onnx(
         UsageError: the file cannot be written.
     """
     if path.suffix != ONNX_SUFFIX:
-        raise UsageError(f"{path}: an ONNX file's name ends in {ONNX_SUFFIX}")
+        raise UsageError(f"{path}: an ONNX file's name must end in {ONNX_SUFFIX}")
     metadata = replace(
         candidate.metadata,
         test_vectors=test_vectors.pack(candidate.test_vectors),
-        exporter={**_describe_exporter(candidate), **describe_options(options)},
+        exporter=_describe_exporter(candidate, options),
         verification={} if options.verify else {"skipped": NOT_VERIFIED},
         file_sha256=BLANK_DIGEST,
     )
@@ -131,7 +129,7 @@ def stage_onnx(
         comparison = None
         if options.verify:
             described = replace(candidate, metadata=metadata)
-            verification = verify_candidate(described, path.parent, options.threads, report)
+            verification = verify_candidate(described, path.parent, options.threads, options.log)
             comparison = verification.comparison
             if not comparison:
                 raise verification_error(verification, path.name)
@@ -149,9 +147,10 @@ def stage_onnx(
         yield StagedOnnx(ExportedOnnx(path, replace(metadata, file_sha256=digest), comparison), temporary)
 
 
-def _describe_exporter(candidate: ExportCandidate) -> dict[str, Any]:
-    # of an ONNX source, the folders were named for that file
-    inherited = {k: v for k, v in candidate.metadata.exporter.items() if k not in ("pictures", "calibrate")}
+def _describe_exporter(candidate: ExportCandidate, options: ExportOptions) -> dict[str, Any]:
+    # the folders of an ONNX source were named for that file
+    inherited = {k: v for k, v in candidate.metadata.exporter.items() if k not in ("images", "calibrate")}
+    folders = {"images": options.images, "calibrate": options.calibrate}
     return {
         **inherited,
         "opal_deploy": __version__,
@@ -159,4 +158,120 @@ def _describe_exporter(candidate: ExportCandidate) -> dict[str, Any]:
         "onnxruntime": onnxruntime.__version__,
         "opset": max(o.version for o in candidate.model.opset_import if o.domain in ("", "ai.onnx")),
         "ir_version": candidate.model.ir_version,
+        **{name: str(folder) for name, folder in folders.items() if folder is not None},
+    }
+
+
+def _find_kept_files(source: ExportSource, targets: ExportTargets, options: ExportOptions) -> dict[Precision, Metadata]:
+    """Return the metadata of ONNX files that exist as this export would write them.
+
+    Raises:
+        UsageError: another file is in the way of an ONNX file or an engine, without `overwrite`.
+    """
+    if options.overwrite:
+        return {}
+    kept = {}
+    for precision, path in targets.onnx.items():
+        if path.exists():
+            try:
+                metadata = onnx_file.read_metadata(path)
+                onnx_file.check_digest(path, metadata)
+            except ArtifactError:
+                raise _in_the_way(path, "not an exported file, or a damaged one") from None
+            _check_same(path, metadata, source, precision, options)
+            kept[precision] = metadata
+    if targets.engines is not None and not options.rebuild and len(kept) < len(targets.onnx):
+        *_, (precision, path) = targets.onnx.items()
+        _check_engines(targets.engines, path, source, precision, options)
+    return kept
+
+
+def _check_engines(
+    engines: EngineTargets, path: Path, source: ExportSource, precision: Precision, options: ExportOptions
+) -> None:
+    """Check the engines of an ONNX file that does not exist yet; where it does, its graph decides at the build."""
+    for target in engines.targets:
+        engine = engines.folder / engine_name(path.stem, precision, target)
+        if not engine.exists():
+            continue
+        try:
+            sidecar = check_engine(engine)
+        except ArtifactError:
+            raise _in_the_way(engine, "not an exported engine, or a damaged one") from None
+        _check_same(engine, sidecar.metadata, source, precision, options)
+        if sidecar.options != options.to_dict() or sidecar.builder["name"] != target.builder:
+            raise _in_the_way(engine, "built with other options")
+
+
+def check_repository(repository: Repository, source: ExportSource, options: ExportOptions) -> None:
+    """Check, before the export, that models in a Triton repository may stay or be replaced.
+
+    Raises:
+        UsageError: they come from another source or other options, without `overwrite`.
+    """
+    metadata = None if repository.overwrite else repository.read_existing()
+    if metadata is not None:
+        path = repository.folder / repository.name
+        _check_same(path, metadata, source, options.precision or "fp32", options, advice="--name")
+
+
+def _check_same(
+    path: Path,
+    metadata: Metadata,
+    source: ExportSource,
+    precision: Precision,
+    options: ExportOptions,
+    advice: str = "--out",
+) -> None:
+    """Raise UsageError unless the file is what the source gives with these options."""
+    found, expected = _describe_file(metadata), _describe_request(source, precision, options)
+    if expected["checkpoint"] is not None and found == expected:
+        return
+    checkpoint = f"of {metadata.checkpoint_name} (sha256 {str(found['checkpoint'])[:12]})"
+    if found["checkpoint"] != expected["checkpoint"]:
+        other = f"{checkpoint}, not of this checkpoint ({str(expected['checkpoint'])[:12]})"
+        raise _in_the_way(path, other, advice)
+    others = ", ".join(name for name in found if found[name] != expected[name])
+    raise _in_the_way(path, f"{checkpoint}, the same checkpoint, exported with other {others or 'weights'}", advice)
+
+
+def _in_the_way(path: Path, what: str, advice: str = "--out") -> UsageError:
+    return UsageError(f"{path}: it exists already, {what}; replace it with --overwrite, or give another {advice}")
+
+
+def _describe_file(metadata: Metadata) -> dict[str, Any]:
+    exporter = metadata.exporter
+    return {
+        **_describe_origin(metadata),
+        "precision": metadata.precision,
+        "input": metadata.input_kind,
+        "outputs": ["attention" in metadata.outputs, metadata.top_k],
+        "images": exporter.get("images"),
+        "calibration images": exporter.get("calibrate"),
+        "verification": not metadata.unverified,
+        "versions": [exporter.get(name) for name in ("opal_deploy", "onnx", "onnxruntime")],
+    }
+
+
+def _describe_request(source: ExportSource, precision: Precision, options: ExportOptions) -> dict[str, Any]:
+    origin = source.origin
+    return {
+        **_describe_origin(origin),
+        "precision": precision,
+        "input": options.input,
+        "outputs": [options.attention, options.listed_classes],
+        "images": None if options.images is None else str(options.images),
+        "calibration images": None if options.calibrate is None else str(options.calibrate),
+        "verification": options.verify and not origin.unverified,
+        "versions": [__version__, onnx.__version__, onnxruntime.__version__],
+    }
+
+
+def _describe_origin(metadata: Metadata) -> dict[str, Any]:
+    """Return what a file takes from its checkpoint: digest, assumed settings, class names, PyTorch's version."""
+    return {
+        "checkpoint": metadata.source.get("sha256"),
+        "assumptions": metadata.source.get("assumed"),
+        "class names": list(metadata.class_names),
+        "PyTorch": metadata.exporter.get("torch"),
     }

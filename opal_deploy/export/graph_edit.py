@@ -1,19 +1,36 @@
-"""Navigation in an exported ONNX graph: the ends of its body, and the nodes that compute a value.
+"""Edits of an exported ONNX graph: finding its body, choosing outputs, and selecting the best classes inside it.
 
-The body reaches from the normalised images to the projection; the head behind it stays float32 always.
+The body reaches from the normalised images to the projection; the head after it always stays float32.
+
+`with_top_classes` selects the k best classes in the graph, so that all other channels stay on the device. The selection
+is exact and the same in every runtime: maxima and comparisons of the graph's own logits. The operator TopK would not do:
+runtimes differ in which of two equal logits they list first. The nodes come after the float32 head and are added after
+the body was converted, so a precision changes nothing in them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
+from onnx import TensorProto, helper, numpy_helper
 
-from opal_deploy.errors import ArtifactError
+from opal_deploy.artifact.metadata import TOP_OUTPUTS
+from opal_deploy.errors import ArtifactError, UsageError
 
-# values that `graph.trace` names: the two ends of the body
+if TYPE_CHECKING:
+    from opal_deploy.export.candidate import ExportCandidate
+
+# names of the values at the two ends of the body
 BODY_INPUT = "normalised"
 BODY_OUTPUT = "projected"
+# a taken class is never the best again; logits are far above this
+_LOWEST = float(np.finfo(np.float32).min)
+_PREFIX = "select_"
 
 
 def body_input(graph: onnx.GraphProto) -> str:
@@ -71,3 +88,121 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     del changed.graph.output[:]
     changed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     return changed
+
+
+def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
+    """Return a candidate that outputs its `k` best classes beside all of its outputs; all C if there are fewer.
+
+    Raises:
+        UsageError: the model has no evidence, so its only output is the logits.
+    """
+    metadata = candidate.metadata
+    if metadata.evidence == "none":
+        raise UsageError(
+            "--outputs topk: the model has no evidence to select, only logits (evidence none); leave it out"
+        )
+    k = min(k, metadata.num_classes)
+    model = add_top_outputs(candidate.model, metadata.num_classes, metadata.prototypes_per_class, k)
+    outputs = (*metadata.outputs, *TOP_OUTPUTS)
+    return replace(candidate, model=model, metadata=replace(metadata, outputs=outputs, top_k=k))
+
+
+def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
+    """Return a candidate of `with_top_classes` whose outputs are the best classes alone."""
+    model = onnx.ModelProto()
+    model.CopyFrom(candidate.model)
+    kept = [value for value in model.graph.output if value.name in TOP_OUTPUTS]
+    del model.graph.output[:]
+    model.graph.output.extend(kept)
+    return replace(candidate, model=model, metadata=replace(candidate.metadata, outputs=TOP_OUTPUTS))
+
+
+def add_top_outputs(model: onnx.ModelProto, num_classes: int, m: int, k: int) -> onnx.ModelProto:
+    """Return a copy of a model with TOP_OUTPUTS, computed from its outputs `logits`, `scores` and `argmax`.
+
+    Args:
+        model: a graph of opset 18 or later; `logits` is its first output.
+        num_classes: C.
+        m: slots of a class.
+        k: classes to list, C at most.
+    """
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    _add_selection(_GraphBuilder(changed.graph), num_classes, m, k)
+    batch = changed.graph.output[0].type.tensor_type.shape.dim[0].dim_param
+    shapes: dict[str, tuple[int, list[Any]]] = {
+        "top_classes": (TensorProto.INT32, [batch, k]),
+        "top_logits": (TensorProto.FLOAT, [batch, k]),
+        "top_scores": (TensorProto.FLOAT, [batch, k, m]),
+        "top_cells": (TensorProto.INT32, [batch, k, m]),
+        "score_norm": (TensorProto.FLOAT, [batch]),
+    }
+    changed.graph.output.extend(helper.make_tensor_value_info(name, *shapes[name]) for name in TOP_OUTPUTS)
+    return changed
+
+
+def _add_selection(graph: _GraphBuilder, num_classes: int, m: int, k: int) -> None:
+    """Add the nodes that compute TOP_OUTPUTS."""
+    class_ids = graph.constant("class_ids", np.arange(num_classes, dtype=np.int32)[None])
+    # where no logit equals the maximum, since all are NaN, the last class is listed with its NaN
+    last = graph.constant("last", np.array([[num_classes - 1]], np.int32))
+    lowest = graph.constant("lowest", np.array([[_LOWEST]], np.float32))
+    axis_1 = graph.constant("axis_1", np.array([1], np.int64))
+    remaining = "logits"
+    logits, classes = [], []
+    for place in range(k):
+        best = graph.node("ReduceMax", f"best_{place}", remaining, axis_1, keepdims=1)  # [N, 1]
+        is_best = graph.node("Equal", f"is_best_{place}", remaining, best)
+        candidates = graph.node("Where", f"candidates_{place}", is_best, class_ids, last)
+        # of equal logits the lowest class
+        first = graph.node("ReduceMin", f"class_{place}", candidates, axis_1, keepdims=1)  # [N, 1]
+        logits.append(best)
+        classes.append(first)
+        if place < k - 1:
+            is_taken = graph.node("Equal", f"is_taken_{place}", class_ids, first)
+            remaining = graph.node("Where", f"remaining_{place}", is_taken, lowest, remaining)
+    graph.node("Concat", "top_logits", *logits, axis=1)
+    graph.node("Concat", "top_classes", *classes, axis=1)
+
+    # |s| as the norm of the norms of about sqrt(K) parts: ONNX Runtime's ReduceL2 adds up one after another, which over
+    # thousands of channels loses more than 1e-6. Its ReduceSum would depend on N in the last bit
+    num_prototypes = num_classes * m
+    parts = max(divisor for divisor in range(1, math.isqrt(num_prototypes) + 1) if num_prototypes % divisor == 0)
+    shape = graph.constant("parts_shape", np.array([0, parts, num_prototypes // parts], np.int64))
+    axis_2 = graph.constant("axis_2", np.array([2], np.int64))
+    part_norms = graph.node(
+        "ReduceL2", "part_norms", graph.node("Reshape", "parts", "scores", shape), axis_2, keepdims=0
+    )
+    graph.node("ReduceL2", "score_norm", part_norms, axis_1, keepdims=0)
+
+    # channels of the listed classes, c * m ... c * m + m - 1
+    by_class = graph.node(
+        "Reshape", "by_class", "top_classes", graph.constant("by_class_shape", np.array([0, k, 1], np.int64))
+    )
+    first_channels = graph.node("Mul", "first_channels", by_class, graph.constant("m", np.array([m], np.int32)))
+    slots = graph.constant("slots", np.arange(m, dtype=np.int32)[None, None])
+    channels = graph.node("Add", "channels", first_channels, slots)  # [N, k, m]
+    flat_shape = graph.constant("flat_shape", np.array([0, k * m], np.int64))
+    block_shape = graph.constant("block_shape", np.array([0, k, m], np.int64))
+    flat = graph.node("Reshape", "flat_channels", channels, flat_shape)
+    for source, name in (("scores", "top_scores"), ("argmax", "top_cells")):
+        taken = graph.node("GatherElements", f"taken_{source}", source, flat, axis=1)
+        graph.node("Reshape", name, taken, block_shape)
+
+
+class _GraphBuilder:
+    """Appends nodes and constants to a graph; values that are no outputs get a prefix of their own."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
+
+    def constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        """Add an initializer and return its name."""
+        self._graph.initializer.append(numpy_helper.from_array(value, _PREFIX + name))
+        return _PREFIX + name
+
+    def node(self, operator: str, name: str, *inputs: str, **attributes: Any) -> str:
+        """Add a node and return the name of its output."""
+        output = name if name in TOP_OUTPUTS else _PREFIX + name
+        self._graph.node.append(helper.make_node(operator, inputs, [output], name=output, **attributes))
+        return output

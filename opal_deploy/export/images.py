@@ -18,7 +18,7 @@ from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.datasets.recorded import find_recorded_dataset
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.export.options import ExportOptions, Report, no_report
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
@@ -139,7 +139,6 @@ def choose_images(
     *,
     calibrate: bool,
     torchvision: bool = True,
-    report: Report = no_report,
 ) -> ImageChoice:
     """Choose the images to verify on and, for int8, those to calibrate with.
 
@@ -152,7 +151,6 @@ def choose_images(
         options: the folders.
         calibrate: whether int8 is made.
         torchvision: whether data sets that torchvision reads may be read, which imports torch.
-        report: receives progress messages.
 
     Raises:
         UsageError: a folder is missing or has too few readable images.
@@ -162,9 +160,10 @@ def choose_images(
         data = find_recorded_dataset(metadata.training, metadata.class_names, torchvision=torchvision)
         root = (metadata.training.get("data") or {}).get("root")
         if data is None and root and options.images is None and options.calibrate is None:
-            report(f"The images that it was trained on are not in {root} any more; --pictures names others")
+            options.log(f"The images that it was trained on are not in {root} any more; --images names others")
     calibration = _choose_calibration_images(metadata, options, data) if calibrate else None
-    folder = options.images or (options.calibrate if calibrate and data is None else None)
+    chosen = options.images or (options.calibrate if calibrate and data is None else None)
+    folder = None if chosen is None else Path(chosen)
     used = {Path(name).resolve() for name in calibration.names} if calibration else set()
     if folder is not None:
         pool = ImagePool(metadata.input_size, _photographs(folder, used), folder.name)
@@ -192,13 +191,14 @@ def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data:
     Raises:
         UsageError: no folder and no data, or fewer than MIN_CALIBRATION_IMAGES readable images.
     """
-    folder, count, kept = options.calibrate, MAX_CALIBRATION_IMAGES, ""
-    if folder is not None:
+    folder, count, kept = None, MAX_CALIBRATION_IMAGES, ""
+    if options.calibrate is not None:
+        folder = Path(options.calibrate)
         paths = list_images(folder)
         judging = options.images or (None if data else folder)
-        if options.verify and judging is not None and judging.resolve() == folder.resolve():
+        if options.verify and judging is not None and Path(judging).resolve() == folder.resolve():
             count = min(count, int(_CALIBRATION_SHARE * len(paths)))
-            kept = " (a third of the folder is kept to judge the result; --pictures gives others)"
+            kept = " (a third of the folder is kept to judge the result; --images gives others)"
         samples, split, place = [Sample(path, 0) for path in paths], "", folder.name
     elif data is not None:
         samples, split, place = data.train, _SPLITS["train"], data.root.name
@@ -254,10 +254,3 @@ def run_in_batches(run: Callable[[Pixels], Result], pixels: Pixels, join: Callab
         parts.append(run(pixels[start : start + size]))
         start += size
     return join(parts)
-
-
-def _spread(paths: list[Path], count: int) -> list[Path]:
-    """Return all paths: `count` at equal distances first, then the others, which replace unreadable ones."""
-    chosen = {len(paths) * index // count for index in range(min(count, len(paths)))}
-    rest = [path for index, path in enumerate(paths) if index not in chosen]
-    return [paths[index] for index in sorted(chosen)] + rest

@@ -21,7 +21,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
-from opal_deploy.export.options import ExportOptions, Report, no_report
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -51,7 +51,7 @@ class OnnxSource:
         return self.metadata
 
     def build_candidate(
-        self, precisions: Collection[Precision], options: ExportOptions, report: Report = no_report
+        self, precisions: Collection[Precision], options: ExportOptions
     ) -> ExportCandidate:
         """Return the file's graph with the file's own outputs as reference; see `ExportSource`.
 
@@ -70,8 +70,8 @@ class OnnxSource:
         self._check_interface(options)
         # the reference is all of the file's outputs
         check_all_outputs(self.metadata, str(self.path), "another precision of it")
-        session = self._verify_vectors(options, report)
-        choice = choose_images(self.metadata, options, calibrate="int8" in precisions, torchvision=False, report=report)
+        session = self._verify_vectors(options)
+        choice = choose_images(self.metadata, options, calibrate="int8" in precisions, torchvision=False)
         model = onnx.load(self.path)
         find_margin = _margin_finder(model, session)
 
@@ -93,7 +93,7 @@ class OnnxSource:
             unverified=f"made from {self.path.name}, which was {doubt}" if doubt else "",
         )
 
-    def verify(self, options: ExportOptions, report: Report = no_report) -> None:
+    def verify(self, options: ExportOptions) -> None:
         """Check the file before engines are built from it as it is.
 
         Raises:
@@ -103,7 +103,7 @@ class OnnxSource:
         """
         onnx_file.check_digest(self.path, self.metadata)
         self._check_interface(options)
-        if options.top_k not in (None, self.metadata.top_k):
+        if options.listed_classes not in (None, self.metadata.top_k):
             raise UsageError(
                 f"{self.path}: it is {self.onnx_precision} already and built as it is; for --outputs topk give the "
                 "fp32 file or the checkpoint"
@@ -111,20 +111,20 @@ class OnnxSource:
         if options.images is not None or options.calibrate is not None:
             raise UsageError(
                 f"{self.path}: it is {self.onnx_precision} already and built as it is: nothing to verify or calibrate "
-                "on images; leave out --pictures and --calibrate"
+                "on images; leave out --images and --calibrate"
             )
         if self.metadata.unverified:
-            report(f"NOT VERIFIED: {self.path.name} was {self.metadata.unverified}")
+            options.log(f"NOT VERIFIED: {self.path.name} was {self.metadata.unverified}")
         # ONNX Runtime has no bfloat16 convolutions
         if options.verify and self.onnx_precision != "bf16":
-            self._verify_vectors(options, report)
+            self._verify_vectors(options)
 
     def _check_interface(self, options: ExportOptions) -> None:
-        if options.attention or options.input_kind != self.metadata.input_kind:
+        if options.attention or options.input != self.metadata.input_kind:
             raise UsageError(f"{self.path}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
 
-    def _verify_vectors(self, options: ExportOptions, report: Report) -> OnnxSession:
-        report(f"Checking {self.path.name} against its own test vectors")
+    def _verify_vectors(self, options: ExportOptions) -> OnnxSession:
+        options.log(f"Checking {self.path.name} against its own test vectors")
         session = OnnxSession(self.path, device="cpu", threads=options.threads)
         verify_test_vectors(session, str(self.path))
         return session

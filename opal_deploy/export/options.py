@@ -1,107 +1,212 @@
-"""Options of an export: which files it writes, and how they are verified."""
+"""The options of an export, declared once: keywords of `export_model` and options of `opal-deploy export`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import Annotated, Any, Literal
 
-from opal_deploy.artifact.files import ONNX_SUFFIX
+from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import InputKind, Precision
 from opal_deploy.errors import UsageError
+from opal_deploy.logs import Log, Progress, log_line
+from opal_deploy.options import Option, Options, StrPath, Threads, default_of, option_fields, parse_size
 
-if TYPE_CHECKING:
-    from opal_deploy.export.candidate import ExportSource
-    from opal_deploy.export.tensorrt.options import EngineRequest
-
-# receives one line of progress for a person
-Report = Callable[[str], None]
-# what a file name ends in before its suffix, for every precision but fp32
-PRECISION_ENDINGS = tuple(f".{precision}" for precision in get_args(Precision) if precision != "fp32")
-
-
-def no_report(message: str) -> None:
-    """Discard a progress message."""
+_ENGINES = "TensorRT engines (--trt)"
+_AUTHORS = "Checkpoints of the OPAL authors, which do not record these"
+_TRITON = "Triton model repository (--triton)"
+# buffers for the largest batch stay allocated on the device and in page-locked memory
+_MAX_BATCH = 4096
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """The options of making and verifying ONNX files.
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(Options):
+    """How TensorRT engines are built."""
 
-    Attributes:
-        input_kind: input of the graph; see `Metadata.input_kind`.
-        attention: output the attention maps [N, K, H, W] too.
-        top_k: output the k best classes with their evidence instead of all classes and channels; None: output all.
-        images: folder of photographs to verify on; None: see `images.choose_images`.
-        calibrate: folder of photographs that int8's ranges are measured on; None: the model's training images.
-        threads: threads of ONNX Runtime during verification; None: as many as the process may use.
-        verify: compare each file with its reference before it gets its name.
-        overwrite: replace files that are there; False keeps those that the same source and options gave.
-    """
+    builder: Annotated[
+        Literal["tensorrt", "tensorrt-rtx"] | None,
+        Option("Builder.", default="TensorRT if it and a GPU are present, else TensorRT for RTX", panel=_ENGINES),
+    ] = None
+    target: Annotated[
+        str | Sequence[str],
+        Option(
+            "GPU to build for: sm75 sm80 sm86 sm89 sm120, or a name such as a100, l4, rtx4090; repeatable.",
+            default="this machine's GPU, else sm80",
+            panel=_ENGINES,
+            cli=list[str],
+        ),
+    ] = ()
+    batch: Annotated[
+        int | str, Option("Batch sizes as MIN:OPT:MAX, or one fixed size.", panel=_ENGINES, cli=str)
+    ] = "1:64:256"
+    workspace: Annotated[
+        int | str | None, Option("Device memory that one layer may use, such as 4G.", panel=_ENGINES, cli=str)
+    ] = None
+    timing_cache: Annotated[
+        StrPath | None, Option("File that keeps kernel timings between builds.", panel=_ENGINES, cli=Path)
+    ] = None
+    optimization_level: Annotated[
+        int | None, Option("0 builds fastest, 5 runs fastest.", min=0, max=5, panel=_ENGINES)
+    ] = None
+    version_compatible: Annotated[
+        bool, Option("The engine runs with newer TensorRT releases of its major version.", panel=_ENGINES)
+    ] = False
+    hardware_compatible: Annotated[
+        Literal["ampere+", "same"] | None,
+        Option("The engine runs on other GPUs: Ampere and newer, or the same compute capability.", panel=_ENGINES),
+    ] = None
+    strip_weights: Annotated[
+        bool, Option("Leave out the weights; loading restores them from the ONNX file.", panel=_ENGINES)
+    ] = False
+    rebuild: Annotated[bool, Option("Build even if the same engine exists.", panel=_ENGINES)] = False
+    verbose: Annotated[bool, Option("Show the builder's log.", panel=_ENGINES)] = False
 
-    input_kind: InputKind = "uint8"
-    attention: bool = False
-    top_k: int | None = None
-    images: Path | None = None
-    calibrate: Path | None = None
-    threads: int | None = None
-    verify: bool = True
-    overwrite: bool = True
+    def __post_init__(self) -> None:
+        if isinstance(self.target, str):
+            object.__setattr__(self, "target", (self.target,))
+        super().__post_init__()
+        self.to_dict()  # parses batch and workspace
+
+    @property
+    def batch_range(self) -> BatchRange:
+        """The batch sizes that the engine takes.
+
+        Raises:
+            UsageError: `batch` has another form, or its sizes are out of order or range.
+        """
+        parts = str(self.batch).split(":")
+        if len(parts) not in (1, 3) or not all(part.isdecimal() for part in parts):
+            raise UsageError(
+                f"--batch {self.batch!r}: expected MIN:OPT:MAX such as 1:64:256, or one number for a fixed size"
+            )
+        sizes = [int(part) for part in (parts * 3 if len(parts) == 1 else parts)]
+        if not 1 <= sizes[0] <= sizes[1] <= sizes[2] <= _MAX_BATCH:
+            raise UsageError(f"--batch {self.batch!r}: expected 1 <= MIN <= OPT <= MAX <= {_MAX_BATCH}")
+        return BatchRange(*sizes)
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Bytes of device memory that one layer may use; None leaves it to the builder.
+
+        Raises:
+            UsageError: `workspace` is not a size between 1 MiB and 1024 GiB.
+        """
+        if self.workspace is None:
+            return None
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", str(self.workspace).strip().lower())
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+        if not 1 << 20 <= size <= 1 << 40:
+            raise UsageError(f"--workspace {self.workspace!r}: expected between 1M and 1024G, such as 4G")
+        return size
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options that change the engine, for its sidecar."""
+        batch = self.batch_range
+        return {
+            "batch": [batch.min, batch.opt, batch.max],
+            "workspace": self.workspace_bytes,
+            "optimization_level": self.optimization_level,
+            "version_compatible": self.version_compatible,
+            "hardware_compatible": self.hardware_compatible,
+            "strip_weights": self.strip_weights,
+            "tf32": False,
+        }
 
 
-@dataclass(frozen=True)
-class ExportTargets:
-    """The files that one export writes.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(Options):
+    """What a checkpoint does not record."""
 
-    Attributes:
-        onnx: path of each ONNX file by its precision, in the order in which they are made. Empty: engines are built
-            from the ONNX source itself.
-        engines: engines to build from the last of these files; None for no engines.
-    """
-
-    onnx: Mapping[Precision, Path]
-    engines: EngineRequest | None = None
-
-
-def plan_targets(
-    source: ExportSource,
-    precision: Precision | None = None,
-    *,
-    out: Path | None = None,
-    engines: EngineRequest | None = None,
-) -> ExportTargets:
-    """Return the files to write for a source, named by the rule of `onnx_path`.
-
-    A checkpoint that becomes engines is written as fp32 ONNX too. An ONNX file that has the engines' precision already
-    is built as it is.
-
-    Args:
-        source: the checkpoint or ONNX file.
-        precision: precision of the ONNX file, or of the engines. None: fp32; for engines the precision of an ONNX
-            source that is not fp32, else fp16.
-        out: the ONNX file, where no engines are built; None: beside the source.
-        engines: engines to build; all files go to their folder.
-
-    Raises:
-        UsageError: the source's name would give a file the name of another precision.
-    """
-    if engines is None:
-        precision = precision or "fp32"
-        return ExportTargets({precision: out or onnx_path(source.path, precision)})
-    own = source.onnx_precision
-    precision = precision or (own if own not in (None, "fp32") else "fp16")
-    precisions = {} if precision == own else dict.fromkeys([precision] if own else ["fp32", precision])
-    return ExportTargets({p: engines.folder / onnx_path(source.path, p).name for p in precisions}, engines)
+    classes: Annotated[
+        StrPath | None, Option("File of class names, one per line.", default="those in the source", cli=Path)
+    ] = None
+    distance: Annotated[
+        Literal["l1", "l2", "l3", "linf", "kl", "tropical"] | None,
+        Option("Distance to the anchors.", default="l2", panel=_AUTHORS),
+    ] = None
+    pooling: Annotated[
+        Literal["max", "avg"] | None,
+        Option("Pooling of the attention maps.", default="max; avg without anchors", panel=_AUTHORS),
+    ] = None
+    cws: Annotated[
+        bool | None,
+        Option("Channel-wise softmax.", flag="--cws/--no-cws", default="on; off without anchors", panel=_AUTHORS),
+    ] = None
+    size: Annotated[
+        int | tuple[int, int] | None,
+        Option("Input size in pixels: 224, or HEIGHTxWIDTH.", default="224", panel=_AUTHORS, cli=str, parse=parse_size),
+    ] = None
+    crop: Annotated[
+        Literal["boxes"] | None, Option("The training images were cropped to boxes.", panel=_AUTHORS)
+    ] = None
 
 
-def onnx_path(source: Path, precision: Precision) -> Path:
-    """Return `ckpt.onnx`, or `ckpt.fp16.onnx` for a lower precision, beside `ckpt.pt` or `ckpt.onnx`.
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(CheckpointOptions, EngineOptions):
+    """All options of an export."""
 
-    Raises:
-        UsageError: the name of a checkpoint ends like a precision.
-    """
-    if source.suffix != ONNX_SUFFIX and source.stem.endswith(PRECISION_ENDINGS):
-        raise UsageError(f"{source}: its name ends like a precision of ours, which would name another file; rename it")
-    ending = "" if precision == "fp32" else f".{precision}"
-    return source.with_name(f"{source.stem}{ending}{ONNX_SUFFIX}")
+    trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.", panel=_ENGINES)] = False
+    out: Annotated[
+        StrPath | None, Option("File to write; with --trt a folder.", default="beside the source", cli=Path)
+    ] = None
+    precision: Annotated[
+        Precision | None,
+        Option("Precision of the body; the head stays float32.", default="fp32; fp16 with --trt"),
+    ] = None
+    calibrate: Annotated[
+        StrPath | None,
+        Option("Folder of photographs that calibrate int8.", default="the model's training images", cli=Path),
+    ] = None
+    images: Annotated[
+        StrPath | None,
+        Option(
+            "Folder of photographs to verify on.",
+            default="the model's data set, validation images first, or generated images where it is gone",
+            cli=Path,
+        ),
+    ] = None
+    verify: Annotated[
+        bool, Option("Compare with the reference first; --no-verify is recorded.", flag="--verify/--no-verify")
+    ] = True
+    input: Annotated[
+        InputKind, Option("uint8: NHWC, normalised in the graph; float32: NCHW, already normalised.")
+    ] = "uint8"
+    outputs: Annotated[
+        Literal["attention", "topk"] | None,
+        Option(
+            "attention: also the attention maps [N, K, H, W]; topk: only the best classes with their evidence.",
+            default="all classes and channels",
+        ),
+    ] = None
+    top_k: Annotated[int, Option("Classes that --outputs topk lists.", min=2, max=32)] = 5
+    triton: Annotated[
+        StrPath | None, Option("Folder of the repository; gets two models.", panel=_TRITON, cli=Path)
+    ] = None
+    name: Annotated[
+        str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)
+    ] = "opal"
+    overwrite: Annotated[bool, Option("Replace different files or models that exist.")] = False
+    threads: Threads = None
+    log: Log = log_line
+    progress: Progress | None = None
+
+    @property
+    def attention(self) -> bool:
+        """Whether the graph outputs attention maps too."""
+        return self.outputs == "attention"
+
+    @property
+    def listed_classes(self) -> int | None:
+        """The number of classes that the graph lists; None where it outputs all classes and channels."""
+        return self.top_k if self.outputs == "topk" else None
+
+    def changed(self, declared_by: type[Options] | None = None, *, but: Sequence[str] = ()) -> str:
+        """Return the flags of all options, or those of a base class, that do not have their default values."""
+        return ", ".join(
+            f"--{field.name.replace('_', '-')}"
+            for field, _, option in option_fields(declared_by or type(self))
+            if option is not None and field.name not in but and getattr(self, field.name) != default_of(field)
+        )

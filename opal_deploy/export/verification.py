@@ -20,8 +20,8 @@ from opal_deploy.errors import VerificationError
 from opal_deploy.export.candidate import ExportCandidate
 from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, with_outputs
 from opal_deploy.export.images import BATCHES, SAMPLE_SIZES, Pixels, run_in_batches
-from opal_deploy.export.options import Report, no_report
 from opal_deploy.export.precision import simulate_low_precision
+from opal_deploy.logs import Log, log_line
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -31,7 +31,7 @@ from opal_deploy.runtime.verification import Comparison, compare_outputs, verify
 _SIMULATED = ("fp16", "bf16")
 _ADVICE: dict[Precision, str] = {
     "fp32": "",
-    "fp16": "; try --pictures with photographs such as the model will see, or --precision fp32",
+    "fp16": "; try --images with photographs such as the model will see, or --precision fp32",
     "bf16": "; try --precision fp16, or fp32",
     "int8": "; calibrate on more photographs such as the model will see (--calibrate), or use fp16",
 }
@@ -75,7 +75,7 @@ class LayerError:
 
 
 def verify_candidate(
-    candidate: ExportCandidate, folder: Path, threads: int | None = None, report: Report = no_report
+    candidate: ExportCandidate, folder: Path, threads: int | None = None, log: Log = log_line
 ) -> VerificationReport:
     """Run a candidate's graph on its images and compare the outputs with its reference.
 
@@ -83,7 +83,7 @@ def verify_candidate(
         candidate: with the metadata, test vectors included, that its file is to have.
         folder: where a temporary file is written.
         threads: threads of ONNX Runtime.
-        report: receives progress messages.
+        log: receives progress messages.
 
     Raises:
         VerificationError: a simulated graph passes the gate, but not its test vectors.
@@ -95,7 +95,7 @@ def verify_candidate(
         onnx_file.write_model(_runnable_model(candidate), metadata, temporary)
         session = OnnxSession(temporary, device="cpu", threads=threads, check_digest=False)
         *first, last = BATCHES
-        report(
+        log(
             f"Comparing {metadata.precision} with {candidate.reference_name} on {candidate.images.description} in "
             f"batches of {', '.join(map(str, first))} and {last}"
         )
@@ -114,7 +114,7 @@ def verify_candidate(
             images, reference = candidate.more(size)
             if len(images.names) == seen:
                 break
-            report(f"{comparison.block_cells} cells do not tell yet: {images.description}")
+            log(f"Inconclusive after {comparison.block_cells} cells; adding more: {images.description}")
             added = run_in_batches(session.run, reference.images[seen:], Outputs.concatenate)
             outputs = Outputs.concatenate([outputs, added])
             comparison = compare_outputs(reference, outputs, metadata, share_gate, _CONFIDENCE)
@@ -127,12 +127,12 @@ def verify_candidate(
     document = {
         "reference": candidate.reference_name,
         "candidate": session.description + how,
-        "pictures": images.description,
+        "image_set": images.description,
         "batches": list(BATCHES),
         "gate": asdict(gate),
         **({} if rounding is None else {"rounding": asdict(rounding)}),
         **comparison.to_dict(),
-        "worst_picture": images.names[comparison.worst],
+        "worst_image": images.names[comparison.worst],
     }
     return VerificationReport(comparison, document, judged)
 

@@ -1,33 +1,55 @@
-"""Print what an export wrote, for a person and as JSON."""
+"""`opal-deploy export`: verified ONNX files, TensorRT engines and Triton repositories."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from opal_deploy.cli.console import print_json, print_message
+import typer
+
+from opal_deploy.artifact.engine_file import read_checks
+from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import format_box_option
+from opal_deploy.export.options import ExportOptions
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.export.result import ExportedOnnx, ExportResult
-    from opal_deploy.export.tensorrt.engine import ExportedEngine
+    from opal_deploy.export.files import ExportedEngine, ExportedOnnx
     from opal_deploy.runtime.verification import Comparison
     from opal_deploy.triton.repository import WrittenRepository
 
 
-def print_export(result: ExportResult, *, as_json: bool) -> None:
-    """Print the files of an export, and what to do next; with `as_json` the report on stdout too."""
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint (.pt, .pth), ours or the authors', or an exported .onnx file; for --triton also an .engine."
+        ),
+    ],
+    options: ExportOptions,
+    as_json: Annotated[bool, typer.Option("--json", help="Write the result to stdout as JSON.")] = False,
+) -> None:
+    """Export a model to verified ONNX, and with --trt to TensorRT engines.
+
+    A file gets its name only after its outputs were compared with PyTorch's on images, in several batch sizes.
+    With --triton the file, or an .onnx or .engine file as it is, becomes a model repository for NVIDIA Triton.
+    docs/howto/export.md compares the formats: their files, what they run on, and where they have been run.
+    """
+    from opal_deploy.export.api import export_model
+
+    with progress("building") as advance:
+        result = export_model(source, **{**options.keywords(), "log": print_message, "progress": advance})
     for exported in result.onnx:
         _print_onnx(exported)
     for engine in result.engines:
         _print_engine(engine)
+    document = result.to_dict()
     if result.repository is not None:
         _print_repository(result.repository)
         document = result.repository.to_dict()
     elif result.engines:
-        # the best of the working directory's files is found without a name
+        # the best model of the working directory is found without a name
         _print_next(result.engines[0].sidecar.metadata, "")
-        document = result.to_dict()
     else:
         (exported,) = result.onnx
         _print_next(exported.metadata, f" --model {exported.path}")
@@ -36,24 +58,23 @@ def print_export(result: ExportResult, *, as_json: bool) -> None:
         print_json(document)
 
 
-def _print_next(metadata: Metadata, options: str) -> None:
-    # a model without evidence refuses to explain
+def _print_next(metadata: Metadata, model: str) -> None:
+    # a model without evidence cannot be explained
     explain = "" if metadata.evidence == "none" else " --explain"
     boxes = f" {format_box_option(metadata.training)}" if metadata.crop == "boxes" else ""
-    print_message(f"Next: opal-deploy infer images/{explain}{options}{boxes}")
+    print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}")
 
 
 def _print_onnx(exported: ExportedOnnx) -> None:
-    """Print how an ONNX file was verified, and that it was written."""
     metadata, comparison = exported.metadata, exported.comparison
     if exported.kept:
-        print_message(f"Kept {exported.path}: the same checkpoint and options gave it; --overwrite exports it again")
+        print_message(f"Kept {exported.path}: same checkpoint, same options; --overwrite exports it again")
         return
     if metadata.unverified:
-        print_message(f"NOT VERIFIED: {metadata.unverified}: nobody compared its outputs with PyTorch's")
+        print_message(f"NOT VERIFIED: {metadata.unverified}: its outputs were never compared with PyTorch's")
     if comparison is not None:
         print_message(
-            f"Verified on {metadata.verification['pictures']}: largest differences: logit {comparison.max_logit:.2g}"
+            f"Verified on {metadata.verification['image_set']}: largest differences: logit {comparison.max_logit:.2g}"
             + _describe_evidence(comparison, metadata.precision)
         )
     megabytes = exported.path.stat().st_size / 1e6
@@ -73,12 +94,10 @@ def _describe_evidence(comparison: Comparison, precision: str) -> str:
         known = "" if agreement.shown else f", too few cells to show the {agreement.required:.1%} required"
         text += f" ({agreement.share:.2%}, at least {agreement.low:.2%} with 95 % confidence{known})"
     near = comparison.block_near_ties
-    return f"{text}, and {near} near {'tie' if near == 1 else 'ties'} chosen otherwise" if near else text
+    return f"{text}, and {near} near {'tie' if near == 1 else 'ties'} resolved differently" if near else text
 
 
 def _print_engine(engine: ExportedEngine) -> None:
-    from opal_deploy.artifact.engine_file import read_checks
-
     sidecar = engine.sidecar
     seconds = "" if engine.reused else f", built in {sidecar.built['seconds']:.1f} s"
     print_message(
@@ -86,13 +105,13 @@ def _print_engine(engine: ExportedEngine) -> None:
     )
     passed = [check for check in read_checks(engine.path) if check.passed] if engine.reused else []
     if sidecar.state["state"] == "verified":
-        print_message(f"  verified on {sidecar.state['machine']['gpu']}: its test vectors are reproduced")
+        print_message(f"  verified on {sidecar.state['machine']['gpu']}: it reproduces its test vectors")
     elif passed:
         print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
     else:
         print_message(
-            f"  unverified: it was never run on hardware; the first {sidecar.target['sm']} machine that loads it runs "
-            "its test vectors before it answers anything"
+            f"  unverified: never run on hardware; the first {sidecar.target['sm']} machine that loads it runs its test "
+            "vectors first"
         )
 
 
@@ -100,9 +119,7 @@ def _print_repository(repository: WrittenRepository) -> None:
     model = repository.model
     tensor, explain = (repository.folder / name for name in repository.models)
     if repository.kept:
-        print_message(
-            f"Kept {tensor} and {explain}: the same model and options gave them; --overwrite writes them again"
-        )
+        print_message(f"Kept {tensor} and {explain}: same model, same options; --overwrite writes them again")
     else:
         print_message(
             f"Wrote {tensor} ({model.backend}, {model.metadata.precision}, batches up to {model.batch.max}) and "
