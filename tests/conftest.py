@@ -71,7 +71,8 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     from opal_deploy.bench.targets.networks import update_batch_norms
     from opal_deploy.export.checkpoint_source import CheckpointSource
     from opal_deploy.export.exporter import export
-    from opal_deploy.export.options import ExportOptions, plan_targets
+    from opal_deploy.export.files import plan_targets
+    from opal_deploy.export.options import ExportOptions
     from opal_deploy.model.checkpoint import Checkpoint, load, save
     from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork

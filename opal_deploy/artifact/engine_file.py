@@ -90,9 +90,7 @@ class Sidecar:
         for name in ("workspace", "optimization_level", "hardware_compatible"):
             if self.options.get(name) is not None:
                 words += [f"--{name.replace('_', '-')}", str(self.options[name])]
-        words += [
-            f"--{n.replace('_', '-')}" for n in ("version_compatible", "strip_weights", "refit") if self.options.get(n)
-        ]
+        words += [f"--{n.replace('_', '-')}" for n in ("version_compatible", "strip_weights") if self.options.get(n)]
         return shlex.join(words)
 
     def to_json(self) -> str:

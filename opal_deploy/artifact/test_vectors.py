@@ -62,10 +62,10 @@ def pack(reference: Reference) -> dict[str, Any]:
         "logits": outputs.logits,
         "argmax": outputs.argmax,
         "scores": outputs.scores,
-        "gap": reference.top2_margin,
+        "top2_margin": reference.top2_margin,
     }
     return {
-        "pictures": [_encode_png(image) for image in reference.images],
+        "images": [_encode_png(image) for image in reference.images],
         **{name: _encode_array(array) for name, array in arrays.items() if array is not None},
     }
 
@@ -80,16 +80,16 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
     Raises:
         ArtifactError: the document holds no test vectors, or damaged ones.
     """
-    if not document.get("pictures"):
+    if not document.get("images"):
         raise ArtifactError(f"{origin}: it carries no test vectors; export it again")
     try:
-        images = np.stack([_decode_png(text) for text in document["pictures"]])
-        names = ("logits", "argmax", "scores", "gap")
+        images = np.stack([_decode_png(text) for text in document["images"]])
+        names = ("logits", "argmax", "scores", "top2_margin")
         arrays = {name: _decode_array(document[name]) for name in names if name in document}
         outputs = Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
     except (KeyError, TypeError, ValueError, OSError, SyntaxError, AttributeError, zlib.error) as error:
         raise ArtifactError(f"{origin}: its test vectors are damaged ({error}); export it again") from None
-    return Reference(images, outputs, arrays.get("gap"))
+    return Reference(images, outputs, arrays.get("top2_margin"))
 
 
 def _encode_png(image: NDArray[np.uint8]) -> str:

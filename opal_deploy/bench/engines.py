@@ -11,11 +11,10 @@ from typing import Any
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.metadata import Precision
 from opal_deploy.errors import OpalError
+from opal_deploy.export.builder import EngineTarget, Network
 from opal_deploy.export.candidate import ExportCandidate, convert_precision
 from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.options import ExportOptions
-from opal_deploy.export.tensorrt.builder import Network
-from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
+from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.runtime.tensorrt.bindings import Bindings
@@ -103,7 +102,7 @@ def measure_precisions(
     targets: Sequence[EngineTarget],
     library: Bindings,
     options: ExportOptions,
-    build: BuildOptions,
+    build: EngineOptions,
     report: Report = lambda _: None,
     on_engine: Callable[[], None] = lambda: None,
 ) -> Iterator[PrecisionResult]:
@@ -126,7 +125,7 @@ def measure_precisions(
         on_engine()
         return engine
 
-    original = CheckpointSource(checkpoint, Path(name)).build_candidate(precisions, options, report)
+    original = CheckpointSource(checkpoint, Path(name)).build_candidate(precisions, options)
     for precision in precisions:
         candidate = convert_precision(original, precision, report)
         content = candidate.model.SerializeToString()
@@ -148,7 +147,7 @@ def _verify(candidate: ExportCandidate, threads: int | None, report: Report) -> 
 
 
 def _build_engine(
-    library: Bindings, content: bytes, name: str, target: EngineTarget, options: BuildOptions
+    library: Bindings, content: bytes, name: str, target: EngineTarget, options: EngineOptions
 ) -> EngineBuild:
     try:
         network = Network(library, content, name)

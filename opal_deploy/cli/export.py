@@ -23,7 +23,7 @@ def export(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint (.pt, .pth), ours or the authors', or an exported .onnx file; for --triton also an .engine."
+            help="Checkpoint (.pt, .pth), ours or the authors', or exported .onnx file; for --triton also an .engine."
         ),
     ],
     options: ExportOptions,
@@ -110,8 +110,8 @@ def _print_engine(engine: ExportedEngine) -> None:
         print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
     else:
         print_message(
-            f"  unverified: never run on hardware; the first {sidecar.target['sm']} machine that loads it runs its test "
-            "vectors first"
+            f"  unverified: never run on hardware; the first {sidecar.target['sm']} machine that loads it runs its "
+            "test vectors first"
         )
 
 

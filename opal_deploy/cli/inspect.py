@@ -101,7 +101,7 @@ def _inspect_engine(path: Path) -> tuple[dict[str, Any], list[tuple[str, str]]]:
 
 
 def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
-    return {**metadata.to_dict(), "test_vectors": {"pictures": len(metadata.test_vectors.get("pictures", []))}}
+    return {**metadata.to_dict(), "test_vectors": {"images": len(metadata.test_vectors.get("images", []))}}
 
 
 def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
@@ -150,11 +150,11 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     if metadata.unverified:
         lines.append(("verified", f"NO: {metadata.unverified}"))
     elif report:
-        against = f"{report.get('reference')} on {report.get('pictures')}, batches {report.get('batches')}"
+        against = f"{report.get('reference')} on {report.get('image_set')}, batches {report.get('batches')}"
         cosine = _format_number(report.get("max_cosine"))
         cells = f"{report.get('cells_different')} of {report.get('cells')} cells differ"
         lines.append(("verified", f"against {against}: largest cosine difference {cosine}, {cells}"))
-    lines.append(("test vectors", str(len(metadata.test_vectors.get("pictures", [])))))
+    lines.append(("test vectors", str(len(metadata.test_vectors.get("images", [])))))
     return lines
 
 

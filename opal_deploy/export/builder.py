@@ -114,8 +114,8 @@ def _choose(options: EngineOptions, driver: Driver, version_of: Callable[[str], 
         if version_of(TENSORRT) is None:
             raise MissingExtra("tensorrt-cu13 with its libraries", EXTRAS[TENSORRT], "--builder tensorrt")
         raise UsageError(
-            f"--builder tensorrt: builds only on the GPU that runs the engine: {driver.problem or 'none is here'}; copy "
-            "the ONNX file there, or use --builder tensorrt-rtx"
+            f"--builder tensorrt: builds only on the GPU that runs the engine: {driver.problem or 'none is here'}; "
+            "copy the ONNX file there, or use --builder tensorrt-rtx"
         )
     if version_of(TENSORRT_RTX) is None:
         tensorrt = "" if gpu is None else "; or TensorRT for the GPU present: pip install 'opal-deploy[trt]'"
@@ -225,6 +225,11 @@ class Network:
         self.inputs = [self._info(self._network.get_input(i)) for i in range(self._network.num_inputs)]
         self.outputs = [self._info(self._network.get_output(i)) for i in range(self._network.num_outputs)]
 
+    @property
+    def num_layers(self) -> int:
+        """The number of layers before the builder fuses any."""
+        return int(self._network.num_layers)
+
     def profile(self, batch: BatchRange) -> Any:
         """Return TensorRT's optimisation profile for batch sizes; all other dimensions are the graph's."""
         profile = self._builder.create_optimization_profile()
@@ -261,7 +266,7 @@ class Network:
                     f"{self.library.title} could not build the engine for {target.sm}: "
                     f"{first_error(self.logger)}{workspace}; --verbose shows its log"
                 )
-            if cache_path is not None:
+            if cache_path is not None and cache is not None:
                 with atomic_write(cache_path) as temporary:
                     temporary.write_bytes(bytes(memoryview(cache.serialize())))
         return SerializedEngine(bytes(memoryview(engine)), time.monotonic() - started)

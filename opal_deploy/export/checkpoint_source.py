@@ -1,7 +1,7 @@
 """Checkpoints as sources of an export, and the tracing of networks: the only part of the exporter that needs torch.
 
-A traced graph has the contract's shape (docs/contract.md). Input `images`: uint8 [N, H0, W0, 3]. Outputs: logits float32
-[N, C], argmax int32 [N, K], scores float32 [N, K] and, on request, attention float32 [N, K, H, W].
+A traced graph has the contract's shape (docs/contract.md). Input `images`: uint8 [N, H0, W0, 3]. Outputs: logits
+float32 [N, C], argmax int32 [N, K], scores float32 [N, K] and, on request, attention float32 [N, K, H, W].
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class CheckpointSource:
         """The checkpoint's metadata, with the version of PyTorch that exports it."""
         return replace(build_metadata(self.checkpoint), exporter={"torch": torch.__version__})
 
-    def build_candidate(
-        self, precisions: Collection[Precision], options: ExportOptions
-    ) -> ExportCandidate:
+    def build_candidate(self, precisions: Collection[Precision], options: ExportOptions) -> ExportCandidate:
         """Trace the network and run it on the verification images and the test vectors; see `ExportSource`.
 
         Raises:

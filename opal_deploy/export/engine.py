@@ -97,7 +97,8 @@ def stage_engines(
                 sidecar = _follow_onnx(stack, out, sidecar, onnx_input.metadata)
             elif out.exists() and not (options.overwrite or options.rebuild):
                 raise UsageError(
-                    f"{out}: it exists already, from another graph, builder, GPU or options; replace it with --overwrite"
+                    f"{out}: it exists already, from another graph, builder, GPU or options; replace it with "
+                    "--overwrite"
                 )
             else:
                 options.log(f"Building for {target.sm} with {title} ({target.reason}), batches {options.batch_range}")

@@ -50,9 +50,7 @@ class OnnxSource:
         """The file's metadata."""
         return self.metadata
 
-    def build_candidate(
-        self, precisions: Collection[Precision], options: ExportOptions
-    ) -> ExportCandidate:
+    def build_candidate(self, precisions: Collection[Precision], options: ExportOptions) -> ExportCandidate:
         """Return the file's graph with the file's own outputs as reference; see `ExportSource`.
 
         Raises:

@@ -39,9 +39,9 @@ class EngineOptions(Options):
             cli=list[str],
         ),
     ] = ()
-    batch: Annotated[
-        int | str, Option("Batch sizes as MIN:OPT:MAX, or one fixed size.", panel=_ENGINES, cli=str)
-    ] = "1:64:256"
+    batch: Annotated[int | str, Option("Batch sizes as MIN:OPT:MAX, or one fixed size.", panel=_ENGINES, cli=str)] = (
+        "1:64:256"
+    )
     workspace: Annotated[
         int | str | None, Option("Device memory that one layer may use, such as 4G.", panel=_ENGINES, cli=str)
     ] = None
@@ -139,9 +139,9 @@ class CheckpointOptions(Options):
         int | tuple[int, int] | None,
         Option("Input size in pixels: 224, or HEIGHTxWIDTH.", default="224", panel=_AUTHORS, cli=str, parse=parse_size),
     ] = None
-    crop: Annotated[
-        Literal["boxes"] | None, Option("The training images were cropped to boxes.", panel=_AUTHORS)
-    ] = None
+    crop: Annotated[Literal["boxes"] | None, Option("The training images were cropped to boxes.", panel=_AUTHORS)] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +171,9 @@ class ExportOptions(CheckpointOptions, EngineOptions):
     verify: Annotated[
         bool, Option("Compare with the reference first; --no-verify is recorded.", flag="--verify/--no-verify")
     ] = True
-    input: Annotated[
-        InputKind, Option("uint8: NHWC, normalised in the graph; float32: NCHW, already normalised.")
-    ] = "uint8"
+    input: Annotated[InputKind, Option("uint8: NHWC, normalised in the graph; float32: NCHW, already normalised.")] = (
+        "uint8"
+    )
     outputs: Annotated[
         Literal["attention", "topk"] | None,
         Option(
@@ -182,9 +182,9 @@ class ExportOptions(CheckpointOptions, EngineOptions):
         ),
     ] = None
     top_k: Annotated[int, Option("Classes that --outputs topk lists.", min=2, max=32)] = 5
-    triton: Annotated[
-        StrPath | None, Option("Folder of the repository; gets two models.", panel=_TRITON, cli=Path)
-    ] = None
+    triton: Annotated[StrPath | None, Option("Folder of the repository; gets two models.", panel=_TRITON, cli=Path)] = (
+        None
+    )
     name: Annotated[
         str, Option("Name of the model that takes pixels; NAME_explain takes image files.", panel=_TRITON)
     ] = "opal"

@@ -13,8 +13,8 @@ after them stay float32.
   operation, as a GPU stores it between kernels; sums inside one operation are float32's, as in a tensor core.
 - int8 is ONNX Runtime's static quantisation: quantise/dequantise nodes with symmetric per-channel weights and symmetric
   activations, which TensorRT takes, calibrated on photographs. Convolutions and matrix products of the backbone are
-  quantised, except the first: it is cheap, and all others inherit its rounding (on a ResNet-50 trained on birds it alone
-  cost 4 % of the cells). ONNX Runtime hands the rounded value to every reader of a quantised tensor, so residual sums
+  quantised, except the first: it is cheap, and all others inherit its rounding (4 % of the cells on a ResNet-50
+  trained on birds). ONNX Runtime hands the rounded value to every reader of a quantised tensor, so residual sums
   add rounded values too. `refinements` undo that, and int8 in the first layers, where a network does not tolerate it.
 """
 
@@ -32,7 +32,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import (
     CalibrationDataReader,

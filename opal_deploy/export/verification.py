@@ -45,12 +45,12 @@ _NORM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class VerificationReport:
-    """Result of a verification.
+class Verification:
+    """The result of a verification.
 
     Attributes:
         comparison: the measurements; true if the candidate passed its gate.
-        document: the report for the metadata's `verification`.
+        document: the metadata's `verification`.
         candidate: the candidate with the images that it was judged on, which may be more than it came with.
     """
 
@@ -76,7 +76,7 @@ class LayerError:
 
 def verify_candidate(
     candidate: ExportCandidate, folder: Path, threads: int | None = None, log: Log = log_line
-) -> VerificationReport:
+) -> Verification:
     """Run a candidate's graph on its images and compare the outputs with its reference.
 
     Args:
@@ -134,7 +134,7 @@ def verify_candidate(
         **comparison.to_dict(),
         "worst_image": images.names[comparison.worst],
     }
-    return VerificationReport(comparison, document, judged)
+    return Verification(comparison, document, judged)
 
 
 def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ...]:
@@ -151,14 +151,14 @@ def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ..
     )
 
 
-def verification_error(report: VerificationReport, name: str) -> VerificationError:
+def verification_error(verification: Verification, name: str) -> VerificationError:
     """Return the error for a candidate that failed: the measurements, the worst image and layer, and what to try.
 
     Args:
-        report: the verification.
+        verification: the candidate's.
         name: name of the file that is not written.
     """
-    comparison, candidate = report.comparison, report.candidate
+    comparison, candidate = verification.comparison, verification.candidate
     worst = candidate.images.names[comparison.worst]
     if candidate.baseline is not None:
         image = candidate.reference.images[comparison.worst]

@@ -6,7 +6,8 @@ import pytest
 
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
-from opal_deploy.export.options import ExportOptions, ExportTargets
+from opal_deploy.export.files import ExportTargets
+from opal_deploy.export.options import ExportOptions
 from tests.builders import build_checkpoint
 
 # the second spells the marker that the digest is found by

@@ -59,8 +59,8 @@ PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAW
 @pytest.mark.parametrize(
     "change",
     [
-        {"pictures": []}, {"pictures": ["not base64!"]}, {"pictures": ["AAAA"]}, {"pictures": [PNG[:40]]},
-        {"pictures": [3]}, {"pictures": 3}, {"logits": {}}, {"scores": None}, {"argmax": []},
+        {"images": []}, {"images": ["not base64!"]}, {"images": ["AAAA"]}, {"images": [PNG[:40]]},
+        {"images": [3]}, {"images": 3}, {"logits": {}}, {"scores": None}, {"argmax": []},
         {"logits": {"dtype": "float32", "shape": [3, 4], "zlib": "AAAA"}},
         {"logits": {"dtype": "object", "shape": [3, 4], "zlib": ""}},
         {"logits": {"dtype": "float32", "shape": [99, 4], "zlib": "eJwDAAAAAAE="}},

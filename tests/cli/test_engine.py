@@ -71,7 +71,7 @@ def test_inspect_describes_it_without_running_it_and_shows_damage(opal: Opal, en
         assert part in shown
     document = json.loads(opal("inspect", engine, "--json").stdout)
     assert (document["kind"], document["intact"], document["checks"]) == ("engine", True, [])
-    assert document["metadata"]["test_vectors"] == {"pictures": 4}
+    assert document["metadata"]["test_vectors"] == {"images": 4}
     for path in engine.parent.glob(f"{engine.name}*"):
         shutil.copy(path, tmp_path / path.name)
     (tmp_path / engine.name).write_bytes(engine.read_bytes()[:-1] + b"?")

@@ -66,8 +66,8 @@ def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(
 @pytest.mark.parametrize(
     ("name", "message"),
     [("nowhere.pt", "nowhere.pt: no such file"), ("c.onnx", "not an ONNX file"), ("c.pth", "c.pth: "),
-     ("c.engine", "expected a checkpoint (.pt, .pth) or one of our .onnx files"),
-     ("c.safetensors", "weights to begin training from go to train --weights")],
+     ("c.engine", "expected a checkpoint (.pt, .pth) or an exported .onnx file"),
+     ("c.safetensors", "pretrained weights go to train --weights")],
 )  # fmt: skip
 def test_a_source_that_is_no_model_is_one_line(opal: Opal, tmp_path: Path, name: str, message: str) -> None:
     for noise in ("c.onnx", "c.pth", "c.engine", "c.safetensors"):
@@ -95,7 +95,7 @@ def test_the_function_exports_what_the_command_exports_and_prints_nothing(
     assert opal_deploy.load(result.path).sha256 == opal_deploy.load(exact_model).sha256
     assert lines[0].startswith("Tracing shufflenet_v2_x0_5")
     for wrong in ({"precision": "fp64"}, {"outputs": "all"}, {"outputs": "topk", "top_k": 99}, {"batch": 8}):
-        with pytest.raises(opal_deploy.UsageError, match=r"expected one of|add --trt"):
+        with pytest.raises(opal_deploy.UsageError, match=r"expected (one of|at least)|add --trt"):
             export_model(checkpoint, out=tmp_path / "other.onnx", **wrong)  # type: ignore[arg-type]
     assert capsys.readouterr() == ("", "")
 
@@ -140,7 +140,7 @@ def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal: Opal
     # not verified, and of another format
     for arguments in (call[:4] + call[5:], ("export", "c.onnx", "--precision", "bf16", *call[4:])):
         refused = one_line(opal(*arguments, cwd=folder))
-        assert "out.onnx: it is there already, of " in refused
+        assert "out.onnx: it exists already, of " in refused
         assert "the same checkpoint, exported with other" in refused
     assert (folder / "out.onnx").read_bytes() == first
     # done again in another process, the bytes are the same
@@ -148,7 +148,7 @@ def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal: Opal
     assert "Wrote" in subprocess.run(again, cwd=folder, capture_output=True, text=True, timeout=120).stderr
     assert (folder / "out.onnx").read_bytes() == first
     (folder / "out.onnx").write_bytes(b"foreign")
-    assert "no file of ours" in one_line(opal(*call, cwd=folder))
+    assert "not an exported file" in one_line(opal(*call, cwd=folder))
     assert (folder / "out.onnx").read_bytes() == b"foreign"
 
 
@@ -163,7 +163,7 @@ def test_export_trt_then_infer_explain(opal: Opal, exact_model: Path, make_pictu
     exported = opal("export", "ckpt.pt", "--trt", cwd=tmp_path)
     assert exported.returncode == 0, exported.stderr
     for text in ("Wrote ckpt.onnx", "Wrote ckpt.fp16.onnx", "Building for sm80 with TensorRT for RTX",
-                 "unverified: it was never run on hardware"):  # fmt: skip
+                 "unverified: never run on hardware"):  # fmt: skip
         assert text in exported.stderr
     assert exported.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --explain"
     inferred = opal("infer", "images/", "--explain", cwd=tmp_path)
@@ -188,7 +188,7 @@ def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kep
     # the engine is refused before the work is done, although the ONNX file is gone
     (folder / "c.fp16.onnx").unlink()
     refused = one_line(opal(*call, "--batch", "1:1:1", cwd=folder))
-    assert "c.fp16.sm80.rtx.engine: it is there already, built with other options" in refused
+    assert "c.fp16.sm80.rtx.engine: it exists already, built with other options" in refused
 
 
 @needs_rtx
@@ -196,7 +196,7 @@ def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(folder:
     # the signal comes at a moment when native code is running
     program = """
 import os, signal, sys
-from opal_deploy.export.tensorrt import builder
+from opal_deploy.export import builder
 make = builder._make_monitor
 def interrupting(trt, on_progress):
     monitor = make(trt, on_progress)
@@ -216,17 +216,17 @@ from opal_deploy.cli import main; main()
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "a100"], "--target: about engines; add --trt"),
-        (["--trt", "--out", "x.engine"], "--out x.engine: with --trt a folder is expected"),
+        (["--target", "a100"], "--target: only for engines; add --trt"),
+        (["--trt", "--out", "x.engine"], "--out x.engine: expected a folder with --trt"),
         (["--trt", "--target", "h100"], "sm90 (H100, H200)"),
         (["--trt", "--precision", "int8"], "--precision int8 needs --calibrate DIR"),
         (["--trt", "--calibrate", "."], "only int8 is calibrated"),
         (["--trt", "--version-compatible"], "--version-compatible: TensorRT for RTX has no such option"),
         (["--trt", "--timing-cache", "."], "--timing-cache"),
         (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
-        (["--precision", "fp16", "--top-k", "3"], "--top-k: of the best classes that --outputs topk lists; add that"),
+        (["--precision", "fp16", "--top-k", "3"], "--top-k: only for --outputs topk; add that"),
         (["--trt", "--precision", "fp32", "--outputs", "topk"], "fp32 already and built as it is; for --outputs topk"),
-        (["--trt", "--precision", "fp32", "--pictures", "nowhere"], "nothing to verify or calibrate on images"),
+        (["--trt", "--precision", "fp32", "--images", "nowhere"], "nothing to verify or calibrate on images"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

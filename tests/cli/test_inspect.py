@@ -25,7 +25,7 @@ def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal: Opal
     assert "warning: a cell sees the whole image" in shown
     assert document["metadata"]["receptive_field"]["effective"] is None
     # megabytes of test images are nothing to read
-    assert document["metadata"]["test_vectors"] == {"pictures": 4}
+    assert document["metadata"]["test_vectors"] == {"images": 4}
 
 
 def test_a_checkpoint_of_ours_is_described(opal: Opal, exact_model: Path) -> None:

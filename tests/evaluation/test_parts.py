@@ -21,7 +21,8 @@ from opal_deploy.evaluation.parts import TOP, PartMeter, measure_parts, merge_si
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
-from opal_deploy.export.options import ExportOptions, plan_targets
+from opal_deploy.export.files import plan_targets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
@@ -165,7 +166,7 @@ def checkpoint(data, network, tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(checkpoint):
     """With all that the figures need; the comparison with PyTorch is what the tests make."""
-    options = ExportOptions(threads=1, attention=True, input_kind="float32", verify=False)
+    options = ExportOptions(threads=1, outputs="attention", input="float32", verify=False)
     source = CheckpointSource(checkpoints.load(checkpoint), checkpoint)
     return OnnxSession(export(source, plan_targets(source), options).onnx[0].path, threads=1)
 

@@ -7,8 +7,9 @@ import pytest
 from opal_deploy.export import images
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
+from opal_deploy.export.files import ExportTargets
 from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportOptions, ExportTargets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.synthetic import draw_example
 from tests.builders import build_checkpoint
@@ -53,7 +54,9 @@ def write_onnx():
     def write(source, out, precision="fp32", **options):
         from_file = isinstance(source, Path)
         export_source = OnnxSource(source) if from_file else CheckpointSource(source, out)
-        return export(export_source, ExportTargets({precision: out}), ExportOptions(threads=2, **options)).onnx[0]
+        return export(
+            export_source, ExportTargets({precision: out}), ExportOptions(threads=2, overwrite=True, **options)
+        ).onnx[0]
 
     return write
 

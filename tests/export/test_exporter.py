@@ -12,7 +12,8 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import stage_onnx
-from opal_deploy.export.options import ExportOptions, plan_targets
+from opal_deploy.export.files import plan_targets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.config import PLAIN_CLASSIFIER
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
@@ -32,7 +33,7 @@ class TestFromOnnx:
         report = metadata.verification
         assert report["reference"].startswith("c.onnx in ONNX Runtime")
         assert report["candidate"].endswith("fp16 emulated: rounded after every operation")
-        assert report["worst_picture"].startswith("creature ")
+        assert report["worst_image"].startswith("creature ")
         assert 1e-6 < report["max_cosine"] < 2e-2
         assert metadata.test_vectors == source.test_vectors
         assert metadata.source == source.source
@@ -57,8 +58,8 @@ class TestFromOnnx:
         ("source", "precision", "options", "message"),
         [
             ("fp32", "fp32", {}, "it is fp32 already; choose --precision"),
-            ("fp32", "fp16", {"attention": True}, "inputs and outputs are fixed"),
-            ("fp32", "fp16", {"input_kind": "float32"}, "inputs and outputs are fixed"),
+            ("fp32", "fp16", {"outputs": "attention"}, "inputs and outputs are fixed"),
+            ("fp32", "fp16", {"input": "float32"}, "inputs and outputs are fixed"),
             ("fp32", "int8", {}, "needs --calibrate DIR"),
             ("fp16", "fp16", {}, "it is fp16 already; give the fp32 file"),
             ("fp16", "fp32", {}, "it is fp16, and what was rounded away is lost"),
@@ -80,7 +81,7 @@ class TestFromOnnx:
 
 class TestFromACheckpoint:
     def test_its_body_is_cast_and_verified_against_pytorch(self, write_onnx, tmp_path):
-        done = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", "fp16", input_kind="float32")
+        done = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", "fp16", input="float32")
         assert done.metadata.verification["reference"].startswith("PyTorch")
         weights = {t.data_type for t in onnx.load(done.path).graph.initializer if "body" in t.name}
         assert weights == {TensorProto.FLOAT16}

@@ -13,8 +13,8 @@ from torch import nn
 
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.errors import UsageError
-from opal_deploy.export.graph import ExportGraph, trace
-from opal_deploy.export.tensorrt.builder import Network
+from opal_deploy.export.builder import Network
+from opal_deploy.export.checkpoint_source import ExportGraph, trace
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -86,7 +86,7 @@ class TestResNet18:
         report = exported.metadata.verification
         assert report["passed"] is True
         assert report["batches"] == [1, 2, 7]
-        assert (report["images"], report["pictures"]) == (64, "64 generated creatures")
+        assert (report["images"], report["image_set"]) == (64, "64 generated creatures")
         assert report["reference"].startswith(f"PyTorch {torch.__version__}")
         assert report["gate"]["cosine"] == 1e-6
         assert report["max_cosine"] <= 1e-6
@@ -180,7 +180,7 @@ def _assert_reproduces_torch(done, checkpoint):
 @pytest.mark.parametrize("cws", [True, False])
 def test_attention_is_output_on_request(write_onnx, tensorrt, tmp_path, cws):
     # without the softmax, attention and projection are one tensor under two names
-    done = write_onnx(build_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", attention=True)
+    done = write_onnx(build_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", outputs="attention")
     outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(2, 64, 96))
     assert outputs.attention is not None
     assert outputs.attention.shape == (2, 20, 2, 3)
@@ -206,7 +206,7 @@ def test_an_image_without_any_feature_gets_the_bias_and_not_nan(write_onnx, tmp_
 )
 def test_a_size_and_kind_of_input_export(write_onnx, tensorrt, tmp_path, size, kind):
     checkpoint = build_checkpoint(size=size)
-    done = write_onnx(checkpoint, tmp_path / "c.onnx", input_kind=kind)
+    done = write_onnx(checkpoint, tmp_path / "c.onnx", input=kind)
     assert (done.metadata.input_size, done.metadata.input_kind) == (size, kind)
     (images,) = onnx.load(done.path).graph.input
     shape = [d.dim_value for d in images.type.tensor_type.shape.dim[1:]]

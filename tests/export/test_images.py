@@ -56,9 +56,9 @@ def test_data_that_are_not_those_of_the_run_are_left_and_said(trained, change):
         "another class": lambda: (root / "train" / "a").rename(root / "train" / "e"),
         "an image less": lambda: (root / "val" / "a" / "0.png").unlink(),
     }[change]()
-    choice = choose_images(trained, ExportOptions(), calibrate=False, report=said.append)
+    choice = choose_images(trained, ExportOptions(log=said.append), calibrate=False)
     assert choice.verification.first(3).description == "3 generated creatures"
-    assert "--pictures" in said[0]
+    assert "--images" in said[0]
 
 
 @pytest.mark.data

@@ -8,17 +8,15 @@ import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
 
-from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
 from opal_deploy.artifact.outputs import TopOutputs, select_top
 from opal_deploy.artifact.test_vectors import pack
 from opal_deploy.errors import UsageError
+from opal_deploy.export.builder import EngineTarget, Network
 from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.graph_edit import add_top_outputs, with_top_classes
 from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportOptions
-from opal_deploy.export.tensorrt.builder import Network
-from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
-from opal_deploy.export.top_classes import add_top_outputs, with_top_classes
+from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.config import LINEAR_BASELINE
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -76,7 +74,7 @@ def test_of_equal_logits_the_lowest_class_is_listed_first_and_nan_stays_nan(k, m
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write_onnx, tmp_path, precision):
     source = build_checkpoint(seed=8) if precision == "fp32" else fp32
-    best = write_onnx(source, tmp_path / "best.onnx", precision, top_k=3)
+    best = write_onnx(source, tmp_path / "best.onnx", precision, outputs="topk", top_k=3)
     assert (best.metadata.outputs, best.metadata.top_k) == (TOP_OUTPUTS, 3)
     # the gate saw every channel, not those of the listed classes alone
     report = best.metadata.verification
@@ -97,7 +95,7 @@ def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write
         shapes = [(-1, 3), (-1, 3), (-1, 3, 5), (-1, 3, 5), (-1,)]
         assert {output.name: output.shape for output in network.outputs} == dict(zip(TOP_OUTPUTS, shapes, strict=True))
         target = EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
-        assert network.build(target, BuildOptions(batch=BatchRange(1, 2, 4))).content
+        assert network.build(target, EngineOptions(batch="1:2:4")).content
 
 
 def test_a_graph_that_lists_wrongly_is_refused_although_its_other_outputs_are_right(tmp_path):
@@ -114,16 +112,16 @@ def test_a_graph_that_lists_wrongly_is_refused_although_its_other_outputs_are_ri
 
 
 def test_a_file_of_all_outputs_becomes_one_of_the_best_in_another_precision_and_not_back(fp32, write_onnx, tmp_path):
-    best = write_onnx(fp32, tmp_path / "best.onnx", "fp16", top_k=32)
+    best = write_onnx(fp32, tmp_path / "best.onnx", "fp16", outputs="topk", top_k=32)
     assert best.metadata.top_k == 4
     OnnxSource(best.path).verify(ExportOptions(threads=2))
     with pytest.raises(UsageError, match="it is fp16 already and built as it is; for --outputs topk give the fp32"):
-        OnnxSource(best.path).verify(ExportOptions(top_k=2, threads=2))
-    best = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", top_k=2, verify=False)
+        OnnxSource(best.path).verify(ExportOptions(outputs="topk", top_k=2, threads=2))
+    best = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", outputs="topk", top_k=2, verify=False)
     with pytest.raises(UsageError, match="it outputs the best 2 classes alone, and another precision of it needs all"):
         write_onnx(best.path, tmp_path / "x.onnx", "fp16")
 
 
 def test_a_model_without_evidence_has_none_to_list(write_onnx, tmp_path):
     with pytest.raises(UsageError, match="no evidence to select"):
-        write_onnx(build_checkpoint(head=LINEAR_BASELINE), tmp_path / "c.onnx", top_k=2)
+        write_onnx(build_checkpoint(head=LINEAR_BASELINE), tmp_path / "c.onnx", outputs="topk", top_k=2)

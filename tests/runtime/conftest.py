@@ -6,8 +6,9 @@ import pytest
 
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
+from opal_deploy.export.files import ExportTargets
 from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportOptions, ExportTargets
+from opal_deploy.export.options import ExportOptions
 from tests.builders import build_checkpoint
 
 

@@ -15,7 +15,8 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
-from opal_deploy.export.options import ExportOptions, ExportTargets
+from opal_deploy.export.files import ExportTargets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork

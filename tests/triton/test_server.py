@@ -37,7 +37,7 @@ def server(exact_model: Path, opal: Opal, tmp_path_factory: pytest.TempPathFacto
     # as if the tensor model were another one than the one that was exported with it
     path = repository / "other_explain/1/metadata.json"
     metadata = json.loads(path.read_text("utf-8"))
-    metadata["test_vectors"]["pictures"].reverse()
+    metadata["test_vectors"]["images"].reverse()
     path.write_text(json.dumps(metadata))
     path = repository / "newer_explain/1/metadata.json"
     path.write_text(path.read_text("utf-8").replace('"schema": 1', '"schema": 2'))

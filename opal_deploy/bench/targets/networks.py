@@ -19,14 +19,13 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.bench.measurement import LINEAR, OPAL
 from opal_deploy.errors import UsageError
-from opal_deploy.export.checkpoint_source import CheckpointSource
+from opal_deploy.export.builder import choose_engine_targets
+from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, trace
 from opal_deploy.export.exporter import export
-from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.images import Pixels
-from opal_deploy.export.options import ExportOptions, plan_targets
-from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.quantization import to_int8
-from opal_deploy.export.tensorrt.options import EngineRequest, choose_engine_targets
+from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.precision import to_bf16, to_fp16, to_int8
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, HeadKind, NetworkConfig
@@ -204,12 +203,13 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     driver = visible_driver()
     if not driver.gpus:
         raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
-    request = EngineRequest(choose_engine_targets(None, [], driver), folder, driver)
+    options = ExportOptions(verify=False, overwrite=True)
+    engines = EngineTargets(choose_engine_targets(options, driver), folder, driver)
     if random:
         checkpoint = copy.deepcopy(checkpoint)
         update_batch_norms(
             checkpoint.network, example_images(_BATCH_NORM_IMAGES, *checkpoint.network.config.input_size)
         )
     source = CheckpointSource(checkpoint, folder / "timed.pt")
-    targets = plan_targets(source, precision, engines=request)  # type: ignore[arg-type]  # as above
-    return export(source, targets, ExportOptions(verify=False)).engines[0].path
+    targets = plan_targets(source, precision, engines=engines)  # type: ignore[arg-type]  # as above
+    return export(source, targets, options).engines[0].path

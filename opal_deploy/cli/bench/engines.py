@@ -35,17 +35,17 @@ def engines(
     """Measure build time, size and verification of engines for GPUs, built ahead of time with TensorRT for RTX."""
     from opal_deploy.bench.engines import TABLE_HEADER, measure_precisions
     from opal_deploy.bench.machine import provenance
-    from opal_deploy.export.options import ExportOptions
-    from opal_deploy.export.tensorrt.options import BuildOptions, choose_engine_targets, parse_batch
+    from opal_deploy.export.builder import choose_engine_targets
+    from opal_deploy.export.options import EngineOptions, ExportOptions
     from opal_deploy.runtime.cuda import visible_driver
     from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, load
 
     require("torch", "export", "opal-deploy bench engines")
     precisions = [_parse_precision(text) for text in precision or ("fp32", "fp16", "bf16")]
-    choices = choose_engine_targets(TENSORRT_RTX, target or ["sm80"], visible_driver())
+    choices = choose_engine_targets(EngineOptions(builder="tensorrt-rtx", target=target or ["sm80"]), visible_driver())
     library = load(TENSORRT_RTX, "opal-deploy bench engines")
     options = ExportOptions(images=pictures, calibrate=calibrate, threads=threads)
-    build = BuildOptions(batch=parse_batch(batch))
+    build = EngineOptions(batch=batch)
     results = []
     print_message(TABLE_HEADER)
     done, total = itertools.count(1), len(models) * len(precisions) * len(choices)

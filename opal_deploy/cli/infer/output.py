@@ -64,7 +64,7 @@ def report_facts(path: Path, metadata: Metadata, runtime: str) -> list[tuple[str
         head.append(("Not verified", metadata.unverified))
     if metadata.verification.get("reference"):
         head.append(
-            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['pictures']}")
+            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification['image_set']}")
         )
     return [*head, ("Command", format_command(short=True))]
 

@@ -9,10 +9,11 @@ import pytest
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import BatchRange, write_sidecar
+from opal_deploy.export.builder import choose_engine_targets
 from opal_deploy.export.exporter import export
+from opal_deploy.export.files import EngineTargets, ExportTargets
 from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportTargets
-from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.nvml import Driver, Gpu, read_driver
 from opal_deploy.runtime.tensorrt import bindings, session
 from opal_deploy.runtime.tensorrt.bindings import Bindings
@@ -88,9 +89,9 @@ def open_engine_for(request, make_stand, tmp_path):
         here = sm_name(driver.gpus[0].compute_capability)
         if bindings.installed_version(bindings.TENSORRT) is None and here not in AHEAD_OF_TIME:
             pytest.skip(f"{here}: TensorRT for RTX builds nothing for it, and TensorRT is not installed")
-        targets = choose_engine_targets(None, ["current"], driver)
-        engines = EngineRequest(targets, tmp_path, driver, BuildOptions(batch=BatchRange(*batch)))
-        built = export(OnnxSource(onnx), ExportTargets({}, engines)).engines
+        build = ExportOptions(target="current", batch=str(BatchRange(*batch)))
+        engines = EngineTargets(choose_engine_targets(build, driver), tmp_path, driver)
+        built = export(OnnxSource(onnx), ExportTargets({}, engines), build).engines
         return EngineSession(built[0].path, **options)
 
     return open_real

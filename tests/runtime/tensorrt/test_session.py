@@ -9,7 +9,8 @@ import pytest
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
-from opal_deploy.export.options import ExportOptions, ExportTargets
+from opal_deploy.export.files import ExportTargets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.cuda import Cuda
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import StagedSession
@@ -33,7 +34,7 @@ def expected(tiny_fp16, images):
 @pytest.fixture(scope="module")
 def float_input(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("float") / "c.onnx"
-    options = ExportOptions(input_kind="float32", attention=True, threads=2)
+    options = ExportOptions(input="float32", outputs="attention", threads=2)
     export(CheckpointSource(tiny.checkpoint, out), ExportTargets({"fp32": out}), options)
     return out
 
@@ -68,7 +69,11 @@ class TestOutputs:
 
     def test_the_best_classes_alone(self, open_engine_for, tiny, tmp_path, images):
         out = tmp_path / "c.onnx"
-        export(CheckpointSource(tiny.checkpoint, out), ExportTargets({"fp32": out}), ExportOptions(top_k=2, threads=2))
+        export(
+            CheckpointSource(tiny.checkpoint, out),
+            ExportTargets({"fp32": out}),
+            ExportOptions(outputs="topk", top_k=2, threads=2),
+        )
         expected = OnnxSession(out, device="cpu", threads=1).run(images[:7]).top
         for before, after in zip(expected, open_engine_for(out, (1, 2, 4)).run(images[:7]).top, strict=True):
             assert after.dtype == before.dtype

@@ -3,7 +3,6 @@
 import os
 import signal
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +11,10 @@ from onnx import TensorProto, helper
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.export.graph import ExportGraph, trace
+from opal_deploy.export.builder import EngineTarget, Network, TensorInfo
+from opal_deploy.export.checkpoint_source import ExportGraph, trace
+from opal_deploy.export.options import EngineOptions
 from opal_deploy.export.precision import to_bf16, to_fp16
-from opal_deploy.export.tensorrt.builder import Network, TensorInfo
-from opal_deploy.export.tensorrt.options import BuildOptions, EngineTarget
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version, load
@@ -62,7 +61,7 @@ def test_the_papers_backbones_parse_in_every_precision_and_build(library, backbo
         assert [tuple(shape) for shape in profile.get_shape("images")] == [(n, 224, 224, 3) for n in (1, 64, 256)]
         weights = sum(len(tensor.raw_data) or 4 * len(tensor.float_data) for tensor in model.graph.initializer)
         for sm in sms if precision in built else ():
-            plan = parsed.build(target(sm), BuildOptions())
+            plan = parsed.build(target(sm), EngineOptions())
             # the weights are in it, in the precision of the graph
             assert 0.95 * weights < len(plan.content) < 1.5 * weights + 2**20
             assert plan.seconds > 0
@@ -90,7 +89,7 @@ def test_uint8_that_is_transposed_before_it_is_cast_is_refused(library):
     cast = helper.make_node("Cast", ["moved"], ["logits"], to=TensorProto.FLOAT)
     content = model_of(TensorProto.UINT8, ["N", 8, 8, 3], ["N", 3, 8, 8], transpose, cast)
     with pytest.raises((ArtifactError, UsageError)):
-        Network(library, content, "m.onnx").build(target("sm80"), BuildOptions())
+        Network(library, content, "m.onnx").build(target("sm80"), EngineOptions())
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def test_progress_and_messages_are_passed_on(library, fp32):
     messages = []
     progress = []
     network = Network(library, fp32.read_bytes(), "m.onnx", lambda *message: messages.append(message))
-    network.build(target("sm80"), BuildOptions(), lambda *step: progress.append(step))
+    network.build(target("sm80"), EngineOptions(), lambda *step: progress.append(step))
     assert any("Engine generation completed" in message for _, message in messages)
     assert {level for level, _ in messages} <= {"INFO", "WARNING", "ERROR"}
     assert len({phase for phase, _, _ in progress}) > 1
@@ -116,15 +115,15 @@ def test_ctrl_c_ends_the_build_and_its_handler_is_put_back(small):
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        small.build(target("sm80"), BuildOptions(), press)
+        small.build(target("sm80"), EngineOptions(), press)
     assert signal.getsignal(signal.SIGINT) is before
     # the network can still be built afterwards
-    assert small.build(target("sm80"), BuildOptions()).content
+    assert small.build(target("sm80"), EngineOptions()).content
 
 
 def test_too_little_workspace_says_so_and_what_to_give(small):
     with pytest.raises(UsageError, match=r"could not build the engine for sm80: .*give more --workspace"):
-        small.build(target("sm80"), BuildOptions(workspace=1024))
+        small.build(target("sm80"), EngineOptions(workspace="1M"))
 
 
 class TestOptionsOfTensorRT:
@@ -135,12 +134,9 @@ class TestOptionsOfTensorRT:
         network = Network(library, fp32.read_bytes(), "m.onnx")
         network.library = replace(library, name="tensorrt")
 
-        def configure(config=None, **options):
-            config = config or network._builder.create_builder_config()
-            network._configure(config, EngineTarget("tensorrt", "sm89", None, "a test"), BuildOptions(**options))
-            return config
-
-        return configure
+        return lambda **options: network._configure(
+            EngineTarget("tensorrt", "sm89", None, "a test"), EngineOptions(**options)
+        )
 
     @pytest.mark.parametrize(
         ("options", "flags"),
@@ -148,14 +144,12 @@ class TestOptionsOfTensorRT:
             ({}, set()),
             ({"version_compatible": True}, {"VERSION_COMPATIBLE"}),
             ({"strip_weights": True}, {"STRIP_PLAN", "REFIT_IDENTICAL"}),
-            ({"refit": True}, {"REFIT"}),
-            ({"strip_weights": True, "refit": True}, {"STRIP_PLAN", "REFIT"}),
         ],
     )
     def test_flags(self, configure, small, options, flags):
         trt = small.library.module.BuilderFlag
         assert small._builder.create_builder_config().get_flag(trt.TF32), "else it need not be turned off"
-        names, config = ("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT", "TF32"), configure(**options)
+        names, config = ("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "TF32"), configure(**options)
         assert {name for name in names if config.get_flag(getattr(trt, name))} == flags
 
     def test_levels_and_limits(self, configure, small):
@@ -163,14 +157,12 @@ class TestOptionsOfTensorRT:
         config = configure(optimization_level=5, workspace=1 << 30)
         assert config.builder_optimization_level == 5
         assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 1 << 30
-        # TensorRT for RTX takes no notice of this one
-        levels = [configure(Mock(), hardware_compatible=text) for text in ("ampere+", "same")]
-        assert [config.hardware_compatibility_level.name for config in levels] == [
-            "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY",
-        ]  # fmt: skip
+        # TensorRT for RTX has the property, but keeps its default
+        configure(hardware_compatible="ampere+")
+        assert {"AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"} <= set(trt.HardwareCompatibilityLevel.__members__)
 
     def test_a_timing_cache_is_written_and_read_again(self, small, tmp_path):
         cache = tmp_path / "sub" / "timing.cache"
         for _ in range(2):
-            small.build(target("sm80"), BuildOptions(timing_cache=cache))
+            small.build(target("sm80"), EngineOptions(timing_cache=cache))
             assert cache.stat().st_size > 0

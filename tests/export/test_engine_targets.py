@@ -1,19 +1,11 @@
 """The choice of builder and GPU for an engine, and the options of a build."""
 
-from pathlib import Path
-
 import pytest
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import UsageError
-from opal_deploy.export.tensorrt.options import (
-    BuildOptions,
-    EngineRequest,
-    EngineTarget,
-    choose_engine_targets,
-    parse_batch,
-    parse_bytes,
-)
+from opal_deploy.export.builder import choose_engine_targets
+from opal_deploy.export.options import EngineOptions
 from opal_deploy.runtime.nvml import Driver, Gpu
 from opal_deploy.runtime.tensorrt.compatibility import parse_target
 
@@ -28,7 +20,8 @@ NONE = {}
 
 
 def choose(installed, driver, builder, *names):
-    return [(t.builder, t.sm) for t in choose_engine_targets(builder, names, driver, installed.get)]
+    options = EngineOptions(builder=builder, target=names)
+    return [(t.builder, t.sm) for t in choose_engine_targets(options, driver, installed.get)]
 
 
 THE_RULE = {
@@ -52,11 +45,11 @@ UNBUILDABLE = {
     "an H200": (RTX, H200, None, [], r"sm90 \(H100, H200\).*install TensorRT.*ONNX Runtime"),
     "for an H100": (RTX, NO_GPU, None, ["h100"], "sm90 .*sm75, sm80, sm86, sm89, sm120, sm121;"),
     "no GPU at all": (RTX, NO_GPU, None, ["pentium"], "'pentium': not a GPU that is known here"),
-    "too old": (RTX, NO_GPU, None, ["sm70"], "runs on sm75 and newer"),
+    "too old": (RTX, NO_GPU, None, ["sm70"], "run on sm75 and newer"),
     "current without one": (RTX, NO_GPU, None, ["current"], "no GPU here .no NVIDIA driver"),
     "forced and not installed": (RTX, L4, "tensorrt", [], r"tensorrt-cu13.*opal-deploy\[trt\]"),
-    "forced, no GPU": (PROPER, NO_GPU, "tensorrt", [], "builds on the GPU that is to run the engine"),
-    "forced, elsewhere": (BOTH, L4, "tensorrt", ["a100"], r"--target sm80: TensorRT builds for .*L4"),
+    "forced, no GPU": (PROPER, NO_GPU, "tensorrt", [], "builds only on the GPU that runs the engine"),
+    "forced, elsewhere": (BOTH, L4, "tensorrt", ["a100"], r"--target sm80: TensorRT builds only for .*L4"),
 }
 
 
@@ -67,11 +60,11 @@ def test_the_rule(case):
 
 
 def test_on_an_a100_without_tensorrt_the_doubt_is_told_before_building():
-    (target,) = choose_engine_targets(None, [], A100, RTX.get)
+    (target,) = choose_engine_targets(EngineOptions(), A100, RTX.get)
     assert (target.builder, target.sm) == ("tensorrt-rtx", "sm80")
     for part in ("does not list sm80", "infer prefers the ONNX file", "pip install 'opal-deploy[trt]'"):
         assert part in target.reason
-    (target,) = choose_engine_targets(None, [], L4, RTX.get)
+    (target,) = choose_engine_targets(EngineOptions(), L4, RTX.get)
     assert "does not list" not in target.reason
 
 
@@ -96,39 +89,34 @@ def test_gpus_are_known_by_name(text, sm):
 
 
 def test_batches_and_sizes():
-    assert (parse_batch("1:64:256"), parse_batch("8")) == (BatchRange(1, 64, 256), BatchRange(8, 8, 8))
-    sizes = {"4G": 4 << 30, "512M": 512 << 20, "1.5 GiB": 3 << 29, "1048576": 1 << 20}
-    assert {text: parse_bytes(text) for text in sizes} == sizes
+    assert EngineOptions().batch_range == EngineOptions(batch="1:64:256").batch_range == BatchRange(1, 64, 256)
+    assert EngineOptions(batch=8).batch_range == EngineOptions(batch="8").batch_range == BatchRange(8, 8, 8)
+    sizes = {"4G": 4 << 30, "512M": 512 << 20, "1.5 GiB": 3 << 29, 1048576: 1 << 20}
+    assert {text: EngineOptions(workspace=text).workspace_bytes for text in sizes} == sizes
+
+
+@pytest.mark.parametrize("text", ["", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1", "1:64:99999999"])
+def test_batches_that_make_no_sense_are_refused(text):
+    with pytest.raises(UsageError, match="--batch"):
+        EngineOptions(batch=text)
+
+
+@pytest.mark.parametrize("text", ["", "G", "0", "-1G", "4T", "many", "100", "0.1", "9999999999999G"])
+def test_sizes_that_make_no_sense_are_refused(text):
+    with pytest.raises(UsageError, match="--workspace"):
+        EngineOptions(workspace=text)
 
 
 @pytest.mark.parametrize(
-    ("parse", "option", "text"),
-    [
-        *((parse_batch, "--batch", text) for text in (
-            "", "1:2", "0:1:2", "4:2:8", "1:9:8", "a", "1:2:3:4", "-1", "1:64:99999999",
-        )),
-        *((parse_bytes, "--workspace", text) for text in (
-            "", "G", "0", "-1G", "4T", "many", "100", "0.1", "9999999999999G",
-        )),
-    ],
-)  # fmt: skip
-def test_batches_and_sizes_that_make_no_sense(parse, option, text):
-    with pytest.raises(UsageError, match=option):
-        parse(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "option"),
+    ("options", "flag"),
     [
         ({"version_compatible": True}, "--version-compatible"),
         ({"hardware_compatible": "ampere+"}, "--hardware-compatible"),
         ({"timing_cache": "x"}, "--timing-cache"),
         ({"strip_weights": True}, "--strip-weights"),
-        ({"refit": True}, "--refit"),
     ],
 )
-def test_what_a_builder_does_not_have_is_refused_by_name(options, option):
-    build = BuildOptions(**options)
-    with pytest.raises(UsageError, match=option):
-        EngineRequest([EngineTarget("tensorrt-rtx", "sm80", None, "")], Path(), NO_GPU, build)
-    EngineRequest([EngineTarget("tensorrt", "sm89", L4.gpus[0], "")], Path(), L4, build)
+def test_an_option_that_a_builder_lacks_is_refused_by_name(options, flag):
+    with pytest.raises(UsageError, match=flag):
+        choose_engine_targets(EngineOptions(**options), NO_GPU, RTX.get)
+    assert choose_engine_targets(EngineOptions(**options), L4, PROPER.get)

@@ -9,17 +9,17 @@ import onnx
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.engine_file import BatchRange, check_engine, sidecar_path
+from opal_deploy.artifact.engine_file import check_engine, sidecar_path
 from opal_deploy.artifact.evaluation import REQUIRED
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.errors import UsageError, VerificationError
+from opal_deploy.export import engine
+from opal_deploy.export.builder import Network, choose_engine_targets
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
+from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.onnx_source import OnnxSource
-from opal_deploy.export.options import ExportOptions, plan_targets
-from opal_deploy.export.tensorrt import engine
-from opal_deploy.export.tensorrt.builder import Network
-from opal_deploy.export.tensorrt.options import BuildOptions, EngineRequest, choose_engine_targets
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.nvml import Driver
 from opal_deploy.runtime.tensorrt.bindings import TENSORRT_RTX, installed_version
 from tests.builders import build_checkpoint
@@ -27,7 +27,6 @@ from tests.builders import build_checkpoint
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 
 NO_GPU = Driver(problem="no NVIDIA driver found")
-SMALL = BuildOptions(batch=BatchRange(1, 2, 4))
 ENGINE = "ckpt.fp16.sm80.rtx.engine"
 
 
@@ -52,12 +51,13 @@ def again(built, tmp_path):
     return tmp_path / "ckpt.onnx"
 
 
-def build(source, precision=None, *sms, report=print, options=None, **request):
+def build(source, precision=None, *sms, folder=None, **options):
     export_source = OnnxSource(source) if isinstance(source, Path) else source
-    targets = choose_engine_targets("tensorrt-rtx", sms, NO_GPU)
-    engines = EngineRequest(targets, export_source.path.parent, NO_GPU, **{"build": SMALL, **request})
-    planned = plan_targets(export_source, precision, engines=engines)
-    return export(export_source, planned, ExportOptions(threads=2, **(options or {})), report)
+    options = ExportOptions(
+        **{"builder": "tensorrt-rtx", "batch": "1:2:4", "target": sms, "threads": 2, "overwrite": True, **options}
+    )
+    engines = EngineTargets(choose_engine_targets(options, NO_GPU), folder or export_source.path.parent, NO_GPU)
+    return export(export_source, plan_targets(export_source, precision, engines=engines), options)
 
 
 def names(folder):
@@ -103,13 +103,13 @@ class TestFiles:
         assert (sidecar.onnx["file"], sidecar.onnx["sha256"]) == ("ckpt.fp16.onnx", half.file_sha256)
         assert sidecar.state == {"state": "unverified", "why": engine.NEVER_RUN}
         assert sidecar.metadata == half
-        assert len(sidecar.metadata.test_vectors["pictures"]) == 4
+        assert len(sidecar.metadata.test_vectors["images"]) == 4
 
     def test_what_is_made_without_verification_or_from_an_unverified_file_says_so(self, write_onnx, tmp_path):
         source = write_onnx(build_checkpoint(seed=8), tmp_path / "c.onnx", verify=False).path
         doubt = "made from c.onnx, which was exported with --no-verify"
-        for options, unverified in ((None, doubt), ({"verify": False}, "exported with --no-verify")):
-            result = build(source, options=options, rebuild=True)
+        for verify, unverified in ((True, doubt), (False, "exported with --no-verify")):
+            result = build(source, verify=verify, rebuild=True)
             assert onnx_file.read_metadata(result.onnx[0].path).unverified == unverified
             assert check_engine(result.engines[0].path).metadata.unverified == unverified
 
@@ -136,17 +136,17 @@ class TestAnEngineThatIsThere:
     def test_the_same_is_reused_and_its_sidecar_follows_the_onnx_file(self, again, make_pictures):
         messages = []
         before, sidecar = (again.parent / ENGINE).stat().st_mtime_ns, sidecar_path(again.parent / ENGINE).read_bytes()
-        (reused,) = build(again, report=messages.append).engines
+        (reused,) = build(again, log=messages.append).engines
         assert any(line.startswith("Reusing") and ENGINE in line for line in messages)
         assert sidecar_path(reused.path).read_bytes() == sidecar
         # the same graph in a file with another report
         make_pictures(again.parent / "images", 12)
-        (reused,) = build(again, options={"images": again.parent / "images"}).engines
+        (reused,) = build(again, images=again.parent / "images").engines
         assert reused.reused
         assert reused.path.stat().st_mtime_ns == before
         followed = check_engine(reused.path)
         assert followed.onnx["sha256"] == onnx_file.read_metadata(again.with_name("ckpt.fp16.onnx")).file_sha256
-        assert followed.metadata.verification["pictures"] == "12 photographs of images"
+        assert followed.metadata.verification["image_set"] == "12 photographs of images"
         # and with what was measured of its evidence since
         evaluation = {name: kind() for name, kind in REQUIRED.items()}
         calibration = {"method": "temperature", "images": 60, "temperature": 0.125, "ece": 0.02}
@@ -171,7 +171,7 @@ class TestAnEngineThatIsThere:
                 engine, "load", lambda *call: replace(load(*call), version="1.8.0.0")
             ),
         }
-        requests = {"options": {"build": BuildOptions(batch=BatchRange(1, 2, 8))}, "rebuild": {"rebuild": True}}
+        requests = {"options": {"batch": "1:2:8"}, "rebuild": {"rebuild": True}}
         changes.get(change, lambda: None)()
         (exported,) = build(again, **requests.get(change, {})).engines
         assert not exported.reused
@@ -214,7 +214,7 @@ def _fill_the_disk(patch):
     patch.setattr(Path, "write_bytes", full)
 
 
-GIVING_UP = BuildOptions(batch=BatchRange(1, 2, 4), workspace=1024)
+GIVING_UP = {"workspace": "1M"}
 
 
 class TestFailures:
@@ -223,11 +223,11 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("seed_fault", "request_", "error", "message"),
         [
-            pytest.param(None, {"build": GIVING_UP}, UsageError, "could not build", id="a builder that gives up"),
+            pytest.param(None, GIVING_UP, UsageError, "could not build", id="a builder that gives up"),
             pytest.param(
                 _fail_the_second_build, {}, UsageError, "could not build sm89", id="the second of two builds gives up"
             ),
-            pytest.param(None, {"on_progress": _interrupt}, KeyboardInterrupt, None, id="ctrl c"),
+            pytest.param(None, {"progress": _interrupt}, KeyboardInterrupt, None, id="ctrl c"),
             pytest.param(
                 _fill_the_disk, {}, UsageError, r"cannot be written \(No space left", id="a disk that is full"
             ),
@@ -249,8 +249,6 @@ class TestFailures:
         assert names(source.parent) == [ENGINE, "ckpt.onnx"]
 
     def test_a_new_folder_for_a_file_that_fails_is_removed(self, source):
-        new, targets = OnnxSource(source), choose_engine_targets("tensorrt-rtx", [], NO_GPU)
-        request = EngineRequest(targets, source.parent / "new" / "deep", NO_GPU, GIVING_UP)
         with pytest.raises(UsageError, match="could not build"):
-            export(new, plan_targets(new, engines=request), ExportOptions(threads=2))
+            build(source, folder=source.parent / "new" / "deep", **GIVING_UP)
         assert names(source.parent) == ["ckpt.onnx"]
