@@ -124,7 +124,7 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         UsageError: the file cannot be written.
     """
     if path.suffix != ONNX_SUFFIX:
-        raise UsageError(f"{path}: an ONNX file's name must end in {ONNX_SUFFIX}")
+        raise UsageError(f"{path}: expected a name that ends in {ONNX_SUFFIX}")
     metadata = replace(
         candidate.metadata,
         test_vectors=test_vectors.pack(candidate.test_vectors),
