@@ -1,13 +1,13 @@
 # syntax=docker/dockerfile:1
-# opal-deploy for a server without a GPU, x86-64 or ARM: ONNX Runtime and the HTTP server; no PyTorch.
+# opal-deploy for servers without a GPU, x86-64 or ARM: ONNX Runtime and the HTTP server; no PyTorch.
 #
 #   docker build --tag opal-deploy:cpu .
 #   docker run --rm --user "$(id -u):$(id -g)" --volume "$PWD:/data" opal-deploy:cpu infer images/ --model best.onnx
 #   docker run --publish 127.0.0.1:8000:8000 --volume "$PWD:/models:ro" opal-deploy:cpu serve /models/best.onnx --host 0.0.0.0
 #
-# compose.yaml runs the last one with fewer rights. Dockerfile.gpu is for machines with an NVIDIA GPU.
+# compose.yaml runs the last one with fewer privileges. Dockerfile.gpu is for machines with an NVIDIA GPU.
 #
-# A tag can be moved; a digest cannot. To pin it, ask for the digest and give it as the base image:
+# A tag can be moved; a digest cannot. To pin the base image, look up its digest and pass it:
 #   docker buildx imagetools inspect python:3.12-slim-trixie --format '{{.Manifest.Digest}}'
 #   docker build --build-arg PYTHON_IMAGE=python:3.12-slim-trixie@sha256:... .
 ARG PYTHON_IMAGE=python:3.12-slim-trixie
@@ -20,7 +20,7 @@ RUN python -m venv /opt/opal
 ENV PATH=/opt/opal/bin:$PATH
 WORKDIR /src
 
-# Nothing is resolved or compiled here: every file is a wheel that is named, with its hash
+# Nothing is resolved or compiled: every file is a named wheel with its hash
 COPY requirements/ requirements/
 RUN pip install --no-deps --require-hashes --only-binary=:all: --requirement requirements/build.txt \
  && pip install --no-deps --require-hashes --only-binary=:all: --requirement requirements/cpu.txt
@@ -31,7 +31,7 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /tmp/wheel . \
  && pip check \
  && pip uninstall --yes setuptools pip
 
-# --- final: Python, the environment, a user without rights ---------------------------------------------------------
+# --- final: Python, the environment, an unprivileged user ----------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS final
 
 RUN groupadd --gid 10001 opal \
@@ -52,10 +52,10 @@ LABEL org.opencontainers.image.title="opal-deploy" \
 
 USER 10001:10001
 WORKDIR /data
-# of `serve`
+# the port of `serve`
 EXPOSE 8000
 
-# `serve` is asked whether it is alive; any other command is healthy as long as it runs
+# queries `serve`; any other command is healthy as long as it runs
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 \
     CMD ["python", "-m", "opal_deploy.server.health"]
 

@@ -1,10 +1,10 @@
-"""Cut the schema of a Kubernetes resource down to what a manifest of ours needs.
+"""Trim the schema of a Kubernetes resource to what one of our manifests needs.
 
     git -C kserve show HEAD:config/crd/full/serving.kserve.io_inferenceservices.yaml |
         python deploy/kubernetes/trim_schema.py deploy/kubernetes/inferenceservice.yaml "SOURCE, LICENCE" > schema.json
 
-The schemas of these resources hold all of Kubernetes' pods, megabytes of them. Kept are the fields of the manifest with
-their types, and the names of the fields beside them, so that any other name is an error.
+The full schemas include Kubernetes' pods and take megabytes. This keeps the manifest's fields with their types, and the
+names of their siblings, so that any other name is an error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def main() -> None:
     definition = yaml.load(sys.stdin, yaml.CSafeLoader)
     group, version = manifest["apiVersion"].split("/")
     if (definition["spec"]["group"], definition["spec"]["names"]["kind"]) != (group, manifest["kind"]):
-        sys.exit(f"the definition is of {definition['spec']['names']['kind']}, the manifest of {manifest['kind']}")
+        sys.exit(f"the definition is for {definition['spec']['names']['kind']}, the manifest for {manifest['kind']}")
     (found,) = (one for one in definition["spec"]["versions"] if one["name"] == version)
     schema = trim(found["schema"]["openAPIV3Schema"], manifest)
-    # Kubernetes says nothing of the metadata's fields here
+    # the definition does not describe the metadata's fields
     schema["properties"]["metadata"] = {"type": "object"}
     schema["$comment"] = sys.argv[2]
     json.dump(schema, sys.stdout, indent=1, sort_keys=True)
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def trim(schema: dict[str, Any], value: Any) -> dict[str, Any]:
-    """Return the part of a schema that concerns a value, with unknown fields refused."""
+    """Return the part of a schema that describes a value, and refuse unknown fields."""
     kept = {key: part for key, part in schema.items() if key not in (*_DROPPED, "properties", "items")}
     if schema.get("x-kubernetes-int-or-string"):
         kept["type"] = ["integer", "string"]

@@ -112,7 +112,7 @@ class Service:
         self._batch, self._max_wait = options.batch, max_wait
         self._observer = observer or ServiceObserver()
         self._state = threading.Condition()
-        self._closed, self._decoding, self._in_work = False, 0, 0
+        self._closed, self._decoding, self._in_flight = False, 0, 0
         # as long as `capacity` at most: an image holds its place until its answer is there
         self._ready: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._decoders = DecoderPool(options, self.metadata.input_size, timer, slots=capacity, rows=1)
@@ -129,9 +129,9 @@ class Service:
             thread.start()
 
     @property
-    def in_work(self) -> int:
+    def in_flight(self) -> int:
         """The number of images in work, `capacity` at most."""
-        return self._in_work
+        return self._in_flight
 
     def submit(self, image: Source, box: Box | None = None, *, wait: bool = True) -> Future[Record]:
         """Begin to classify one image.
@@ -232,18 +232,18 @@ class Service:
     def _acquire(self, images: int, *, wait: bool) -> None:
         """Take places for so many images."""
         if images > self.capacity:
-            raise ValueError(f"{images} images; expected {self.capacity} at most")
+            raise ValueError(f"{images} images found; expected at most {self.capacity}")
         with self._state:
-            if not wait and self._in_work + images > self.capacity:
-                raise queue.Full(f"{self._in_work} images are in work; try again later")
-            self._state.wait_for(lambda: self._closed or self._in_work + images <= self.capacity)
+            if not wait and self._in_flight + images > self.capacity:
+                raise queue.Full(f"{self._in_flight} images are in flight")
+            self._state.wait_for(lambda: self._closed or self._in_flight + images <= self.capacity)
             if self._closed:
                 raise RuntimeError("the service is closed")
-            self._in_work += images
+            self._in_flight += images
 
     def _give_back(self, images: int = 1) -> None:
         with self._state:
-            self._in_work -= images
+            self._in_flight -= images
             self._state.notify_all()
 
     def _decoded(

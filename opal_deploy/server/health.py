@@ -1,7 +1,7 @@
 """The health check of a container: `python -m opal_deploy.server.health`.
 
-A container that runs `opal-deploy serve` as its main process is healthy while the server answers `/v2/health/live`. Any
-other command, such as `infer`, has no address to ask, and is healthy as long as it runs.
+A container whose main process is `opal-deploy serve` is healthy while `/v2/health/live` answers 200; with any other
+command it is healthy as long as it runs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import http.client
 from collections.abc import Sequence
 from pathlib import Path
 
-# seconds; the server answers in milliseconds even when all its requests are in work
+# seconds; even a busy server answers in milliseconds
 _TIMEOUT = 5.0
 _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def check_health(command: Sequence[str]) -> str | None:
-    """Ask the server whose process was started with `command`, a program and its arguments.
+    """Check the server that a command line started.
 
     Returns:
-        None if the server answers 200, or if `command` is not `opal-deploy serve`; else the reason, in one line.
+        The problem in one line; None if the server is healthy, or if `command` is not `opal-deploy serve`.
     """
     words = iter(command)
-    # behind Python, or an init process
+    # Python or an init process may come first
     if not any(Path(word).name == "opal-deploy" for word in words):
         return None
     if next((word for word in words if not word.startswith("-")), None) != "serve":
@@ -32,7 +32,7 @@ def check_health(command: Sequence[str]) -> str | None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options, _ = parser.parse_known_args(list(words))
-    # not urllib, which would ask a proxy of the environment for this address too
+    # urllib would use the environment's proxy
     connection = http.client.HTTPConnection(_LOCAL.get(options.host, options.host), options.port, timeout=_TIMEOUT)
     try:
         connection.request("GET", "/v2/health/live")

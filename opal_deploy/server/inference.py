@@ -1,65 +1,108 @@
-"""Requests of the Open Inference Protocol through a model's service: tensors in, tensors out."""
+"""Inference requests: tensors in, tensors out; or one image file in, its record, overlay or evidence sheet out."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly
+from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests, parse_name
 from opal_deploy.inference.types import Request, Result
-from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.lines import to_json_line
-from opal_deploy.server.limits import HttpError, busy
-from opal_deploy.server.models import EXPLAIN_OUTPUTS, ServedModel
-from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor, TensorSpec
+from opal_deploy.server.admission import HttpError, busy, unavailable
+from opal_deploy.server.models import ServedModel
+from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor
 
 T = TypeVar("T")
-_MAX_NAME_BYTES = 4096
-# the tensors of a response by name, with their shapes
-Answer = dict[str, tuple[TensorSpec, Tensor, Sequence[int]]]
+Format = Literal["record", "overlay", "sheet"]
+FORMATS: dict[Format, str] = {"record": "application/json", "overlay": "image/jpeg", "sheet": "image/png"}
+# an image that waits to be drawn takes about 6 MB
+_WAITING_PER_WORKER = 8
+_MAX_FIELDS, _MAX_FIELD_BYTES = 8, 4096
+# of responses with an error record, by its code; 422 for all others
+_STATUS = {
+    "not_an_image": HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    "unsupported_image": HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    "too_many_pixels": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    # the model's fault, not the image's
+    "not_finite": HTTPStatus.INTERNAL_SERVER_ERROR,
+}
 
 
-async def infer_pixels(model: ServedModel, request: InferRequest, seconds: float) -> Answer:
+async def infer_pixels(model: ServedModel, request: InferRequest, seconds: float) -> dict[str, Tensor]:
     """Return the graph's outputs for pixels: `images`, uint8 [N, H0, W0, 3].
 
     Raises:
         HttpError: as `run_jobs`.
     """
-    pixels = request.inputs["images"]
-    assert isinstance(pixels, np.ndarray)  # its spec says so
+    pixels = cast("np.ndarray[Any, np.dtype[np.uint8]]", request.inputs["images"])
     rows = await run_jobs(lambda: model.service.submit_pixels(pixels, wait=False), seconds)
     arrays = Outputs.concatenate(rows).to_arrays() if len(rows) > 1 else rows[0].to_arrays()
-    # every spec has a dimension beside N
-    arrays = {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
-    return {spec.name: (spec, arrays[spec.name], arrays[spec.name].shape) for spec in model.outputs}
+    # in Triton every tensor has a dimension beside N
+    return {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
 
 
-async def infer_records(model: ServedModel, request: InferRequest, seconds: float) -> tuple[Answer, list[Result]]:
-    """Return a record for each encoded image, as a tensor and as results.
+async def infer_records(
+    model: ServedModel, request: InferRequest, seconds: float
+) -> tuple[dict[str, Tensor], list[Result]]:
+    """Return a record per image file, as a tensor and as results.
 
     Raises:
-        BadRequest: the inputs do not belong together. HttpError: as `run_jobs`.
+        BadRequest: the inputs do not belong together.
+        HttpError: as `run_jobs`.
     """
-    requests = _read_requests(request)
+    inputs: dict[str, Any] = request.inputs
+    try:
+        requests = build_explain_requests(inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
     results = await run_jobs(lambda: model.service.submit_requests(requests, wait=False), seconds)
-    records: Tensor = [to_json_line(result.record).rstrip(b"\n") for result in results]
-    return {"record": (EXPLAIN_OUTPUTS[0], records, (len(records), 1))}, results
+    return {RECORD: [to_json_line(result.record).rstrip(b"\n") for result in results]}, results
+
+
+async def explain_image(model: ServedModel, data: bytes, name: str | None, *, drawn: bool, seconds: float) -> Result:
+    """Return the result of one image file.
+
+    Args:
+        model: classifies it.
+        data: the file's bytes.
+        name: of the file, for the record; no file of that name is opened.
+        drawn: keep what drawing the result needs.
+        seconds: until the result must be available.
+
+    Raises:
+        BadRequest: the name is too long.
+        HttpError: as `run_jobs`.
+    """
+    try:
+        shown = None if name is None else parse_name(name.encode("utf-8", "replace"))
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    request = Request(shown, data, drawn=drawn)
+    (result,) = await run_jobs(lambda: model.service.submit_requests([request], wait=False), seconds)
+    return result
 
 
 async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> list[T]:
-    """Return the results of jobs that begin together; they are cancelled if they take longer than `seconds`.
+    """Submit jobs and return their results; after `seconds` those that have not begun are cancelled.
 
     Raises:
-        HttpError: they are too many; the service has no room for them, takes too long, or stops.
+        HttpError: the service is full, too slow or stopping, or there are more jobs than it ever takes.
     """
     try:
         futures = submit()
@@ -68,10 +111,9 @@ async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> lis
     except ValueError as error:
         raise HttpError(HTTPStatus.BAD_REQUEST, f"{error}; send several requests") from None
     except RuntimeError:
-        raise unavailable("the server stops") from None
+        raise unavailable("the server is stopping") from None
     try:
         async with asyncio.timeout(seconds):
-            # leaving the block cancels what has not begun
             return await asyncio.gather(*map(asyncio.wrap_future, futures))
     except TimeoutError:
         raise HttpError(HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {seconds:g} s") from None
@@ -80,14 +122,10 @@ async def run_jobs(submit: Callable[[], list[Future[T]]], seconds: float) -> lis
 
 
 async def until_disconnected(request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of work for a client, which is cancelled when the client goes away.
-
-    Args:
-        request: whose body was read.
-        work: is cancelled then.
+    """Return the result of work for a client whose body was read; cancel the work when the client disconnects.
 
     Raises:
-        ClientDisconnect: it went away.
+        ClientDisconnect: the client disconnected.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(request.receive())
@@ -101,38 +139,112 @@ async def until_disconnected(request: HttpRequest, work: Coroutine[Any, Any, T])
         gone.cancel()
 
 
-def unavailable(reason: str) -> HttpError:
-    """Return the error of a server that cannot answer now, or ever."""
-    return HttpError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+class DrawingQueue:
+    """Draws results in the models' drawing processes; a bounded number of images waits."""
+
+    def __init__(self, workers: int) -> None:
+        self._threads = ThreadPoolExecutor(workers, "serve-draw")
+        self._free = _WAITING_PER_WORKER * workers
+
+    @asynccontextmanager
+    async def place(self, chosen: Format) -> AsyncIterator[None]:
+        """Hold a place in the queue until the block is left, if anything is to be drawn.
+
+        Raises:
+            HttpError: the queue is full.
+        """
+        count = int(chosen != "record")
+        if self._free < count:
+            raise busy("the drawing queue is full")
+        self._free -= count
+        try:
+            yield
+        finally:
+            self._free += count
+
+    async def draw(
+        self, model: ServedModel, result: Result, chosen: Literal["overlay", "sheet"], seconds: float
+    ) -> bytes:
+        """Return the encoded drawing.
+
+        Raises:
+            HttpError: drawing failed or took too long.
+        """
+        # the file's bytes are no longer needed and would be sent to the drawing process
+        prepared = replace(result.prepared, request=replace(result.prepared.request, source=b""))
+        result = replace(result, prepared=prepared)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                drawings = await loop.run_in_executor(self._threads, model.drawings.draw, result, (chosen,))
+        except TimeoutError:
+            raise HttpError(HTTPStatus.GATEWAY_TIMEOUT, f"not drawn within {seconds:g} s") from None
+        except StoppedEarly as error:
+            raise unavailable(str(error)) from None
+        if drawings.error is not None:
+            raise HttpError(HTTPStatus.INTERNAL_SERVER_ERROR, drawings.error["message"], drawings.error["code"])
+        return drawings.files[chosen]
 
 
-def _read_requests(request: InferRequest) -> list[Request]:
-    images = request.inputs["image"]
-    names = request.inputs.get("name", [b""] * len(images))
-    boxes = request.inputs.get("box")
-    for name, tensor in (("name", names), ("box", boxes)):
-        if tensor is not None and len(tensor) != len(images):
-            raise BadRequest(f"input {name!r}: {len(tensor)} rows found, {len(images)} expected, one an image")
-    rows: list[Any] = [None] * len(images) if boxes is None else [_read_box(row) for row in boxes]
-    return [Request(read_name(name), bytes(image), box) for image, name, box in zip(images, names, rows, strict=True)]
-
-
-def read_name(name: bytes) -> str | None:
-    """Return an image's name as its record shows it; None for an empty one.
+def choose_format(request: HttpRequest, model: ServedModel) -> Format:
+    """Return the format that `?format=` or the header Accept asks for; by default `record`.
 
     Raises:
-        BadRequest: it is too long, or no UTF-8.
+        HttpError: an unknown format, or a drawing of evidence that the model does not have.
     """
-    if len(name) > _MAX_NAME_BYTES:
-        raise BadRequest(f"input 'name': {len(name)} bytes found, {_MAX_NAME_BYTES} at most expected")
+    text, accepted = request.query_params.get("format"), request.headers.get("accept", "")
+    names = [name for name, kind in FORMATS.items() if (kind in accepted if text is None else name == text)]
+    if text is not None and not names:
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"format {text[:20]!r} found; expected {', '.join(FORMATS)}")
+    chosen, evidence = names[0] if names else "record", model.metadata.evidence
+    if chosen == "sheet" and evidence != "exact":
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{model.name}: its evidence is not single cells, so it has no sheets")
+    if chosen == "overlay" and evidence == "none":
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"{model.name}: it has no anchors, so it has no evidence to show")
+    return chosen
+
+
+async def read_upload(request: HttpRequest, body: bytes) -> tuple[bytes, str | None]:
+    """Return the bytes of an image file and its name: the body, or the first file of a form.
+
+    Raises:
+        HttpError: the form is damaged, or has no file.
+    """
+    name = request.query_params.get("name")
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        return body, name
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body
+
+    parser = MultiPartParser(
+        request.headers, stream(), max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES
+    )
+    # keeps the file in memory
+    parser.spool_max_size = len(body) + 1
     try:
-        return name.decode() or None
-    except UnicodeDecodeError:
-        raise BadRequest("input 'name': bytes that are not UTF-8") from None
+        form = await parser.parse()
+    except (MultiPartException, FormParserError, KeyError, ValueError) as error:
+        reason = getattr(error, "message", "") or str(error)
+        raise HttpError(HTTPStatus.BAD_REQUEST, f"the form cannot be read: {reason[:120]}") from None
+    try:
+        for value in form.values():
+            if isinstance(value, UploadFile):
+                return await value.read(), name or value.filename
+    finally:
+        await form.close()
+        # starlette leaves a truncated file open, and out of the form
+        for file in parser._files_to_close_on_error:
+            file.close()
+    raise HttpError(HTTPStatus.BAD_REQUEST, "the form has no file")
 
 
-def _read_box(row: Any) -> Box | None:
-    if np.isnan(row).all():
-        return None
-    x0, y0, x1, y1 = row.tolist()
-    return (x0, y0, x1, y1)
+def record_response(result: Result) -> Response:
+    """Return a record; an error record with a status that fits, and its message as the protocol's error."""
+    line = to_json_line(result.record)
+    if "error" not in result.record:
+        return Response(line, media_type=FORMATS["record"])
+    problem = result.record["error"]
+    status = _STATUS.get(problem["code"], HTTPStatus.UNPROCESSABLE_ENTITY)
+    document = {"error": problem["message"], "code": problem["code"], "record": result.record}
+    return Response(to_json_line(document), status, media_type=FORMATS["record"])

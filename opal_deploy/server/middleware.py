@@ -1,4 +1,4 @@
-"""Around every request: its id, whether it may ask, what it counts for, its log line, and how its connection ends."""
+"""Around every request: its id, authentication, log line and metrics, and how its connection ends."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import hmac
 import re
 import time
 import uuid
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from opal_deploy.server.limits import error_response
-from opal_deploy.server.state import ServerState
+from opal_deploy.server.admission import error_response
+from opal_deploy.server.models import ServerState
 
 _REQUEST_ID = "X-Request-ID"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-# to know whether the server is well, and to open the page that asks for the token, takes no token
+# health, and the page that asks for the token, need no token
 _OPEN = ("/v2/health/live", "/v2/health/ready", "/", "/page.css", "/page.js")
-# what balancers and Prometheus ask every few seconds is not worth a line while all is well
+# load balancers and Prometheus poll these: logged only when they fail
 _QUIET = ("live", "ready", "model_ready", "metrics")
-# read and thrown away before a connection closes, so that a client that still sends gets to read the response
+# reading and discarding the rest of a body lets a client that is still sending receive the response
 _DISCARD_SECONDS = 2.0
 
 
@@ -41,41 +42,37 @@ class RequestMiddleware:
         metrics, start = self._state.metrics, time.perf_counter()
         metrics.in_progress.inc()
         try:
-            if self._may_ask(scope):
+            if self._is_authorized(scope):
                 await self._app(scope, exchange.receive, exchange.send)
             else:
                 refusal = error_response(
-                    401, "a bearer token is expected: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
+                    401, "expected a bearer token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"}
                 )
                 await refusal(scope, exchange.receive, exchange.send)
         finally:
             metrics.in_progress.dec()
             self._account(scope, exchange, time.perf_counter() - start)
 
-    def _may_ask(self, scope: Scope) -> bool:
+    def _is_authorized(self, scope: Scope) -> bool:
         token = self._state.token
         if token is None or scope["path"] in _OPEN:
             return True
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # takes as long for a token that is nearly right
+        # takes the same time for every token
         return hmac.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
 
     def _account(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
-        endpoint = scope.get("endpoint")
-        route = getattr(endpoint, "__name__", "unknown")
+        route = getattr(scope.get("endpoint"), "__name__", "unknown")
         known: dict[str, Any] = scope.get("state", {})
         model, status = known.get("model", ""), exchange.status
         self._state.metrics.requests.labels(route, model, str(status)).inc()
         self._state.metrics.request_seconds.labels(route, model).observe(seconds)
-        if route in _QUIET and status == 200:
+        if route in _QUIET and status == HTTPStatus.OK:
             return
         fields = {
-            "method": scope["method"],
-            "path": scope["path"][:200],
-            "status": status,
-            "ms": round(seconds * 1e3, 1),
-        }
-        fields |= {name: known[name] for name in ("model", "images", "bytes", "code") if name in known}
+            "method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1)
+        }  # fmt: skip
+        fields |= {name: known[name] for name in ("model", "images", "code") if name in known}
         self._state.log.request(fields | {"id": exchange.id})
 
 
@@ -83,8 +80,8 @@ class _Exchange:
     """The messages of one request and its response.
 
     Attributes:
-        id: the request's own, or a new one.
-        status: of the response; 499 while there is none, as nginx calls a client that left.
+        id: the client's, or a new one.
+        status: of the response; until there is one 499, nginx's number for a client that disconnected.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, state: ServerState) -> None:
@@ -93,11 +90,11 @@ class _Exchange:
         given = headers.get(_REQUEST_ID, "")
         self.id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         self.status = 499
-        # a client that waits to be told to send the body has not sent it
+        # a client that expects "100 Continue" has not sent its body
         self._body_is_read = "expect" in headers
 
     async def receive(self) -> Message:
-        """Return the next message of the client."""
+        """Return the client's next message."""
         message = await self._receive()
         self._body_is_read = self._body_is_read or not message.get("more_body")
         return message
@@ -111,15 +108,13 @@ class _Exchange:
             headers["X-Content-Type-Options"] = "nosniff"
             if self._state.problem:
                 headers["Connection"] = "close"
-            # who took too long is not waited for any longer
+            # after a timeout the client gets no more time
             if headers.get("connection") == "close" and self.status != HTTPStatus.REQUEST_TIMEOUT:
                 await self._discard_body()
         await self._send(message)
 
     async def _discard_body(self) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_SECONDS):
                 while not self._body_is_read:
                     await self.receive()
-        except TimeoutError:
-            pass

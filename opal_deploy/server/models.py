@@ -1,4 +1,4 @@
-"""A model that is served: its session, its service, and the tensors that it takes and gives."""
+"""The models that a server serves, and the state that all its requests share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,26 @@ from PIL import Image
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.inference.drawings import DrawingPool, DrawTask
+from opal_deploy.inference.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.inference.service import Service, ServiceObserver
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.runtime.pipeline import tensor_specs
 from opal_deploy.runtime.session import Session
+from opal_deploy.server.admission import AdmissionLimit, HttpError
+from opal_deploy.server.options import ServeOptions
+from opal_deploy.server.telemetry import Metrics, ServerLog
 from opal_deploy.server.tensors import TensorSpec, datatype_of
 
-# of the model that takes encoded images and gives records; beside NAME, which takes pixels
-EXPLAIN_SUFFIX = "_explain"
-EXPLAIN_INPUTS = (
-    TensorSpec("image", "BYTES", (-1, 1)),
-    TensorSpec("name", "BYTES", (-1, 1), optional=True),
-    TensorSpec("box", "FP32", (-1, 4), optional=True),
+_EXPLAIN_INPUTS = (
+    TensorSpec(IMAGE, "BYTES", (-1, 1)),
+    TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
+    TensorSpec(BOX, "FP32", (-1, 4), optional=True),
 )
-EXPLAIN_OUTPUTS = (TensorSpec("record", "BYTES", (-1, 1)),)
+_EXPLAIN_OUTPUTS = (TensorSpec(RECORD, "BYTES", (-1, 1)),)
 _PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 
@@ -41,12 +45,12 @@ class ServedModel:
     """A model with its service.
 
     Attributes:
-        name: in addresses.
-        path: of its file.
-        sessions: one a device.
+        name: in URLs.
+        path: of the model file.
+        sessions: one per device.
         options: how images are decoded, batched and predicted.
-        service: classifies images as they come.
-        drawings: draws on them.
+        service: classifies images as they arrive.
+        drawings: draws overlays and sheets.
     """
 
     name: str
@@ -57,22 +61,17 @@ class ServedModel:
     drawings: DrawingPool
 
     def close(self) -> None:
-        """Finish the images in work, and end threads and processes."""
+        """Finish the images in flight, and end threads and processes."""
         self.service.close()
         self.drawings.close()
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of the model."""
+        """The model's metadata."""
         return self.sessions[0].metadata
 
-    @property
-    def platform(self) -> str:
-        """The engine, in the protocol's words."""
-        return _PLATFORMS.get(self.path.suffix, "pytorch_libtorch")
-
     def facts(self) -> dict[str, str]:
-        """Return what a client may want to know of the model, as texts; lists are JSON."""
+        """Return what clients and dashboards may want to know about the model."""
         metadata = self.metadata
         return {
             "opal_deploy": __version__,
@@ -85,11 +84,15 @@ class ServedModel:
             "unverified": metadata.unverified,
         }
 
+    def platform(self, *, explains: bool) -> str:
+        """Return the engine in the protocol's words."""
+        return "opal_explain" if explains else _PLATFORMS.get(self.path.suffix, "pytorch_libtorch")
+
     def config(self, *, explains: bool) -> dict[str, Any]:
-        """Return the config of the model, or of its explain model, as Triton's clients ask for it."""
+        """Return the config of the model, or of its explain model, in Triton's format."""
 
         def describe(spec: TensorSpec) -> dict[str, Any]:
-            kind = {"BYTES": "STRING"}.get(spec.datatype, spec.datatype)
+            kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
             described = {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.shape[1:])}
             return described | ({"optional": True} if spec.optional else {})
 
@@ -97,7 +100,7 @@ class ServedModel:
         facts = self.facts() | {"class_names": json.dumps(self.metadata.class_names)}
         return {
             "name": self.name + (EXPLAIN_SUFFIX if explains else ""),
-            "platform": "opal_explain" if explains else self.platform,
+            "platform": self.platform(explains=explains),
             "max_batch_size": self.service.capacity,
             "input": [describe(spec) for spec in inputs],
             "output": [describe(spec) for spec in outputs],
@@ -105,22 +108,21 @@ class ServedModel:
         }
 
     def specs(self, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-        """Return inputs and outputs of the model, or of its explain model."""
-        return (EXPLAIN_INPUTS, EXPLAIN_OUTPUTS) if explains else (self.inputs, self.outputs)
+        """Return the inputs and outputs of the model, or of its explain model."""
+        return (_EXPLAIN_INPUTS, _EXPLAIN_OUTPUTS) if explains else self._specs
 
     @cached_property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The input of the model: pixels, which the session normalises where the graph does not."""
-        return (TensorSpec("images", "UINT8", (-1, *self.metadata.input_size, 3)),)
-
-    @cached_property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs of the graph; as Triton has them, each has a dimension beside N."""
-        specs = tensor_specs(self.metadata)
-        return tuple(
-            TensorSpec(name, datatype_of(specs[name][1]), (-1, *(specs[name][0] or (1,))))
-            for name in self.metadata.outputs
-        )
+    def _specs(self) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
+        metadata = self.metadata
+        # the session normalises where the graph does not
+        inputs = [TensorSpec("images", "UINT8", (-1, *metadata.input_size, 3))]
+        shapes = tensor_specs(metadata)
+        # in Triton every tensor has a dimension beside N
+        outputs = [
+            TensorSpec(name, datatype_of(shapes[name][1]), (-1, *(shapes[name][0] or (1,))))
+            for name in metadata.outputs
+        ]
+        return inputs, outputs
 
 
 def start_model(
@@ -133,39 +135,105 @@ def start_model(
     capacity: int,
     timer: StageTimer = NO_OP_TIMER,
     observer: ServiceObserver | None = None,
-    print_message: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> ServedModel:
-    """Start the service of a model, and run each size of batch once; see `Service` for the arguments.
+    """Warm up a model and start its service; see `Service` for the arguments.
 
     Raises:
         StoppedEarly: the device was lost, or no decoder can be started.
     """
     for session in sessions:
-        warm_up(session, options.batch)
+        _warm_up(session, options.batch)
     service = Service(
-        sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer,
-        print_message=print_message,
-    )  # fmt: skip
+        sessions, options, max_wait=max_wait, capacity=capacity, timer=timer, observer=observer, print_message=log
+    )
     metadata = sessions[0].metadata
     sheets = None
     if metadata.evidence == "exact":
         sheets = SheetBuilder(metadata, SheetOptions(names=options.slot_names, min_margin=options.min_margin))
-    _start_decoders(service, options.workers)
-    drawings = DrawingPool(DrawTask(sheets=sheets), options, timer)
-    return ServedModel(name, path, sessions, options, service, drawings)
-
-
-def _start_decoders(service: Service, workers: int) -> None:
-    """Have each decode process start, by giving it something to do."""
+    # one image per decode process starts them all
     stream = io.BytesIO()
     Image.new("RGB", (8, 8)).save(stream, "PNG")
     blank = Request(None, stream.getvalue())
-    for future in service.submit_requests([blank] * min(workers, service.capacity)):
+    for future in service.submit_requests([blank] * min(options.workers, capacity)):
         future.result()
+    return ServedModel(name, path, sessions, options, service, DrawingPool(DrawTask(sheets=sheets), options, timer))
 
 
-def warm_up(session: Session, batch: int) -> None:
-    """Run blank batches of 1, 2, 4, ... and `batch` images: an engine plans a size when it first meets it."""
+def _warm_up(session: Session, batch: int) -> None:
+    """Run blank batches of 1, 2, 4, ... and `batch` images: an engine plans each size when it first meets it."""
     sizes = {min(1 << power, batch) for power in range(batch.bit_length() + 1)}
     for size in sorted(sizes):
         session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
+
+
+class ServerState:
+    """What all requests share.
+
+    Attributes:
+        options: of the server.
+        models: in the order of the command line.
+        admission: admits requests.
+        metrics: counts requests and answers.
+        log: has one line per request.
+        token: that clients must send; None: no token is needed.
+        problem: why no requests should be sent here; empty while the server is healthy.
+        failed: whether only a restart can help.
+    """
+
+    def __init__(
+        self, options: ServeOptions | None = None, *, token: str | None = None, log: ServerLog | None = None
+    ) -> None:
+        self.options = options or ServeOptions()
+        self.models: list[ServedModel] = []
+        self.admission = AdmissionLimit(self.options)
+        self.metrics = Metrics()
+        self.log = log or ServerLog("off")
+        self.token = token
+        self.problem, self.failed = "", False
+
+    def add(self, model: ServedModel) -> None:
+        """Serve another model."""
+        self.models.append(model)
+        metrics, service = self.metrics, model.service
+        metrics.images_in_flight.labels(model.name).set_function(lambda: service.in_flight)
+        metrics.capacity.labels(model.name).set(service.capacity)
+        metrics.describe(model.name, model.facts())
+
+    def find(self, name: str) -> tuple[ServedModel, bool]:
+        """Return the model of a name, and whether the name is its explain model's.
+
+        Raises:
+            HttpError: there is no such model.
+        """
+        for model in self.models:
+            if name in (model.name, model.name + EXPLAIN_SUFFIX):
+                return model, name != model.name
+        known = ", ".join(f"{model.name}, {model.name}{EXPLAIN_SUFFIX}" for model in self.models)
+        raise HttpError(HTTPStatus.NOT_FOUND, f"model {name[:80]!r} not found; available: {known}")
+
+    def observer(self, model: str) -> ServiceObserver:
+        """Return the observer that counts the batches of a model's service."""
+        return _Observer(self, model)
+
+
+class _Observer(ServiceObserver):
+    """Counts what a model's service does, and marks the server as failed once its device is lost."""
+
+    def __init__(self, state: ServerState, model: str) -> None:
+        self._state, self._model = state, model
+
+    def prepared(self, seconds: float) -> None:
+        """See `ServiceObserver.prepared`."""
+        self._state.metrics.stage_seconds.labels(self._model, "prepare").observe(seconds)
+
+    def batch_began(self, waited: Sequence[float]) -> None:
+        """See `ServiceObserver.batch_began`."""
+        metrics = self._state.metrics
+        metrics.batch_images.labels(self._model).observe(len(waited))
+        for seconds in waited:
+            metrics.stage_seconds.labels(self._model, "queue").observe(seconds)
+
+    def device_lost(self, error: StoppedEarly) -> None:
+        """See `ServiceObserver.device_lost`."""
+        self._state.problem, self._state.failed = str(error), True

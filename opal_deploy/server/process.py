@@ -1,4 +1,4 @@
-"""The process of `opal-deploy serve`: it listens, and stops in good order."""
+"""The process of `opal-deploy serve`: listens, and shuts down gracefully."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil
 
 import h11
@@ -19,88 +18,69 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.server.state import ServerState
+from opal_deploy.server.models import ServerState
 
-# until a connection that sends has sent the head of its request
+# seconds for the head of a request to arrive
 _HEAD_SECONDS = 10.0
-# in which a client may read why it was refused
+# for a client to read why it was refused
 _LINGER_SECONDS = 2.0
-# until a client has read what fills the buffers between it and the server
+# for a client to read what fills the send buffers
 _READ_SECONDS = 30.0
-# for a request that is on its way while the server stops to listen
+# for requests already on their way when the server stops listening
 _LAST_CALL_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where the server listens, and how it leaves.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that listens.
 
-    Attributes:
-        host, port: 0 for any free port.
-        drain: seconds between the wish to stop, told by /v2/health/ready, and the end of listening.
+    Raises:
+        UsageError: the address is in use, or is not one of this machine.
     """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain: float = 0.0
-
-    def bind(self) -> socket.socket:
-        """Return a socket that listens.
-
-        Raises:
-            UsageError: the address is taken, or not one of this machine.
-        """
-        try:
-            family, kind, _, _, address = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            with contextlib.ExitStack() as stack:
-                listener = stack.enter_context(socket.socket(family, kind))
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                stack.pop_all()
-                return listener
-        except OSError as error:
-            raise UsageError(
-                f"--host {self.host} --port {self.port}: cannot listen there ({error.strerror or error}); "
-                "choose another address"
-            ) from None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            stack.pop_all()
+            return listener
+    except OSError as error:
+        raise UsageError(
+            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}); choose another address"
+        ) from None
 
 
-def serve(app: ASGIApp, state: ServerState, address: Address, listener: socket.socket) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; then finish those in work, and return.
+def run_server(app: ASGIApp, state: ServerState, listener: socket.socket) -> None:
+    """Answer requests until SIGTERM or Ctrl-C, then finish those in flight.
 
     Raises:
         StoppedEarly: a device was lost.
     """
-    asyncio.run(create_server(app, state, address.drain).serve([listener]))
+    asyncio.run(Server(app, state).serve([listener]))
     if state.failed:
         raise StoppedEarly(state.problem)
 
 
-def create_server(app: ASGIApp, state: ServerState, drain: float = 0.0) -> Server:
-    """Return the server, which does not run yet; see `Address` for `drain`."""
-    limits = state.limits
-    config = uvicorn.Config(
-        app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        date_header=False, timeout_keep_alive=75, backlog=1024,
-        timeout_graceful_shutdown=ceil(limits.upload_timeout + limits.request_timeout + _READ_SECONDS),
-    )  # fmt: skip
-    state.log.take_over_libraries()
-    return Server(config, state, drain)
-
-
 class Server(uvicorn.Server):
-    """uvicorn's server, which stops as `serve` says."""
+    """uvicorn's server with a graceful shutdown: it drains, then answers every request that it accepted."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, drain: float) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        options = state.options
+        config = uvicorn.Config(
+            app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+            date_header=False, timeout_keep_alive=75, backlog=1024,
+            timeout_graceful_shutdown=ceil(options.upload_timeout + options.request_timeout + _READ_SECONDS),
+        )  # fmt: skip
         super().__init__(config)
-        self._state, self._drain = state, drain
+        state.log.take_over_libraries()
+        self._state, self._drain = state, options.drain
         self._stopping: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take the signals by the event loop: uvicorn's own way ends the process by the signal, not with 0."""
+        """Handle signals in the event loop: uvicorn would end the process by the signal instead of with 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -115,10 +95,10 @@ class Server(uvicorn.Server):
 
     def _stop(self) -> None:
         if self._stopping is not None:
-            self._state.log.message("Stopped again: ending at once")
+            self._state.log.message("Stopping at once")
             os._exit(ExitCode.INTERRUPTED)
-        self._state.log.message("Stopping: requests in work are finished first (again: end at once)")
-        self._state.problem = self._state.problem or "the server stops"
+        self._state.log.message("Stopping after the requests in flight; stop again to end at once")
+        self._state.problem = self._state.problem or "the server is stopping"
         self._stopping = asyncio.get_running_loop().create_task(self._leave())
 
     async def _leave(self) -> None:
@@ -126,11 +106,11 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """See uvicorn; a lost device stops the server too."""
+        """Stop when uvicorn does, or when a device was lost."""
         return self._state.failed or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, let connections that were accepted send the request that is on its way, and finish."""
+        """Stop listening, wait for requests on their way over accepted connections, and finish."""
         for server in self.servers:
             server.close()
         await asyncio.sleep(_LAST_CALL_SECONDS)
@@ -138,9 +118,7 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol, which waits no longer than `_HEAD_SECONDS` for the head of a request, and no longer than
-    `_READ_SECONDS` for a client that reads nothing of its response.
-    """
+    """uvicorn's protocol, which drops clients that take too long to send a request's head or to read a response."""
 
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
@@ -157,14 +135,14 @@ class _Protocol(H11Protocol):
         self._watch_head()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, as every other error is told, and leave the client time to read that."""
-        body = json.dumps({"error": f"{msg.rstrip('.')} (no HTTP/1.1, or a head of too many bytes)"}).encode()
+        """Answer invalid HTTP as JSON, and leave the client time to read it."""
+        body = json.dumps({"error": f"{msg.rstrip('.')} (not HTTP/1.1, or the head is too large)"}).encode()
         headers = [
             ("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close"),
         ]  # fmt: skip
         for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        # closed with bytes unread the connection would be reset, and the answer lost
+        # closing a connection with unread bytes would reset it, and the client would lose the answer
         self._refused = True
         self.transport.write_eof()
         self.loop.call_later(_LINGER_SECONDS, self.transport.close)

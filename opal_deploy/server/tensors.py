@@ -1,9 +1,9 @@
-"""The bodies of the Open Inference Protocol, version 2: JSON, with tensors in it or, in binary, behind it.
+"""The bodies of the Open Inference Protocol, version 2: JSON with tensors in it, or binary tensors after it.
 
-The protocol is KServe's, the binary tensors are Triton's extension of it. A request's JSON is as long as the header
-`Inference-Header-Content-Length` says; behind it come the tensors that have a `binary_data_size`, in their order. With
-a length of 0 there is no JSON, and the whole body is the only input. Elements are little-endian and row-major; one of
-BYTES is its length as uint32, and so many bytes.
+The protocol is KServe's, binary tensors are Triton's extension. The header `Inference-Header-Content-Length` gives the
+length of a request's JSON; the tensors with a `binary_data_size` follow in their order. A length of 0 means no JSON:
+the whole body is the only input. Elements are little-endian and row-major; a BYTES element is its length as uint32,
+then its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-# numbers as an array of their shape, BYTES as a list of their elements, row-major
+# numbers as an array, BYTES as a list of elements, one per row
 Tensor: TypeAlias = NDArray[Any] | list[bytes]
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -28,14 +28,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "INT32": np.dtype("<i4"),
     "FP32": np.dtype("<f4"),
 }
-# JSON holds the event loop while it is parsed: so much of it takes a fifth of a second
+# parsing JSON blocks the event loop: this much takes a fifth of a second
 MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_OBJECTS = 16 << 20, 1_000_000, 10_000
 _LENGTH = struct.Struct("<I")
 _MAX_RANK = 8
 
 
 class BadRequest(ValueError):
-    """A request that does not follow the protocol; one line: what was found, what was expected."""
+    """A request that does not follow the protocol, or does not fit the model."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class TensorSpec:
     """An input or output of a model.
 
     Attributes:
-        name: its name.
+        name: in requests and responses.
         datatype: UINT8, INT32, FP32 or BYTES.
-        shape: -1 for a dimension of any size.
-        optional: whether a request may leave it out.
+        shape: with -1 for a dimension of any size.
+        optional: whether a request may omit it.
     """
 
     name: str
@@ -55,18 +55,18 @@ class TensorSpec:
     optional: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the description in the metadata of a model."""
+        """Return the tensor's entry in a model's metadata."""
         return {"name": self.name, "datatype": self.datatype, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True)
 class InferRequest:
-    """A request for inference.
+    """An inference request.
 
     Attributes:
-        id: its name, which the response repeats; "" without one.
-        inputs: the tensors by name.
-        outputs: names of the outputs in their order, with whether each is to be binary.
+        id: repeated in the response; empty for none.
+        inputs: tensors by name.
+        outputs: the requested outputs in order, each with whether it is to be binary.
     """
 
     id: str
@@ -86,17 +86,17 @@ def parse_request(
     outputs: Sequence[TensorSpec],
     max_images: int | None = None,
 ) -> InferRequest:
-    """Read the body of a request.
+    """Parse the body of a request.
 
     Args:
-        body: all of it.
-        json_size: the header Inference-Header-Content-Length; None: there is none, and all is JSON.
-        inputs: what the model takes.
-        outputs: what the model gives.
-        max_images: rows of a tensor at most, so that no memory is taken for more; None: any number.
+        body: the whole body.
+        json_size: the header Inference-Header-Content-Length; None: all of the body is JSON.
+        inputs: of the model.
+        outputs: of the model.
+        max_images: maximum number of rows, checked before memory is taken for them; None: no limit.
 
     Raises:
-        BadRequest: it does not follow the protocol, or does not fit the model.
+        BadRequest: the body does not follow the protocol, or does not fit the model.
     """
     if json_size == 0:
         return _parse_raw(body, inputs, outputs)
@@ -108,50 +108,53 @@ def parse_request(
     for raw in _objects(document.get("inputs"), "inputs"):
         spec = _find_spec(raw, specs, "input")
         if spec.name in tensors:
-            raise BadRequest(f"input {spec.name!r} is there twice")
+            raise BadRequest(f"input {spec.name!r} is given twice")
         shape = _read_shape(raw, spec)
         if max_images is not None and shape[0] > max_images:
-            raise BadRequest(f"{shape[0]} images; expected {max_images} at most; send several requests")
+            raise BadRequest(f"{shape[0]} images found; expected at most {max_images}; send several requests")
         size = _parameters(raw).get("binary_data_size")
         if size is None:
             tensors[spec.name] = _parse_json_tensor(raw, spec, shape)
             continue
         if type(size) is not int or size < 0:
-            raise BadRequest(f"input {spec.name!r}: binary_data_size {size!r} found, a number of bytes expected")
+            raise BadRequest(f"input {spec.name!r}: binary_data_size {size!r} found; expected a number of bytes")
         if size > len(binary):
-            raise BadRequest(f"input {spec.name!r}: {size} binary bytes expected, {len(binary)} found")
+            raise BadRequest(f"input {spec.name!r}: {len(binary)} binary bytes found; expected {size}")
         tensors[spec.name] = _parse_binary(binary[:size], spec, shape)
         binary = binary[size:]
     if binary:
-        raise BadRequest(f"{len(binary)} bytes found behind the last tensor, none expected")
+        raise BadRequest(f"{len(binary)} unexpected bytes after the last tensor")
     if missing := [spec.name for spec in inputs if not spec.optional and spec.name not in tensors]:
         raise BadRequest(f"input {missing[0]!r} is missing; found {', '.join(tensors) or 'none'}")
     request_id = document.get("id", "")
     if not isinstance(request_id, str):
-        raise BadRequest("id is not a text")
+        raise BadRequest("id is not a string")
     return InferRequest(request_id, tensors, _read_outputs(document, outputs))
 
 
 def build_response(
-    model: str, request: InferRequest, outputs: Mapping[str, tuple[TensorSpec, Tensor, Sequence[int]]]
+    model: str, request: InferRequest, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]
 ) -> tuple[bytes, int | None]:
-    """Return the body of a response, and the length of its JSON; None where all of it is JSON.
+    """Return the body of a response and the length of its JSON, None where all of it is JSON.
 
     Args:
         model: its name.
-        request: tells which outputs are wanted, and how.
-        outputs: spec, tensor and shape by name.
+        request: says which outputs are wanted, and how.
+        specs: the model's outputs.
+        tensors: the outputs by name; a list of BYTES has the shape [N, 1].
     """
     described: list[dict[str, Any]] = []
     parts: list[bytes] = []
+    datatypes = {spec.name: spec.datatype for spec in specs}
     for name, as_binary in request.outputs.items():
-        spec, tensor, shape = outputs[name]
-        document: dict[str, Any] = {"name": name, "datatype": spec.datatype, "shape": list(shape)}
+        tensor = tensors[name]
+        shape = [len(tensor), 1] if isinstance(tensor, list) else list(tensor.shape)
+        document: dict[str, Any] = {"name": name, "datatype": datatypes[name], "shape": shape}
         if as_binary:
-            parts.append(encode_binary(tensor))
+            parts.append(_encode_binary(tensor))
             document["parameters"] = {"binary_data_size": len(parts[-1])}
         elif isinstance(tensor, list):
-            document["data"] = [_to_text(element) for element in tensor]
+            document["data"] = [element.decode("utf-8", "replace") for element in tensor]
         else:
             document["data"] = np.ascontiguousarray(tensor).reshape(-1)
         described.append(document)
@@ -162,15 +165,14 @@ def build_response(
     return (b"".join([header, *parts]), len(header)) if parts else (header, None)
 
 
-def encode_binary(tensor: Tensor) -> bytes:
-    """Return the elements of a tensor as the protocol's binary."""
+def _encode_binary(tensor: Tensor) -> bytes:
     if isinstance(tensor, list):
         return b"".join(part for element in tensor for part in (_LENGTH.pack(len(element)), element))
     return np.ascontiguousarray(tensor).tobytes()
 
 
 def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> InferRequest:
-    """Read a request whose body is the only input that the model requires, one image of BYTES or some of numbers."""
+    """Parse a body that is the model's only required input: one BYTES element, or images as numbers."""
     (spec,) = [spec for spec in inputs if not spec.optional]
     tensor: Tensor
     if spec.datatype == "BYTES":
@@ -184,20 +186,19 @@ def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[Tens
 
 
 def _load_json(body: bytes) -> dict[str, Any]:
-    values, objects = body.count(b",") + 1, body.count(b"{")
     for found, limit, what in (
         (len(body), MAX_JSON_BYTES, "bytes"),
-        (values, MAX_JSON_VALUES, "values"),
-        (objects, MAX_JSON_OBJECTS, "objects"),
+        (body.count(b",") + 1, MAX_JSON_VALUES, "values"),
+        (body.count(b"{"), MAX_JSON_OBJECTS, "objects"),
     ):
         if found > limit:
-            raise BadRequest(f"{found:,} {what} of JSON found, {limit:,} at most expected; send tensors in binary")
+            raise BadRequest(f"{found:,} {what} of JSON found; expected at most {limit:,}; send binary tensors")
     try:
         document = orjson.loads(body)
     except ValueError as error:
-        raise BadRequest(f"the request is no JSON: {' '.join(str(error).split())[:120]}") from None
+        raise BadRequest(f"the body is not valid JSON: {' '.join(str(error).split())[:120]}") from None
     if not isinstance(document, dict):
-        raise BadRequest("the request is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     return document
 
 
@@ -226,16 +227,16 @@ def _find_spec(raw: Mapping[str, Any], specs: Mapping[str, TensorSpec], kind: st
 def _read_shape(raw: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
     if raw.get("datatype") != spec.datatype:
         found = str(raw.get("datatype"))[:20]
-        raise BadRequest(f"input {spec.name!r}: datatype {found} found, {spec.datatype} expected")
+        raise BadRequest(f"input {spec.name!r}: datatype {found} found; expected {spec.datatype}")
     shape = raw.get("shape")
     if not isinstance(shape, list) or len(shape) > _MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
-        raise BadRequest(f"input {spec.name!r}: shape is not a list of sizes; {_describe(spec)} expected")
-    # one dimension of BYTES stands for a column: KServe's clients leave the 1 out
+        raise BadRequest(f"input {spec.name!r}: shape is not a list of sizes; expected {_describe(spec)}")
+    # KServe's clients omit the 1 of [N, 1]
     if spec.datatype == "BYTES" and len(shape) == 1:
         shape = [*shape, 1]
     fits = len(shape) == len(spec.shape) and all(m in (-1, n) for n, m in zip(shape, spec.shape, strict=True))
     if not fits or not shape[0]:
-        raise BadRequest(f"input {spec.name!r}: shape {shape} found, {_describe(spec)} expected")
+        raise BadRequest(f"input {spec.name!r}: shape {shape} found; expected {_describe(spec)}")
     return tuple(shape)
 
 
@@ -250,7 +251,7 @@ def _parse_binary(data: memoryview, spec: TensorSpec, shape: tuple[int, ...]) ->
     dtype = DTYPES[spec.datatype]
     if len(data) != count * dtype.itemsize:
         raise BadRequest(
-            f"input {spec.name!r}: {len(data)} bytes found, {count * dtype.itemsize} expected for {list(shape)}"
+            f"input {spec.name!r}: {len(data)} bytes found; expected {count * dtype.itemsize} for {list(shape)}"
         )
     return np.frombuffer(data, dtype).reshape(shape)
 
@@ -264,12 +265,14 @@ def _split_elements(data: memoryview, name: str, count: int) -> list[bytes]:
             (size,) = _LENGTH.unpack_from(data, offset)
             end += size
         if end > len(data):
-            raise BadRequest(f"input {name!r}: element {len(elements)} is longer than its {len(data)} binary bytes")
+            raise BadRequest(f"input {name!r}: element {len(elements)} exceeds the tensor's {len(data)} bytes")
         elements.append(bytes(data[offset + _LENGTH.size : end]))
         offset = end
     if len(elements) != count or offset != len(data):
         left = len(data) - offset
-        raise BadRequest(f"input {name!r}: {len(elements)} elements and {left} bytes found, {count} elements expected")
+        raise BadRequest(
+            f"input {name!r}: {len(elements)} elements and {left} more bytes found; expected {count} elements"
+        )
     return elements
 
 
@@ -280,16 +283,16 @@ def _parse_json_tensor(raw: Mapping[str, Any], spec: TensorSpec, shape: tuple[in
     if spec.datatype == "BYTES":
         flat = list(_flatten(raw["data"]))
         if len(flat) != count or not all(isinstance(text, str) for text in flat):
-            raise BadRequest(f"input {spec.name!r}: {len(flat)} values found, {count} texts expected")
+            raise BadRequest(f"input {spec.name!r}: {len(flat)} values found; expected {count} strings")
         return _decode_texts(flat, spec.name, _parameters(raw).get("content_type"))
     try:
         values = np.asarray(raw["data"], np.float64 if spec.datatype == "FP32" else None).reshape(-1)
     except (ValueError, TypeError):
         raise BadRequest(f"input {spec.name!r}: data is not a list of numbers in {list(shape)}") from None
     if values.size != count:
-        raise BadRequest(f"input {spec.name!r}: {values.size} values found, {count} expected for {list(shape)}")
+        raise BadRequest(f"input {spec.name!r}: {values.size} values found; expected {count} for {list(shape)}")
     if spec.datatype == "UINT8" and (values.dtype.kind not in "iu" or values.min() < 0 or values.max() > 255):
-        raise BadRequest(f"input {spec.name!r}: values that are no integers from 0 to 255")
+        raise BadRequest(f"input {spec.name!r}: data has values other than integers from 0 to 255")
     with np.errstate(over="ignore"):
         return values.astype(DTYPES[spec.datatype]).reshape(shape)
 
@@ -313,10 +316,6 @@ def _decode_texts(texts: list[Any], name: str, content_type: object) -> list[byt
         raise BadRequest(f"input {name!r}: data is not base64") from None
 
 
-def _to_text(element: bytes) -> str:
-    return element.decode("utf-8", "replace")
-
-
 def _read_outputs(document: Mapping[str, Any], outputs: Sequence[TensorSpec]) -> dict[str, bool]:
     default = _read_flag(_parameters(document), "binary_data_output")
     if not document.get("outputs"):
@@ -327,7 +326,7 @@ def _read_outputs(document: Mapping[str, Any], outputs: Sequence[TensorSpec]) ->
         name = _find_spec(raw, specs, "output").name
         parameters = _parameters(raw)
         if parameters.get("classification"):
-            raise BadRequest("classification is not supported; the explain model lists the best classes")
+            raise BadRequest("classification is not supported; the explain model lists the top classes")
         requested[name] = _read_flag(parameters, "binary_data", default=default)
     return requested
 

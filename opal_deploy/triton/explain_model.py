@@ -1,8 +1,7 @@
-"""The explain model of a Triton repository: image files in, records out, by the tensor model of the same server.
+"""The explain model of a Triton repository: image files in, records out, through the server's tensor model.
 
-`<name>_explain/1/model.py` hands `TritonPythonModel` to Triton's Python backend, which runs it in a process of its own.
-Decoding, prediction and records are `infer`'s. Images are decoded in processes, so that a decoder that crashes costs
-one image. An image that cannot be classified is answered by an error record; an error is a fault of the server.
+`<name>_explain/1/model.py` passes `TritonPythonModel` to Triton's Python backend. Decoding, in worker processes,
+prediction and records are `infer`'s: an image that cannot be classified gets an error record, and its request no error.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.decoding.budget import raise_pillow_limit
 from opal_deploy.inference.decoding.pool import DecoderPool
+from opal_deploy.inference.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.inference.prediction import BatchPredictor
 from opal_deploy.inference.types import InferenceOptions, Request
 from opal_deploy.preprocess.resize import normalise
@@ -29,30 +29,23 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.pipeline import INPUT
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.verification import verify_test_vectors
-from opal_deploy.triton.model_config import BOX, IMAGE, MODEL_SHA256, NAME, RECORD, TENSOR_MODEL
+from opal_deploy.triton.model_config import MODEL_SHA256, TENSOR_MODEL
 
 METADATA_FILE = "metadata.json"
-# returns the outputs of the tensor model by name, for its input of at most `max_batch_size` images
+# returns the tensor model's outputs by name, for at most `max_batch_size` images
 Infer = Callable[[NDArray[Any]], Mapping[str, NDArray[Any]]]
 
 
 class TensorModelSession:
-    """The `Session` of a model that another server process runs.
+    """The `Session` of a model that Triton runs.
 
     Attributes:
-        metadata: of the model.
-        description: for errors.
+        metadata: the model's metadata.
+        description: where the model runs, for errors.
     """
 
     def __init__(self, metadata: Metadata, infer: Infer, max_batch: int, description: str) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            metadata: of the model.
-            infer: runs a batch.
-            max_batch: images that `infer` takes at most.
-            description: where the model runs, in one line.
-        """
+        """Wrap a function that runs at most `max_batch` images."""
         self.metadata, self.description = metadata, description
         self._infer, self._max_batch = infer, max_batch
 
@@ -60,8 +53,7 @@ class TensorModelSession:
         """See `Session.run`."""
         check_batch(images, self.metadata)
         starts = range(0, len(images), self._max_batch)
-        parts = [self._run(images[start : start + self._max_batch]) for start in starts]
-        return parts[0] if len(parts) == 1 else Outputs.concatenate(parts)
+        return Outputs.concatenate([self._run(images[start : start + self._max_batch]) for start in starts])
 
     def _run(self, images: ImageBatch) -> Outputs:
         metadata = self.metadata
@@ -69,14 +61,14 @@ class TensorModelSession:
             arrays = self._infer(normalise(images, metadata.mean, metadata.std))
         else:
             arrays = self._infer(np.ascontiguousarray(images))
-        # Triton has no tensors without a dimension beside N
+        # in Triton every tensor has a dimension beside N
         return Outputs.from_arrays({
             name: array.reshape(-1) if name == "score_norm" else array for name, array in arrays.items()
         })  # fmt: skip
 
 
 class Explainer:
-    """A session with the processes that decode its images; used by one thread at a time."""
+    """A session and the processes that decode its images; for one thread."""
 
     def __init__(self, session: TensorModelSession, options: InferenceOptions) -> None:
         """Start nothing yet; the processes start with the first images."""
@@ -87,11 +79,11 @@ class Explainer:
     def explain(self, requests: Sequence[Request]) -> list[Record]:
         """Return the record of each image.
 
-        The first call compares the model with the test vectors of its metadata: the server that runs it was not there
-        when it was exported.
+        The first call checks the model against its test vectors: this server was not part of the export.
 
         Raises:
-            VerificationError: the model does not reproduce its test vectors. StoppedEarly: it cannot be run now.
+            VerificationError: the model does not reproduce its test vectors.
+            StoppedEarly: the model cannot be run now.
         """
         if not self._verified:
             verify_test_vectors(self._session, "the model")
@@ -113,14 +105,10 @@ class Explainer:
 
 
 class TritonPythonModel:
-    """The class that Triton's Python backend looks for: one instance of the explain model."""
+    """One instance of the explain model; Triton's Python backend looks for a class of this name."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the model; Triton calls this once, and its log has the reason of a failure.
-
-        Args:
-            args: of the Python backend: `model_config`, `model_repository`, `model_version`, ...
-        """
+        """Open the model; Triton logs the reason of a failure."""
         import triton_python_backend_utils as backend
 
         self._backend = backend
@@ -130,11 +118,6 @@ class TritonPythonModel:
             raise backend.TritonModelException(str(error)) from None
 
     def _open(self, args: Mapping[str, str]) -> None:
-        """Read the files.
-
-        Raises:
-            OpalError: they are damaged, or of another version.
-        """
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
         folder = Path(args["model_repository"]) / args["model_version"]
@@ -142,47 +125,53 @@ class TritonPythonModel:
         options = parse_options(parameters, int(config["max_batch_size"]))
         raise_pillow_limit(options.max_pixels)
         self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
-        # no record needs the attention maps, which are large
+        # records do not need the attention maps, which are large
         self._outputs = [name for name in metadata.outputs if name != "attention"]
         where = f"Triton, model {self._model}, version {self._version}"
         self._explainer = Explainer(TensorModelSession(metadata, self._infer, options.batch, where), options)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return a response for each request, with a record for each of its images."""
+        """Return one response per request, with a record for each of its images."""
         backend = self._backend
-        images = [self._read(request) for request in requests]
+        groups = [self._read(request) for request in requests]
+        images = [image for group in groups if not isinstance(group, ValueError) for image in group]
         try:
-            records = self._explainer.explain([image for group in images for image in group])
+            records = iter(self._explainer.explain(images))
         except OpalError as error:
-            # none of them is at fault, and each may be sent again
+            # not the requests' fault: each may be sent again
             problem = backend.TritonError(str(error), backend.TritonError.UNAVAILABLE)
             return [backend.InferenceResponse(error=problem) for _ in requests]
-        answers = iter(records)
-        return [self._respond([next(answers) for _ in group]) for group in images]
+        return [
+            backend.InferenceResponse(error=backend.TritonError(str(group), backend.TritonError.INVALID_ARG))
+            if isinstance(group, ValueError)
+            else self._respond([next(records) for _ in group])
+            for group in groups
+        ]
 
     def finalize(self) -> None:
-        """End the processes, before Triton ends this one."""
+        """End the processes before Triton ends this one."""
         self._explainer.close()
 
-    def _read(self, request: Any) -> list[Request]:
-        """Return the images of a request: N of them, with names and boxes where it has these inputs."""
-
+    def _read(self, request: Any) -> list[Request] | ValueError:
         def read(name: str) -> Any:
             tensor = self._backend.get_input_tensor_by_name(request, name)
             return None if tensor is None else tensor.as_numpy()
 
-        files, names, boxes = read(IMAGE), read(NAME), read(BOX)
-        return build_requests(files, names, boxes)
+        names = read(NAME)
+        try:
+            return build_explain_requests(read(IMAGE)[:, 0], None if names is None else names[:, 0], read(BOX))
+        except ValueError as error:
+            return error
 
     def _respond(self, records: Sequence[Record]) -> Any:
         lines = np.array([[to_json_line(record).rstrip()] for record in records], np.object_)
         return self._backend.InferenceResponse(output_tensors=[self._backend.Tensor(RECORD, lines)])
 
     def _infer(self, images: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the tensor model's outputs, all of one call.
+        """Return the tensor model's outputs.
 
         Raises:
-            StoppedEarly: it is not loaded, or failed.
+            StoppedEarly: the model is not loaded, or failed.
         """
         backend = self._backend
         response = backend.InferenceRequest(
@@ -190,7 +179,7 @@ class TritonPythonModel:
             model_version=self._version,
             requested_output_names=self._outputs,
             inputs=[backend.Tensor(INPUT, images)],
-            # a model on a GPU would leave them there
+            # or a model on a GPU would leave its outputs there
             preferred_memory=backend.PreferredMemory(backend.TRITONSERVER_MEMORY_CPU, 0),
         ).exec()
         if response.has_error():
@@ -203,7 +192,7 @@ def read_metadata(path: Path) -> Metadata:
     """Return the metadata that `export --triton` wrote beside model.py.
 
     Raises:
-        ArtifactError: the file is missing, or of another schema than this version of opal-deploy reads.
+        ArtifactError: the file is missing, damaged, or of another schema.
     """
     try:
         text = path.read_text("utf-8")
@@ -215,14 +204,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions:
-    """Return the options that the parameters of config.pbtxt give.
-
-    Args:
-        parameters: as `explain_config` writes them, and perhaps a person edited.
-        batch: images a forward pass at most.
+    """Return the options in the parameters of config.pbtxt, which may have been edited by hand.
 
     Raises:
-        UsageError: a parameter is missing or has no such value.
+        UsageError: a parameter is missing or invalid.
     """
 
     def parse(name: str, convert: Callable[[str], Any], expected: str) -> Any:
@@ -258,21 +243,3 @@ def _optional_number(text: str) -> float | None:
     if not math.isfinite(value):
         raise ValueError
     return value
-
-
-def build_requests(
-    files: NDArray[np.object_], names: NDArray[np.object_] | None, boxes: NDArray[np.float32] | None
-) -> list[Request]:
-    """Return the images of one call of the explain model.
-
-    Args:
-        files: bytes [N, 1], the image files.
-        names: bytes [N, 1] in UTF-8, each the `image` of a record; empty or None: it has none.
-        boxes: float32 [N, 4], see `Request.box`; a row of NaN, or None: the whole image.
-    """
-    requests = []
-    for row, data in enumerate(files[:, 0]):
-        name = b"" if names is None else names[row, 0]
-        box = None if boxes is None or np.isnan(boxes[row]).all() else tuple(boxes[row].tolist())
-        requests.append(Request(name.decode("utf-8", "backslashreplace") or None, data, box))
-    return requests

@@ -1,7 +1,4 @@
-"""The texts of `config.pbtxt`, Triton's description of a model (ModelConfig in protobuf's text format).
-
-The fields are those of Triton's model_config.proto; protobuf itself is not needed to write them.
-"""
+"""The contents of `config.pbtxt`: Triton's ModelConfig in protobuf's text format, written without protobuf."""
 
 from __future__ import annotations
 
@@ -12,21 +9,18 @@ from dataclasses import dataclass
 from opal_deploy._version import __version__
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.inference.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.pipeline import INPUT, TensorSpec, tensor_specs
 
-# the field names of the explain model's tensors; docs/howto/triton.md
-IMAGE, NAME, BOX, RECORD = "image", "name", "box", "record"
-# what an ONNX file is run with: its sizes are those that ONNX Runtime is warmed up for; see `cuda_session.BATCH_SIZES`
+# smallest, preferred and largest batch of an ONNX file: sizes that `cuda_session.BATCH_SIZES` has
 ONNX_BATCH = BatchRange(1, 8, 64)
-# requests that wait at most: further ones are refused at once, instead of being answered too late
+# waiting requests; Triton refuses further ones
 MAX_QUEUE_SIZE = 256
 # one instance decodes while another waits for the tensor model
 EXPLAIN_INSTANCES = 2
-EXPLAIN_SUFFIX = "_explain"
-# keys of parameters that are read back
+# keys of parameters that the explain model reads
 MODEL_SHA256, TENSOR_MODEL = "model_sha256", "model"
-# beside the config of the tensor model
 LABELS_FILE = "labels.txt"
 
 
@@ -36,10 +30,10 @@ class TensorModel:
 
     Attributes:
         backend: `onnxruntime` or `tensorrt`.
-        batch: the smallest batch, the one to prefer, and the largest.
-        metadata: the file's.
+        batch: smallest, preferred and largest batch.
+        metadata: the model's metadata.
         sha256: of the file.
-        details: further parameters, by name.
+        details: further parameters of the config.
     """
 
     backend: str
@@ -50,12 +44,7 @@ class TensorModel:
 
 
 def tensor_config(name: str, model: TensorModel) -> str:
-    """Return the config of the model that maps pixels to the outputs of the graph (docs/contract.md).
-
-    Args:
-        name: of the model, and of its folder.
-        model: the file.
-    """
+    """Return the config of the model that maps pixels to the graph's outputs (docs/contract.md)."""
     metadata, batch = model.metadata, model.batch
     sizes = sorted({batch.opt, batch.max})
     specs = tensor_specs(metadata)
@@ -67,21 +56,21 @@ def tensor_config(name: str, model: TensorModel) -> str:
         _tensor("input", INPUT, *_type(pixels)),
         *(_tensor("output", output, *_type(spec), _OUTPUT_FIELDS.get(output, "")) for output, spec in specs.items()),
         f"dynamic_batching {{\n  preferred_batch_size: {sizes}\n{_QUEUE}}}\n",
-        "# one for each GPU, or one on the CPU where there is none\ninstance_group [ { count: 1 } ]\n",
+        "# one per GPU, or one on the CPU\ninstance_group [ { count: 1 } ]\n",
         _NO_TF32 if model.backend == "onnxruntime" else "",
-        "# the first batch of a size is slow: these sizes are run before the model is called ready\n",
+        "# the first batch of a size is slow: Triton runs these sizes before it reports the model ready\n",
         warmup,
         _parameters({**_describe(model), **model.details}),
     ])  # fmt: skip
 
 
 def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> str:
-    """Return the config of the model that maps image files to records.
+    """Return the config of the explain model, which maps image files to records.
 
     Args:
-        name: of the tensor model, which it calls; its own ends in EXPLAIN_SUFFIX.
+        name: of the tensor model.
         model: the tensor model.
-        options: the options of decoding and of records, which can be edited in the file.
+        options: of decoding and of records; they can be edited in the file.
     """
     timeout = "none" if options.decode_timeout is None else f"{options.decode_timeout:g}"
     return "".join([
@@ -90,12 +79,12 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
         _tensor("input", IMAGE, "STRING", [1]),
         "# `image` of the record; empty: null\n",
         _tensor("input", NAME, "STRING", [1], "optional: true"),
-        "# x0, y0, x1, y1 in pixels of the oriented image, to crop to first; NaN: the whole image\n",
+        "# x0, y0, x1, y1 in pixels of the oriented image, to crop to; NaN: the whole image\n",
         _tensor("input", BOX, "FP32", [4], "optional: true"),
-        "# a record as JSON, as `opal-deploy infer` writes it; of an image that cannot be classified an error record\n",
+        "# one record of `opal-deploy infer` per image, as JSON; an error record for an unreadable image\n",
         _tensor("output", RECORD, "STRING", [1]),
         f"dynamic_batching {{\n{_QUEUE}}}\n",
-        "# processes: one decodes while another waits for the tensor model\n",
+        "# one process decodes while another waits for the tensor model\n",
         f"instance_group [ {{ count: {EXPLAIN_INSTANCES} kind: KIND_CPU }} ]\n",
         _parameters({
             TENSOR_MODEL: name,
@@ -113,7 +102,7 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
 _TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
 _OUTPUT_FIELDS = {"logits": f'label_filename: "{LABELS_FILE}"', "score_norm": "reshape { shape: [] }"}
 _QUEUE = f"  default_queue_policy {{ max_queue_size: {MAX_QUEUE_SIZE} }}\n"
-_NO_TF32 = """# on a GPU ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
+_NO_TF32 = """# on a GPU, ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
 optimization {
   execution_accelerators {
     gpu_execution_accelerator: [ { name: "cuda" parameters { key: "use_tf32" value: "0" } } ]
@@ -132,7 +121,7 @@ def _tensor(field: str, name: str, kind: str, dims: Sequence[int], more: str = "
 
 
 def _type(spec: TensorSpec) -> tuple[str, list[int]]:
-    """Return the type and the shape without N; the server's tensors have a dimension beside N."""
+    """Return the type, and the shape without N; in Triton every tensor has a dimension beside N."""
     shape, dtype = spec
     return _TYPES[dtype.name], list(shape) or [1]
 
@@ -144,7 +133,7 @@ def _warmup(size: int, pixels: TensorSpec) -> str:
 
 
 def _describe(model: TensorModel) -> dict[str, str]:
-    """Return what a client may want to know of the model, as texts; lists are JSON."""
+    """Return what clients may want to know about the model; lists are JSON."""
     metadata = model.metadata
     return {
         "opal_deploy": __version__,
@@ -163,7 +152,7 @@ def _describe(model: TensorModel) -> dict[str, str]:
 
 
 def _parameters(values: Mapping[str, str]) -> str:
-    # the server refuses a parameter without a value
+    # Triton refuses empty values
     return "".join(
         f"parameters {{ key: {_quote(key)} value {{ string_value: {_quote(value)} }} }}\n"
         for key, value in values.items()
@@ -172,12 +161,12 @@ def _parameters(values: Mapping[str, str]) -> str:
 
 
 def labels_text(class_names: Iterable[str]) -> str:
-    """Return labels.txt: a name a line, which Triton's classification extension gives with a class's logit."""
+    """Return labels.txt, one class name per line, for Triton's classification extension."""
     return "".join(" ".join(name.split()) + "\n" for name in class_names)
 
 
 def _quote(text: str) -> str:
-    """Return a string literal of protobuf's text format: printable ASCII as it is, other bytes in octal."""
+    """Return a string literal of protobuf's text format: printable ASCII unchanged, other bytes in octal."""
     escaped = "".join(
         ("\\" if byte in b'"\\' else "") + chr(byte) if 0x20 <= byte < 0x7F else f"\\{byte:03o}"
         for byte in text.encode()

@@ -1,4 +1,4 @@
-"""Write a Triton model repository: the tensor model and the explain model, whole or not at all."""
+"""Write a Triton model repository: the tensor model and the explain model, both or neither."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from opal_deploy.artifact.engine_file import check_engine
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.inference.explain_tensors import EXPLAIN_SUFFIX
 from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.triton.explain_model import METADATA_FILE
 from opal_deploy.triton.model_config import (
-    EXPLAIN_SUFFIX,
     LABELS_FILE,
     MODEL_SHA256,
     ONNX_BATCH,
@@ -35,7 +35,7 @@ from opal_deploy.triton.model_config import (
 CONFIG = "config.pbtxt"
 _VERSION = "1"
 _MODEL_FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
-_MODEL_PY = '''"""Image files in, records out: what `opal-deploy infer` does, by the model {name} of this server.
+_MODEL_PY = '''"""Image files in, the records of `opal-deploy infer` out, through this server's model {name}.
 
 Triton's Python needs opal-deploy {version} or later: pip install opal-deploy
 """
@@ -48,12 +48,12 @@ __all__ = ["TritonPythonModel"]
 
 @dataclass(frozen=True)
 class Repository:
-    """The place of two models, `NAME` and `NAME_explain`, in a Triton model repository.
+    """Two models of a Triton model repository, `NAME` and `NAME_explain`.
 
     Attributes:
-        folder: of the repository, which may hold other models too.
+        folder: of the repository, which may hold other models.
         name: of the tensor model.
-        overwrite: replace models of these names that an earlier export wrote.
+        overwrite: replace models of these names, if `export --triton` wrote them.
     """
 
     folder: Path
@@ -63,18 +63,16 @@ class Repository:
     def check(self) -> None:
         """Raise UsageError unless the models can be written."""
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            raise UsageError(f"--name {self.name}: a model's name has letters, digits, `_`, `-` and `.`, such as birds")
+            raise UsageError(f"--name {self.name}: invalid model name; use letters, digits, _ . -, such as birds")
         if self.folder.exists() and not self.folder.is_dir():
-            raise UsageError(f"{self.folder}: a file; --triton takes the folder of a model repository")
+            raise UsageError(f"{self.folder}: found a file; --triton expects the folder of a model repository")
         for model in self.models:
             path = self.folder / model
-            if not path.exists():
-                continue
-            if not _is_ours(path):
-                raise UsageError(f"{path}: a model that opal-deploy did not write; give another --name or folder")
+            if path.exists() and not _is_ours(path):
+                raise UsageError(f"{path}: exists, and opal-deploy did not write it; give another --name or folder")
 
     def read_existing(self) -> Metadata | None:
-        """Return the metadata of the models that are there; None where none are, or not both as they were written."""
+        """Return the metadata of the existing models; None if there are none, or they are damaged."""
         path = self.folder / self.models[1] / _VERSION / METADATA_FILE
         try:
             return Metadata.from_json(path.read_text("utf-8"), str(path))
@@ -87,17 +85,15 @@ class Repository:
         return self.name, self.name + EXPLAIN_SUFFIX
 
     def write(self, path: Path, options: InferenceOptions | None = None) -> WrittenRepository:
-        """Write the models of a file; a server that is running reads them when it is started again or told to.
-
-        Models that are there already as they would be written are kept.
+        """Write both models, or keep existing ones that are equal.
 
         Args:
-            path: an ONNX file of ours, or an engine of TensorRT; the caller has verified it.
-            options: of decoding and records; None for the defaults.
+            path: an exported ONNX file or TensorRT engine, which the caller has verified.
+            options: of decoding and records; None: the defaults.
 
         Raises:
-            ArtifactError: the file is not ours, or damaged.
-            UsageError: Triton cannot serve the file, other models are there and `overwrite` is off, or the disk refuses
+            ArtifactError: the file was not exported by opal-deploy, or is damaged.
+            UsageError: Triton cannot serve the file, other models exist and `overwrite` is off, or the disk refuses
                 them; nothing was changed.
         """
         self.check()
@@ -116,37 +112,36 @@ class Repository:
             }
             for name, text in texts.items():
                 (staging / name).write_text(text, "utf-8")
-            is_there = any((self.folder / name).exists() for name in self.models)
+            exists = any((self.folder / name).exists() for name in self.models)
             different = _find_differences(staging, self.folder)
-            if different and is_there and not self.overwrite:
-                raise self._in_the_way(model, different)
+            if different and exists and not self.overwrite:
+                raise self._conflict(model, different[0])
             kept = not different and not self.overwrite
             if not kept:
                 _swap(staging, self.folder, self.models)
         return WrittenRepository(self.folder, self.models, model, kept=kept)
 
-    def _in_the_way(self, model: TensorModel, different: list[str]) -> UsageError:
+    def _conflict(self, model: TensorModel, different: str) -> UsageError:
         found = self.read_existing()
-        origin = "of an export that was cut short or changed"
+        origin = "from an interrupted or edited export"
         if found is not None:
             is_same = found.file_sha256 == model.metadata.file_sha256 and found.source == model.metadata.source
-            relation = f"the same model, but {different[0]} is another" if is_same else "another model than this one"
-            origin = f"of {found.checkpoint_name} in {found.precision}, {relation}"
+            relation = f"the same model, but {different} differs" if is_same else "a different model"
+            origin = f"from {found.checkpoint_name} in {found.precision}: {relation}"
         return UsageError(
-            f"{self.folder / self.name}: it is there already, {origin}; replace it with --overwrite, or give another "
-            "--name"
+            f"{self.folder / self.name}: already exists, {origin}; replace it with --overwrite, or give another --name"
         )
 
 
 @dataclass(frozen=True)
 class WrittenRepository:
-    """Two models in a repository.
+    """The two models in a repository.
 
     Attributes:
         folder: of the repository.
-        models: the names of the tensor model and of the one that takes image files.
-        model: what is served.
-        kept: the models were there already as they would have been written.
+        models: names of the tensor model and of the explain model.
+        model: the tensor model.
+        kept: equal models existed.
     """
 
     folder: Path
@@ -166,10 +161,11 @@ class WrittenRepository:
 
 
 def read_tensor_model(path: Path) -> TensorModel:
-    """Return what Triton has to know of a model file, once its digest was checked.
+    """Check a model file's digest, and return what Triton has to know about it.
 
     Raises:
-        ArtifactError: the file is not ours, or damaged. UsageError: none of Triton's backends runs it.
+        ArtifactError: the file was not exported by opal-deploy, or is damaged.
+        UsageError: no backend of Triton runs it.
     """
     if model_kind(path) == "engine":
         return _read_engine(path)
@@ -187,15 +183,15 @@ def _read_engine(path: Path) -> TensorModel:
     sidecar = check_engine(path)
     if sidecar.builder["name"] != "tensorrt":
         raise UsageError(
-            f"{path}: an engine of TensorRT for RTX, which Triton's tensorrt backend does not run; give the ONNX file, "
-            "or an engine of TensorRT (export --trt --builder tensorrt)"
+            f"{path}: Triton's tensorrt backend does not run engines of TensorRT for RTX; give the ONNX file, or a "
+            "TensorRT engine (export --trt --builder tensorrt)"
         )
     if sidecar.options.get("strip_weights"):
-        raise UsageError(f"{path}: its weights were left out; give an engine built without --strip-weights")
+        raise UsageError(f"{path}: the engine has no weights; give one built without --strip-weights")
     if sidecar.batch.min > 1:
         raise UsageError(
-            f"{path}: it takes no batch under {sidecar.batch.min}, and Triton sends single images too; build one with "
-            f"--batch 1:{sidecar.batch.opt}:{sidecar.batch.max}"
+            f"{path}: the engine's smallest batch is {sidecar.batch.min}, and Triton also sends single images; build "
+            f"one with --batch 1:{sidecar.batch.opt}:{sidecar.batch.max}"
         )
     details = {"tensorrt": str(sidecar.builder["version"]), "target": str(sidecar.target["sm"])}
     return TensorModel("tensorrt", sidecar.batch, sidecar.metadata, str(sidecar.engine["sha256"]), details)
@@ -209,7 +205,7 @@ def _is_ours(model: Path) -> bool:
 
 
 def _find_differences(staging: Path, folder: Path) -> list[str]:
-    """Return the files of `staging`, relative to it, that `folder` has otherwise or not at all."""
+    """Return the files of `staging` that `folder` lacks or that differ there."""
     files = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
     return [
         str(file)
@@ -220,7 +216,7 @@ def _find_differences(staging: Path, folder: Path) -> list[str]:
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """Yield a new hidden folder inside a repository; it is removed when the block ends, with the repository if empty.
+    """Yield a temporary folder inside a repository; remove it afterwards, and a new repository that stayed empty.
 
     Raises:
         UsageError: the folder cannot be written, or the disk is full.
@@ -234,7 +230,7 @@ def _staging(folder: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); choose another place") from None
+        raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); choose another folder") from None
     finally:
         for parent in made:
             with suppress(OSError):
@@ -242,7 +238,7 @@ def _staging(folder: Path) -> Iterator[Path]:
 
 
 def _swap(staging: Path, folder: Path, names: Sequence[str]) -> None:
-    """Move finished models to where they belong, and those that are there into `staging`; all of them or none."""
+    """Exchange the models of a repository for those in `staging`, all or none."""
     for path in staging.rglob("*"):
         if path.is_file():
             with path.open("rb") as stream:

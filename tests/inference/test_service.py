@@ -114,7 +114,7 @@ def test_a_full_service_raises_or_waits() -> None:
     hold = threading.Event()
     with Service([BrightSession(hold=hold)], InferenceOptions(batch=2), capacity=5) as service:
         taken = [service.submit(array(shade)) for shade in range(5)]
-        with pytest.raises(queue.Full, match="5 images are in work"):
+        with pytest.raises(queue.Full, match="5 images are in flight"):
             service.submit(array(5), wait=False)
         late: list[Future[Record]] = []
         waiting = threading.Thread(target=lambda: late.append(service.submit(array(5))))
@@ -182,9 +182,9 @@ def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
     pixels = np.stack([array(shade)[4:36, 4:36] for shade in range(3)])
     with Service([session], InferenceOptions(batch=4), max_wait=600, capacity=4) as service:
         outputs = service.submit_pixels(pixels)
-        with pytest.raises(queue.Full, match="3 images are in work"):
+        with pytest.raises(queue.Full, match="3 images are in flight"):
             service.submit_pixels(pixels[:2], wait=False)
-        with pytest.raises(ValueError, match="5 images; expected 4 at most"):
+        with pytest.raises(ValueError, match="5 images found; expected at most 4"):
             service.submit_requests([Request(None, array(0))] * 5)
         with pytest.raises(ValueError, match=r"expected uint8 \[N, 32, 32, 3\]"):
             service.submit_pixels(pixels[..., :2])
@@ -192,7 +192,7 @@ def test_pixels_share_batches_with_images_and_enter_all_or_none() -> None:
         hold.set()
         found = np.concatenate([future.result(30).logits for future in outputs])
         assert cell(record.result(30)) == 3
-        assert service.in_work == 0
+        assert service.in_flight == 0
     np.testing.assert_array_equal(found, session.run(pixels).logits)
     assert session.batches == [4, 3]
 

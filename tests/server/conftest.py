@@ -1,4 +1,4 @@
-"""A real server in this process: uvicorn on a port of the system's, around models of any session."""
+"""A real server in this process: uvicorn on a free port, with models of any session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from opal_deploy.inference.types import InferenceOptions
 from opal_deploy.runtime.session import Session
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
-from opal_deploy.server.limits import Limits
-from opal_deploy.server.logs import ServerLog
-from opal_deploy.server.metrics import MetricsTimer
-from opal_deploy.server.models import start_model
-from opal_deploy.server.process import Address, create_server
-from opal_deploy.server.state import ServerState
+from opal_deploy.server.models import ServerState, start_model
+from opal_deploy.server.options import ServeOptions
+from opal_deploy.server.process import Server, bind
+from opal_deploy.server.telemetry import MetricsTimer, ServerLog
 
 Serve = Callable[..., Any]
 
@@ -35,7 +33,7 @@ class Running:
 
 @pytest.fixture(scope="session")
 def serving() -> Serve:
-    """A context manager that serves sessions by name, with options of `InferenceOptions`, the service and `Limits`."""
+    """A context manager that serves sessions by name; `limits` are options of `ServeOptions`."""
     return _serving
 
 
@@ -53,24 +51,18 @@ def _serving(
 ) -> Iterator[Running]:
     inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
     with ExitStack() as stack:
-        # nothing is on its way when a test ends
+        # no request is on its way when a test ends
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(process, "_LAST_CALL_SECONDS", 0)
-        state = ServerState(Limits(**(limits or {})), token=token, log=log)
+        state = ServerState(ServeOptions(**(limits or {})), token=token, log=log)
         for name, session in sessions.items():
             model = start_model(
-                name,
-                path,
-                [session],
-                inference,
-                max_wait=max_wait,
-                capacity=capacity,
-                timer=MetricsTimer(state.metrics, name),
-                observer=state.observer(name),
-            )
+                name, path, [session], inference, max_wait=max_wait, capacity=capacity,
+                timer=MetricsTimer(state.metrics, name), observer=state.observer(name),
+            )  # fmt: skip
             stack.callback(model.close)
             state.add(model)
-        listener = stack.enter_context(Address(port=0).bind())
-        server = create_server(create_app(state), state, 0.0)
+        listener = stack.enter_context(bind("127.0.0.1", 0))
+        server = Server(create_app(state), state)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         stack.callback(thread.join)

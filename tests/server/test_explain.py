@@ -87,7 +87,7 @@ def test_a_bad_picture_is_refused_with_the_code_of_its_error_record(
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ({"params": {"model": "none"}, "content": b"x"}, "model 'none' found"),
+        ({"params": {"model": "none"}, "content": b"x"}, "model 'none' not found; available: trees, trees_explain"),
         ({"params": {"format": "svg"}, "content": b"x"}, "format 'svg' found; expected record, overlay, sheet"),
         ({"data": {"a": "b"}, "headers": {"content-type": "multipart/form-data"}}, "the form cannot be read"),
         ({"files": {"a": (None, b"text")}}, "the form has no file"),
@@ -112,11 +112,11 @@ def test_drawings_do_not_queue_without_end(serving: Callable, picture: Path) -> 
             )
 
         drawn = [threads.submit(ask, "sheet") for _ in range(16)]
-        wait_until(lambda: running.state.models[0].service.in_work == 16)
+        wait_until(lambda: running.state.models[0].service.in_flight == 16)
         refused = ask("overlay")
         hold.set()
         assert refused.status_code == 429
-        assert "wait to be drawn" in refused.json()["error"]
+        assert "drawing queue is full" in refused.json()["error"]
         assert ask("record").status_code == 200
         assert {future.result().status_code for future in drawn} == {200}
 
@@ -127,7 +127,7 @@ def test_a_model_without_evidence_draws_nothing(serving: Callable, picture: Path
     with serving({"linear": session}) as running:
         record = httpx.post(f"{running.url}/explain", content=picture.read_bytes()).json()
         assert record["status"] == "ok"
-        for drawing, reason in (("sheet", "no single cell is its evidence"), ("overlay", "it has no anchors")):
+        for drawing, reason in (("sheet", "its evidence is not single cells"), ("overlay", "it has no anchors")):
             response = httpx.post(f"{running.url}/explain", params={"format": drawing}, content=picture.read_bytes())
             assert response.status_code == 400
             assert reason in response.json()["error"]

@@ -18,7 +18,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from opal_deploy.server.limits import HttpError, inflate
+from opal_deploy.server.admission import HttpError, inflate
+from opal_deploy.server.telemetry import ServerLog
 from opal_deploy.server.tensors import BadRequest, TensorSpec, parse_request
 from tests.inference.bright import BrightSession, wait_until
 
@@ -29,7 +30,7 @@ PIXELS = bytes(32 * 32 * 3)
 
 @pytest.fixture(scope="module")
 def server(serving: Callable) -> Iterator[Any]:
-    with serving({"light": BrightSession()}, limits={"max_body": 100_000, "upload_timeout": 0.5}) as running:
+    with serving({"light": BrightSession()}, limits={"max_body": 1, "upload_timeout": 0.5}) as running:
         yield running
 
 
@@ -59,35 +60,35 @@ def sized(size: object, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"content": b""}, "the request is no JSON"),
-        ({"content": b"[" * 5000}, "the request is no JSON"),
-        ({"content": b"[1]"}, "the request is no JSON object"),
+        ({"content": b""}, "the body is not valid JSON"),
+        ({"content": b"[" * 5000}, "the body is not valid JSON"),
+        ({"content": b"[1]"}, "the body is not a JSON object"),
         ({"json": {}}, "inputs is not a list of objects"),
         ({"json": {"inputs": []}}, "input 'images' is missing; found none"),
         ({"json": document(name="image")}, "input 'image' found; expected images"),
-        ({"json": document(datatype="FP32")}, "datatype FP32 found, UINT8 expected"),
-        ({"json": document(shape=[1, 3, 32, 32])}, r"shape [1, 3, 32, 32] found, UINT8 [N, 32, 32, 3] expected"),
+        ({"json": document(datatype="FP32")}, "datatype FP32 found; expected UINT8"),
+        ({"json": document(shape=[1, 3, 32, 32])}, r"shape [1, 3, 32, 32] found; expected UINT8 [N, 32, 32, 3]"),
         ({"json": document(shape=[0, 32, 32, 3], data=[])}, "shape [0, 32, 32, 3] found"),
         ({"json": document(shape=[1 << 40, 32, 32, 3])}, "send several requests"),
         ({"json": {"inputs": [{}] * 10_000}}, "10,001 objects of JSON found"),
-        ({"json": document(data=[0] * 9)}, "9 values found, 3072 expected"),
-        ({"json": document(data=[256] * 3072)}, "values that are no integers from 0 to 255"),
+        ({"json": document(data=[0] * 9)}, "9 values found; expected 3072"),
+        ({"json": document(data=[256] * 3072)}, "values other than integers from 0 to 255"),
         ({"json": document(data=[[1], [1, 2]])}, "data is not a list of numbers"),
         ({"json": document(data=None)}, "has neither data nor a binary_data_size"),
-        ({"json": {"inputs": document()["inputs"] * 2}}, "input 'images' is there twice"),
-        ({"json": document(shape=[65, 32, 32, 3], data=[0] * 3072 * 65)}, "100,000 at most expected"),
-        (binary(sized(3072), PIXELS[:-1]), "3072 binary bytes expected, 3071 found"),
-        (binary(sized(3072), PIXELS, b"more"), "4 bytes found behind the last tensor"),
+        ({"json": {"inputs": document()["inputs"] * 2}}, "input 'images' is given twice"),
+        ({"json": document(shape=[65, 32, 32, 3], data=[0] * 3072 * 200)}, "expected at most 1,048,576"),
+        (binary(sized(3072), PIXELS[:-1]), "3071 binary bytes found; expected 3072"),
+        (binary(sized(3072), PIXELS, b"more"), "4 unexpected bytes after the last tensor"),
         (binary(sized(-1), PIXELS), "binary_data_size -1 found"),
-        (binary(sized(100), PIXELS[:100]), "100 bytes found, 3072 expected"),
+        (binary(sized(100), PIXELS[:100]), "100 bytes found; expected 3072"),
         ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "9"}}, "is 9, and the body has 2 bytes"),
-        ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "x"}}, "a number of bytes expected"),
+        ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "x"}}, "expected a number of bytes"),
         ({"content": PIXELS[:-1], "headers": RAW}, "expected a multiple of 3072"),
         ({"json": document(parameters={"shared_memory_region": "a"}, data=None)}, "shared memory is not supported"),
         ({"json": document() | {"outputs": [{"name": "boxes"}]}}, "output 'boxes' found; expected logits"),
-        ({"json": document() | {"id": 7}}, "id is not a text"),
+        ({"json": document() | {"id": 7}}, "id is not a string"),
         ({"content": b"x", "headers": {"Content-Encoding": "br"}}, "Content-Encoding br found"),
-        ({"content": b"xx", "headers": {"Content-Encoding": "gzip"}}, "the body is no gzip"),
+        ({"content": b"xx", "headers": {"Content-Encoding": "gzip"}}, "the body is not valid gzip"),
     ],
 )
 def test_a_malformed_request_is_refused_with_one_line(server: Any, call: dict[str, Any], reason: str) -> None:
@@ -140,9 +141,9 @@ def test_a_body_that_is_too_large_is_refused(server: Any, announced: bool) -> No
     content = data if announced else iter([data[:1_000_000]] * 3)
     response = httpx.post(f"{server.url}/explain", content=content)
     assert response.status_code == 413
-    assert "100,000 at most expected" in response.json()["error"]
+    assert "expected at most 1,048,576" in response.json()["error"]
     # nothing of it is counted any more
-    assert server.state.gate.requests == server.state.gate.held_bytes == 0
+    assert server.state.admission.requests == server.state.admission.held_bytes == 0
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -152,15 +153,15 @@ def test_a_body_that_inflates_too_far_is_refused(server: Any, encoding: str) -> 
         server.url + INFER, content=compress(bytes(50_000_000)), headers={"Content-Encoding": encoding}
     )
     assert response.status_code == 413
-    assert "once inflated" in response.json()["error"]
+    assert "after decompression" in response.json()["error"]
     for damaged in (compress(PIXELS)[:-5], compress(PIXELS) + b"more"):
-        with pytest.raises(HttpError, match="ends early"):
+        with pytest.raises(HttpError, match="truncated or has trailing"):
             inflate(damaged, encoding, 100_000)
 
 
 def test_images_beyond_the_queue_are_refused_before_memory_is_taken_for_them() -> None:
     # each empty element takes four bytes of the request, and ten times that once it is an object
-    with pytest.raises(BadRequest, match="3 images; expected 2 at most; send several requests"):
+    with pytest.raises(BadRequest, match="3 images found; expected at most 2; send several requests"):
         parse_request(
             b'{"inputs":[{"name":"image","datatype":"BYTES","shape":[3,1],"parameters":{"binary_data_size":0}}]}',
             None, [TensorSpec("image", "BYTES", (-1, 1))], [], max_images=2,
@@ -179,7 +180,7 @@ def test_few_bodies_are_inflated_at_a_time(serving: Callable, monkeypatch: pytes
             counts[0] -= 1
         return inflate(data, encoding, limit)
 
-    monkeypatch.setattr("opal_deploy.server.limits.inflate", slow)
+    monkeypatch.setattr("opal_deploy.server.admission.inflate", slow)
     body = {"content": gzip.compress(b"no image"), "headers": {"Content-Encoding": "gzip"}}
     with serving({"light": BrightSession()}) as server, ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda _: httpx.post(f"{server.url}/explain", **body), range(6)))
@@ -202,20 +203,20 @@ def test_more_than_the_queue_holds_is_refused_and_what_was_taken_is_answered(ser
         session.hold = hold
         url = f"{running.url}/explain"
         taken = [threads.submit(httpx.post, url, content=picture(), timeout=30) for _ in range(6)]
-        wait_until(lambda: running.state.models[0].service.in_work == 6)
+        wait_until(lambda: running.state.models[0].service.in_flight == 6)
         for refused in (
             httpx.post(url, content=picture()),
             httpx.post(running.url + INFER, content=PIXELS, headers=RAW),
         ):
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"
-            assert "6 images are in work" in refused.json()["error"]
+            assert "6 images are in flight" in refused.json()["error"]
         hold.set()
         assert {future.result().status_code for future in taken} == {200}
         # more than it will ever hold is no reason to come again
         many = httpx.post(running.url + INFER, content=PIXELS * 7, headers=RAW)
         assert many.status_code == 400
-        assert "7 images; expected 6 at most; send several requests" in many.json()["error"]
+        assert "7 images found; expected at most 6; send several requests" in many.json()["error"]
 
 
 def test_too_many_requests_are_refused_before_their_bodies_are_read(serving: Callable) -> None:
@@ -223,7 +224,7 @@ def test_too_many_requests_are_refused_before_their_bodies_are_read(serving: Cal
     with serving({"light": session}, limits={"max_requests": 1}) as running, ThreadPoolExecutor(1) as threads:
         hold = session.hold = threading.Event()
         first = threads.submit(httpx.post, f"{running.url}/explain", content=picture(), timeout=30)
-        wait_until(lambda: running.state.gate.requests == 1)
+        wait_until(lambda: running.state.admission.requests == 1)
         refused = httpx.post(f"{running.url}/explain", content=picture())
         # who asks whether it is well is answered
         assert httpx.get(f"{running.url}/v2/health/ready").status_code == 200
@@ -239,14 +240,14 @@ def test_an_answer_that_takes_too_long_and_a_client_that_leaves_cost_no_work(ser
         url, service = f"{running.url}/explain", running.state.models[0].service
         with ThreadPoolExecutor(4) as threads:
             late = [threads.submit(httpx.post, url, content=picture(), timeout=30) for _ in range(3)]
-            wait_until(lambda: service.in_work == 3)
+            wait_until(lambda: service.in_flight == 3)
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(url, content=picture(), timeout=0.1)
             for future in late:
                 assert future.result().status_code == 504
                 assert "not answered within 0.3 s" in future.result().json()["error"]
         hold.set()
-        wait_until(lambda: service.in_work == 0)
+        wait_until(lambda: service.in_flight == 0)
         # the one whose batch had begun
         assert session.batches == [1]
 
@@ -278,9 +279,7 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving: Callable) -> Non
 
 
 def test_requests_are_logged_and_counted(serving: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    from opal_deploy.server.logs import LogFormat, ServerLog
-
-    with serving({"light": BrightSession()}, log=ServerLog(LogFormat.json), min_margin=2.0) as running:
+    with serving({"light": BrightSession()}, log=ServerLog("json"), min_margin=2.0) as running:
         for data in (picture(), picture(), b"junk"):
             httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine"})
         httpx.get(f"{running.url}/v2/models/%0anone")
@@ -298,7 +297,7 @@ def test_requests_are_logged_and_counted(serving: Callable, capsys: pytest.Captu
         'opal_image_errors_total{code="not_an_image",model="light"} 1.0',
         'opal_predictions_total{label="dim",model="light",status="abstained"} 2.0',
         'opal_margin_count{model="light"} 2.0',
-        'opal_images_in_work{model="light"} 0.0',
+        'opal_images_in_flight{model="light"} 0.0',
     ):
         assert expected in response.text
 

@@ -53,7 +53,7 @@ def test_a_dropped_picture_is_explained(
         page.on("request", lambda request: elsewhere.append(request.url))
         page.goto(running.url)
         page.evaluate(DROP, [NAME, [*data]])
-        expect(page.locator("#status.alert")).to_have_text(f"{NAME}: this server asks for a token")
+        expect(page.locator("#status.alert")).to_have_text(f"{NAME}: this server requires a token")
         # by keys alone
         expect(page.locator("#token")).to_be_focused()
         page.keyboard.type("s3cret")

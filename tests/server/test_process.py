@@ -20,13 +20,14 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from opal_deploy.cli.serve import parse_models, read_token
+from opal_deploy.cli.serve import parse_models
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.health import check_health
-from opal_deploy.server.process import Address, serve
-from opal_deploy.server.state import ServerState
+from opal_deploy.server.models import ServerState
+from opal_deploy.server.options import read_token
+from opal_deploy.server.process import Server, bind, run_server
 from tests.inference.bright import wait_until
 
 # an ONNX model is served where torch cannot be imported
@@ -110,7 +111,7 @@ def test_a_second_signal_ends_at_once(exact_model: Path) -> None:
             wait_until(lambda: "opal_requests_in_progress 2.0" in httpx.get(f"{url}/metrics").text)
             process.send_signal(signal.SIGINT)
             assert process.stderr is not None
-            while "Stopping: requests in work" not in process.stderr.readline():
+            while "Stopping after the requests in flight" not in process.stderr.readline():
                 pass
             assert process.poll() is None
             process.terminate()
@@ -123,9 +124,9 @@ def test_a_lost_device_ends_the_process_as_stopped_early() -> None:
     failures: list[BaseException] = []
 
     def run() -> None:
-        with Address(port=0).bind() as listener:
+        with bind("127.0.0.1", 0) as listener:
             try:
-                serve(create_app(state), state, Address(port=0), listener)
+                run_server(create_app(state), state, listener)
             except StoppedEarly as error:
                 failures.append(error)
 
@@ -146,8 +147,8 @@ def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
             await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
         ended.set()
 
-    with Address(port=0).bind() as listener:
-        server = process.create_server(app, ServerState())
+    with bind("127.0.0.1", 0) as listener:
+        server = Server(app, ServerState())
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
         thread.start()
         wait_until(lambda: server.started)
@@ -172,7 +173,7 @@ def test_health_follows_the_problem() -> None:
         return asyncio.run(ask("/v2/health/ready")), asyncio.run(ask("/v2/health/live"))
 
     assert health() == (200, 200)
-    state.problem = "the server stops"
+    state.problem = "the server is stopping"
     assert health() == (503, 200)
     state.failed = True
     assert health() == (503, 503)
@@ -207,12 +208,12 @@ def test_models_are_named_by_their_files_or_by_the_call(tmp_path: Path) -> None:
         "dogs": Path("x/best.onnx"),
     }
     for models, reason in (
-        (["a.onnx", "b/a.onnx"], "there is a model 'a' already"),
-        (["a.onnx", "a_explain=b.onnx"], "there is a model 'a_explain' already, or its explain model"),
-        ([str(odd)], "'a=b' cannot be a model's name"),
-        (["/=b.onnx"], "'/' cannot be a model's name"),
-        (["s3://bucket/a.onnx"], "s3://bucket/a.onnx: a model is not read from a URL"),
-        (["a=https://me:secret@host/a.onnx"], "host/a.onnx: a model is not read from a URL"),
+        (["a.onnx", "b/a.onnx"], "the name 'a' is taken"),
+        (["a.onnx", "a_explain=b.onnx"], "the name 'a_explain' is taken by a model or its explain model"),
+        ([str(odd)], "'a=b' is no valid name"),
+        (["/=b.onnx"], "'/' is no valid name"),
+        (["s3://bucket/a.onnx"], "s3://bucket/a.onnx: models are not read from URLs"),
+        (["a=https://me:secret@host/a.onnx"], "host/a.onnx: models are not read from URLs"),
     ):
         with pytest.raises(UsageError, match=re.escape(reason)):
             parse_models(models)
@@ -238,7 +239,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatc
     ("arguments", "reason"),
     [
         (["none.onnx"], "none.onnx: no such model"),
-        (["a.onnx", "--log-format", "xml"], "--log-format 'xml': expected text, json, off"),
+        (["a.onnx", "--log-format", "xml"], "'--log-format': 'xml' is not one of 'text', 'json', 'off'"),
         (["a.onnx", "--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: cannot listen there"),
     ],
 )

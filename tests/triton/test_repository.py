@@ -70,9 +70,9 @@ def test_models_are_kept_or_replaced_only_when_asked_to_and_only_ours(
     again = opal(*command)
     assert (again.returncode, "Kept" in again.stderr) == (0, True), again.stderr
     other = opal("export", map_model, *command[2:])
-    assert "of exact.pt in fp32, another model than this one; replace it with --overwrite" in one_line(other)
+    assert "from exact.pt in fp32: a different model; replace it with --overwrite" in one_line(other)
     (tmp_path / "opal/config.pbtxt").write_text((tmp_path / "opal/config.pbtxt").read_text() + "# mine\n")
-    assert "the same model, but opal/config.pbtxt is another; replace it" in one_line(opal(*command))
+    assert "the same model, but opal/config.pbtxt differs; replace it" in one_line(opal(*command))
     # of a checkpoint it is asked before the export
     source = exact_model.with_suffix(".pt")
     done = opal("export", source, *command[2:], "--outputs", "attention", "--out", tmp_path / "a.onnx")
@@ -113,7 +113,7 @@ def test_a_failed_write_leaves_the_old_models(
     [
         ({}, None),
         ({"builder": {"name": "tensorrt-rtx", "version": "1.7.0", "cuda": 13}}, "TensorRT for RTX"),
-        ({"options": {"batch": [4, 4, 4]}}, "no batch under 4"),
+        ({"options": {"batch": [4, 4, 4]}}, "smallest batch is 4"),
         ({"options": {"batch": [1, 2, 4], "strip_weights": True}}, "weights"),
     ],
 )

@@ -1,0 +1,87 @@
+"""The options of `opal-deploy serve`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from opal_deploy.errors import UsageError
+from opal_deploy.options import (
+    Batch,
+    Decode,
+    Devices,
+    MaxPixels,
+    MinMargin,
+    Option,
+    Options,
+    StrPath,
+    Threads,
+    Top,
+    Workers,
+)
+
+TOKEN_VARIABLE = "OPAL_DEPLOY_TOKEN"
+LogFormat = Literal["text", "json", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Options):
+    """How models are served over HTTP."""
+
+    host: Annotated[str, Option("Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1"
+    port: Annotated[int, Option("Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
+    batch: Batch = None
+    max_wait: Annotated[float, Option("Milliseconds that an image waits for others to fill its batch.", min=0)] = 5.0
+    queue: Annotated[
+        int | None,
+        Option("Maximum in-flight images per model; further requests get 429.", min=1, default="8 batches"),
+    ] = None
+    max_body: Annotated[int, Option("Maximum size of a request body in MiB.", min=1)] = 64
+    max_requests: Annotated[int, Option("Maximum in-flight requests; further ones get 429.", min=1)] = 256
+    upload_timeout: Annotated[float, Option("Seconds in which a request body must arrive.", min=0.1)] = 30.0
+    request_timeout: Annotated[float, Option("Seconds in which a request must be answered.", min=0.1)] = 30.0
+    token_file: Annotated[
+        StrPath | None,
+        Option("File with the bearer token that clients must send; or set OPAL_DEPLOY_TOKEN.", cli=Path),
+    ] = None
+    log_format: Annotated[
+        LogFormat, Option("Log on stderr: text, json (one line per request), off (no lines for requests).")
+    ] = "text"
+    drain: Annotated[
+        float,
+        Option(
+            "Seconds to keep accepting requests after SIGTERM while reporting not ready, so that load balancers drain.",
+            min=0,
+        ),
+    ] = 0.0
+    min_margin: MinMargin = None
+    top: Top = 5
+    device: Devices = "auto"
+    threads: Threads = None
+    workers: Workers = None
+    decode: Decode = "default"
+    decode_timeout: Annotated[float, Option("Seconds to decode, or to draw, one image.", min=0.1)] = 10.0
+    max_pixels: MaxPixels = 100_000_000
+
+
+def read_token(path: StrPath | None) -> str | None:
+    """Return the token that clients must send, from a file or from OPAL_DEPLOY_TOKEN; None where neither is given.
+
+    Raises:
+        UsageError: the file cannot be read, or the token is not one line of printable ASCII.
+    """
+    origin = TOKEN_VARIABLE if path is None else f"--token-file {path}"
+    token = os.environ.get(TOKEN_VARIABLE)
+    if path is not None:
+        try:
+            token = Path(path).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{origin}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
+    if token is None:
+        return None
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise UsageError(f"{origin}: no valid token found; expected one line of printable ASCII")
+    return token
