@@ -23,7 +23,7 @@ SLOW = ("slow head", "reads late")
 @pytest.fixture(scope="module")
 def server(serving: Any, exact_model: Path) -> Iterator[Any]:
     session = OnnxSession(exact_model, device="cpu", threads=1)
-    with serving({"m": session}, limits={"max_body": 16 << 20, "upload_timeout": 4.0}) as running:
+    with serving({"m": session}, limits={"max_body": 16, "upload_timeout": 4.0}) as running:
         yield running
 
 
