@@ -15,8 +15,8 @@ from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.options import RuntimeName
 
 if TYPE_CHECKING:
-    from opal_deploy.cluster.backend import RayBackend
-    from opal_deploy.cluster.connection import ActorPlan
+    from opal_deploy.inference.cluster.backend import RayBackend
+    from opal_deploy.inference.cluster.connection import ActorPlan
 
 
 def check_options(ray: str | None, ray_cpus: int | None, device: str) -> None:
@@ -41,7 +41,7 @@ def open_cluster(address: str, cpus: int | None) -> Iterator[ActorPlan]:
     Raises:
         MissingExtra: ray is not installed. UsageError: there is no such cluster, or it has no room for such actors.
     """
-    from opal_deploy.cluster.connection import connect, list_nodes, plan_actors
+    from opal_deploy.inference.cluster.connection import connect, list_nodes, plan_actors
 
     with connect(address):
         nodes = list_nodes()
@@ -83,7 +83,7 @@ def open_backend(
     atlas: Path | None,
 ) -> RayBackend:
     """Return the backend of the cluster that this process is connected to; see `infer` for the arguments."""
-    from opal_deploy.cluster.backend import ModelOptions, RayBackend
+    from opal_deploy.inference.cluster.backend import ModelOptions, RayBackend
 
     options = ModelOptions(model.path, model.fingerprint["sha256"], runtime, threads, cuda_graphs, heatmap)
     return RayBackend(plan, options, [] if atlas is None else [atlas])

@@ -14,12 +14,12 @@ from typing import Any
 import ray
 from PIL import Image
 
-from opal_deploy.cluster.actor import ActorConfig
-from opal_deploy.cluster.connection import ActorPlan
-from opal_deploy.cluster.model_files import compute_digests, read_model_files
-from opal_deploy.cluster.pool import ActorPool, NodeStatistics
-from opal_deploy.cluster.scheduler import Scheduler
-from opal_deploy.cluster.shards import make_shards
+from opal_deploy.inference.cluster.actor import ActorConfig
+from opal_deploy.inference.cluster.connection import ActorPlan
+from opal_deploy.inference.cluster.model_files import compute_digests, read_model_files
+from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
+from opal_deploy.inference.cluster.scheduler import Scheduler
+from opal_deploy.inference.cluster.shards import make_shards
 from opal_deploy.errors import ArtifactError
 from opal_deploy.inference.run.backend import RunOptions
 from opal_deploy.inference.run.drawing import Thumbnails

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.cluster.model_files import compute_digests, local_model
+from opal_deploy.inference.cluster.model_files import compute_digests, local_model
 from opal_deploy.errors import ArtifactError
 
 FILES = {"m.engine": b"plan" * 1000, "m.engine.json": b"{}"}

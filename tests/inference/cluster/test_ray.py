@@ -248,7 +248,7 @@ def test_a_node_of_another_version_is_one_line(infer: Infer, nodes: Nodes) -> No
 
 
 def test_a_node_that_does_not_see_a_path_says_which(tmp_path: Path) -> None:
-    from opal_deploy.cluster.actor import ActorConfig, ShardActor
+    from opal_deploy.inference.cluster.actor import ActorConfig, ShardActor
     from opal_deploy.inference.run.backend import RunOptions
     from opal_deploy.inference.types import InferenceOptions
 
