@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from opal_deploy.evaluation.api import evaluate_model
     from opal_deploy.export.api import export_model
     from opal_deploy.inference.api import Model, load
+    from opal_deploy.inference.infer import InferenceRun, run_inference
     from opal_deploy.inference.service import Service
     from opal_deploy.records import to_coco, to_label_studio, to_pandas
     from opal_deploy.records.record import Record
@@ -35,6 +36,7 @@ __all__ = [
     "ArtifactError",
     "CheckpointError",
     "ImageError",
+    "InferenceRun",
     "MissingExtra",
     "Model",
     "OpalError",
@@ -48,6 +50,7 @@ __all__ = [
     "export_model",
     "json_schema",
     "load",
+    "run_inference",
     "to_coco",
     "to_label_studio",
     "to_pandas",
@@ -57,6 +60,8 @@ __all__ = [
 _LAZY = {
     "evaluate_model": "opal_deploy.evaluation.api",
     "export_model": "opal_deploy.export.api",
+    "InferenceRun": "opal_deploy.inference.infer",
+    "run_inference": "opal_deploy.inference.infer",
     "Model": "opal_deploy.inference.api",
     "load": "opal_deploy.inference.api",
     "Service": "opal_deploy.inference.service",

@@ -235,6 +235,17 @@ def to_arguments(options: Options) -> list[str]:
     return arguments
 
 
+def parse_rate(option: str, text: str) -> float:
+    """Return a percentage such as `5%` or `0.5 %` as a rate; raise UsageError that names `option` for anything else."""
+    try:
+        percent = float(text.strip().removesuffix("%")) if text.strip().endswith("%") else float("nan")
+    except ValueError:
+        percent = float("nan")
+    if not 0 < percent < 100:
+        raise UsageError(f"{option} {text!r}: expected a percentage between 0 and 100, such as 5%")
+    return percent / 100
+
+
 def parse_size(text: str) -> tuple[int, int]:
     """Parse `--size`: `224` or `224x448` (height x width) as (H0, W0); raise UsageError for anything else."""
     parts = text.lower().split("x")

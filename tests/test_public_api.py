@@ -18,9 +18,9 @@ from PIL import Image
 import opal_deploy
 from opal_deploy import Model
 
-NAMES = """ArtifactError CheckpointError ImageError MissingExtra Model OpalError Record Service StoppedEarly UsageError
-    VerificationError __version__ evaluate_model export_model json_schema load to_coco to_label_studio
-    to_pandas train_model"""
+NAMES = """ArtifactError CheckpointError ImageError InferenceRun MissingExtra Model OpalError Record Service
+    StoppedEarly UsageError VerificationError __version__ evaluate_model export_model json_schema load run_inference
+    to_coco to_label_studio to_pandas train_model"""
 BOX = (10, 20, 70, 80)
 
 

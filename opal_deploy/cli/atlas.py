@@ -78,7 +78,7 @@ def atlas(
     `explain --atlas` shows them beside an image's own. Slots that do not do what a slot is for are listed.
     """
     from opal_deploy.artifact.files import lock_directory
-    from opal_deploy.cli.infer import setup
+    from opal_deploy.inference import setup
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.sheets import check_exact_evidence
     from opal_deploy.inference.types import InferenceOptions
@@ -89,7 +89,7 @@ def atlas(
     if not data.exists():
         raise UsageError(f"{data}: no such file or folder")
     check_out_dir(out, overwrite=overwrite)
-    path = model or setup.find_default_model(device)
+    path = model or setup.find_default_model(device, log=print_message)
     raise_pillow_limit(max_pixels)
     sessions = open_sessions(path, device=device, threads=threads)
     metadata = sessions[0].metadata

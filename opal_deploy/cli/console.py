@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from opal_deploy.logs import one_line as one_line
+
 # seconds between two lines of progress in a log, and between two drawings of a bar
 _LINE_SECONDS, _BAR_SECONDS = 30.0, 0.1
 
@@ -30,11 +32,6 @@ def print_line(text: str) -> None:
 
 def discard_message(line: str) -> None:
     """Print nothing: stands in for `print_message` in processes that do not print."""
-
-
-def one_line(text: str) -> str:
-    """Return text fit for one line of a terminal: characters that do not print are escaped, as in \\x1b."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_json(document: Any) -> None:
@@ -90,19 +87,24 @@ def progress(title: str) -> Iterator[Advance]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as bar:
-        task = bar.add_task(title, total=None, note="")
-        drawn = time.monotonic()
+    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    task = bar.add_task(title, total=None, note="")
+    drawn = time.monotonic()
 
-        def advance(done: int, total: int | None = None, note: str = "") -> None:
-            nonlocal drawn
-            is_first_total = total is not None and bar.tasks[0].total is None
-            bar.update(task, completed=done, total=total, note=one_line(note))
-            if (now := time.monotonic()) - drawn >= _BAR_SECONDS or is_first_total:
-                drawn = now
-                bar.refresh()
+    def advance(done: int, total: int | None = None, note: str = "") -> None:
+        nonlocal drawn
+        is_first_total = total is not None and bar.tasks[0].total is None
+        bar.update(task, completed=done, total=total, note=one_line(note))
+        # shown from the first call on; more calls change nothing
+        bar.start()
+        if (now := time.monotonic()) - drawn >= _BAR_SECONDS or is_first_total:
+            drawn = now
+            bar.refresh()
 
+    try:
         yield advance
+    finally:
+        bar.stop()
 
 
 class ProgressLines:

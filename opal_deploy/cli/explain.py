@@ -87,8 +87,8 @@ def explain(
     The sheet has the places that decided, each enlarged, what each added to the answer, and the same for the runner-up.
     """
     from opal_deploy.artifact.files import check_sha256
-    from opal_deploy.cli.infer import setup
-    from opal_deploy.cli.infer import sheets as sheet_setup
+    from opal_deploy.inference import setup
+    from opal_deploy.inference import sheets as sheet_setup
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
     from opal_deploy.inference.executor import predict_stream
     from opal_deploy.inference.sheets import SheetBuilder, SheetOptions, check_effective_field, with_attention
@@ -103,7 +103,7 @@ def explain(
     output = _Output.parse(images, out, file_format, overwrite=overwrite)
     crops = read_boxes(boxes) if boxes else None
     truths = read_labels(labels) if labels else None
-    path = model or setup.find_default_model(device)
+    path = model or setup.find_default_model(device, log=print_message)
     raise_pillow_limit(max_pixels)
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
@@ -119,7 +119,7 @@ def explain(
     builder = SheetBuilder(metadata, options, model=str(path))
     if heatmap:
         sessions = with_attention(sessions, str(path))
-    setup.print_cautions(metadata, boxed=crops is not None)
+    setup.log_cautions(metadata, boxed=crops is not None, log=print_message)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=max_pixels, keep_images=True, keep_outputs=True)
     requests = build_requests(discovery.discover(images, Skipped(), sys.stdin), crops, truths)
     results = predict_stream(requests, sessions, inference)

@@ -9,7 +9,7 @@ import typer
 
 from opal_deploy.artifact.engine_file import read_checks
 from opal_deploy.cli.console import print_json, print_message, progress
-from opal_deploy.cli.options import format_box_option
+from opal_deploy.datasets.boxes import format_box_option
 from opal_deploy.export.options import ExportOptions
 
 if TYPE_CHECKING:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, default_of, describe, option_fields
+from opal_deploy.options import parse_rate as parse_rate
+from opal_deploy.runtime.devices import CPU_BATCH as CPU_BATCH
+from opal_deploy.runtime.devices import GPU_BATCH as GPU_BATCH
+from opal_deploy.runtime.devices import default_batch as default_batch
+from opal_deploy.runtime.devices import default_workers as default_workers
 from opal_deploy.storage.urls import redact
-
-if TYPE_CHECKING:
-    from opal_deploy.runtime.session import Session
 
 # the models of commands that open one
 ModelOption = Annotated[
@@ -40,9 +40,6 @@ Partition = Annotated[int, typer.Option(min=1, max=10, help="Partition of the da
 SkipMissing = Annotated[bool, typer.Option("--skip-missing", help="Leave out images that are not there.")]
 CropToBoxes = Annotated[bool, typer.Option("--boxes/--no-boxes", help="Crop to the data set's boxes.")]
 
-# images per forward pass
-CPU_BATCH, GPU_BATCH = 8, 64
-
 
 def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes no URL for a path: `Path` drops one of its slashes, and no file is called so."""
@@ -60,56 +57,6 @@ def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
         command(*arguments, **options)
 
     return checked
-
-
-def format_box_option(training: Mapping[str, Any]) -> str:
-    """Return `--boxes FILE` with the boxes that a model's training cropped to, as a shell takes it.
-
-    Args:
-        training: the summary of its run; a placeholder stands for a file that the run's data set does not have here.
-    """
-    from opal_deploy.datasets.boxes import find_box_file
-
-    data = training.get("data")
-    root = data.get("root") if isinstance(data, dict) else None
-    file = None
-    with contextlib.suppress(OSError):
-        file = find_box_file(Path(root)) if isinstance(root, str) else None
-    return f"--boxes {shlex.quote(str(file or 'boxes.csv'))}"
-
-
-def default_batch(session: Session) -> int:
-    """Return the default number of images per forward pass where a session runs."""
-    return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
-
-
-def default_workers(cores: int | None = None) -> int:
-    """Return the default number of images prepared at a time: all cores but two, at least two of them.
-
-    Two are left to the sessions' threads and to the one that builds and writes records.
-
-    Args:
-        cores: that there are; None: all that this process may use.
-    """
-    from opal_deploy.runtime.devices import available_cpus
-
-    cores = cores or available_cpus()
-    return max(cores - 2, min(cores, 2))
-
-
-def parse_rate(option: str, text: str) -> float:
-    """Return a percentage as a rate: `5%`, `5 %`, `0.5%` as 0.05, 0.05, 0.005.
-
-    Raises:
-        UsageError: not a percentage between 0 and 100; it names `option`.
-    """
-    try:
-        percent = float(text.strip().removesuffix("%")) if text.strip().endswith("%") else float("nan")
-    except ValueError:
-        percent = float("nan")
-    if not 0 < percent < 100:
-        raise UsageError(f"{option} {text!r}: expected a percentage between 0 and 100, such as 5%")
-    return percent / 100
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

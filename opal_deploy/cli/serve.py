@@ -45,11 +45,11 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         ArtifactError: a model file does not exist or is damaged.
         StoppedEarly: a device was lost.
     """
-    from opal_deploy.cli.infer.setup import check_model, fingerprint_model, parse_min_margin
-    from opal_deploy.cli.options import default_batch, default_workers
     from opal_deploy.inference.decoding.budget import raise_pillow_limit
+    from opal_deploy.inference.setup import check_model, fingerprint_model, parse_min_margin
     from opal_deploy.inference.types import InferenceOptions
     from opal_deploy.preprocess.decode import parse_decoding
+    from opal_deploy.runtime.devices import default_batch, default_workers
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.server.app import create_app
     from opal_deploy.server.models import ServerState, start_model
@@ -66,12 +66,12 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         for name, path in models.items():
             sessions = open_sessions(path, device=options.device, threads=options.threads)
             metadata, margin = sessions[0].metadata, options.min_margin
-            check_model(path, metadata, explain=False, margin=margin is not None, boxed=True, top=options.top)
+            check_model(path, metadata, explain=False, margin=margin is not None, boxed=True, top=options.top, log=log)
             inference = InferenceOptions(
                 batch=options.batch or default_batch(sessions[0]), workers=workers,
                 max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
                 decode_timeout=options.decode_timeout, top=options.top,
-                min_margin=None if margin is None else parse_min_margin(str(margin), path, metadata),
+                min_margin=None if margin is None else parse_min_margin(margin, path, metadata, log),
                 model_sha256=fingerprint_model(path)["sha256"],
             )  # fmt: skip
             served = start_model(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from opal_deploy.cli.console import print_line, print_message, progress
-from opal_deploy.cli.options import format_box_option
 from opal_deploy.errors import ExitCode
 from opal_deploy.options import parse_size
 
@@ -254,6 +253,8 @@ def _print_result(result: TrainResult) -> None:
         print_message(f"calibration: {result.calibration.describe()}")
     print_message(str(result.best))
     if result.config["data"]["crop"] == "boxes":
+        from opal_deploy.datasets.boxes import format_box_option
+
         boxes = format_box_option(result.config)
         print_message(f"it was trained on images cropped to boxes: give infer those of its images, such as {boxes}")
     print_message(f"next: opal-deploy export {result.best}")

@@ -9,8 +9,12 @@ Boxes are (x0, y0, x1, y1) in pixels of the image, as training crops to them.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from opal_deploy.datasets.cub import read_table
@@ -30,6 +34,20 @@ def find_box_file(root: Path) -> Path | None:
         return root / CUB_BOXES
     images, annotation = find_folders(root)
     return annotation if images.is_dir() and annotation.is_dir() else None
+
+
+def format_box_option(training: Mapping[str, Any]) -> str:
+    """Return the shell option `--boxes FILE` for the boxes that a model's training cropped to.
+
+    Args:
+        training: the training summary. If its data set has no such file here, FILE is a placeholder.
+    """
+    data = training.get("data")
+    root = data.get("root") if isinstance(data, dict) else None
+    file = None
+    with contextlib.suppress(OSError):
+        file = find_box_file(Path(root)) if isinstance(root, str) else None
+    return f"--boxes {shlex.quote(str(file or 'boxes.csv'))}"
 
 
 def is_cub_boxes(text: str) -> bool:

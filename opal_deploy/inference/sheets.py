@@ -1,9 +1,10 @@
-"""Evidence sheets from inference results: drawn from the outputs of the forward pass that answered, without another."""
+"""Evidence sheets of results, drawn from the outputs of the forward pass that made the prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from PIL import Image
 
@@ -11,14 +12,20 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.inference.decoding.prepare import content_sha256
+from opal_deploy.inference.options import InferOptions
+from opal_deploy.inference.setup import LoadedModel, fingerprint_file
 from opal_deploy.inference.types import Prepared, Result
 from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
 from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.atlas.exemplars import Exemplars, find_exemplars
+from opal_deploy.visualization.atlas.storage import ATLAS_FILE
+from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
 from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
 from opal_deploy.visualization.sheet.layout import layout_sheet
 from opal_deploy.visualization.sheet.rendering import Drawing, encode_png, encode_svg
-from opal_deploy.visualization.slot_names import SlotNames
+from opal_deploy.visualization.slot_names import SlotNames, read_slot_names
+
+_NAMES = "names.toml"
 
 
 @dataclass(frozen=True)
@@ -187,3 +194,94 @@ class _AlwaysAttention:
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         return self._session.run_with_attention(images)
+
+
+def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
+    """Load a model's atlas.
+
+    Args:
+        path: the model file.
+        metadata: the model's metadata.
+        model: name and digest of the model file, see `fingerprint_model`.
+        folder: the atlas.
+
+    Raises:
+        ArtifactError: the atlas does not exist or is damaged.
+        UsageError: the atlas was built with another model.
+    """
+    atlas = load_atlas_folder(folder)
+    atlas.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
+    return atlas
+
+
+def load_slot_names(metadata: Metadata, path: Path | None) -> SlotNames | None:
+    """Read the names of a model's slots; None without a file.
+
+    Raises:
+        UsageError: the file cannot be read, or does not fit the model.
+    """
+    return None if path is None else read_slot_names(path, metadata.class_names, metadata.prototypes_per_class)
+
+
+def find_names_file(path: Path | None, atlas: Path | None) -> Path | None:
+    """Return the file that names slots: `path`, else names.toml of the atlas where it has one."""
+    if path is None and atlas is not None and (atlas / _NAMES).is_file():
+        return atlas / _NAMES
+    return path
+
+
+@dataclass(frozen=True)
+class SheetSetup:
+    """The evidence sheets and slot names of a run.
+
+    Attributes:
+        builder: builds the sheets; None: none are drawn.
+        slot_names: names of slots; None: no slot has one.
+        sessions: have all outputs that the sheets show.
+        config: the part of run.json: given options only, so that a run without sheets does not depend on them.
+    """
+
+    builder: SheetBuilder | None
+    slot_names: SlotNames | None
+    sessions: list[Session]
+    config: dict[str, object]
+
+
+def prepare_sheets(model: LoadedModel, options: InferOptions, min_margin: float | None) -> SheetSetup:
+    """Check that the model can draw the sheets of a run, and read the files that belong to them.
+
+    Raises:
+        UsageError: the model has no single-cell evidence, no attention maps or no measured receptive field, or the
+            atlas or the names are another model's.
+        ArtifactError: the atlas does not exist or is damaged.
+    """
+    path, metadata, sessions = model.path, model.metadata, model.sessions
+    atlas = None if options.atlas is None else Path(options.atlas)
+    slot_names = None if options.slot_names is None else Path(options.slot_names)
+    sheets = options.sheets or options.heatmap or atlas is not None
+    config: dict[str, object] = {}
+    if options.receptive_field:
+        if not (options.explain or sheets):
+            raise UsageError("--receptive-field without --explain or --sheets: it would be drawn on nothing")
+        check_effective_field(metadata, str(path))
+        config["receptive_field"] = True
+    if not sheets and slot_names is None:
+        return SheetSetup(None, None, sessions, config)
+    check_exact_evidence(metadata, str(path))
+    if options.heatmap:
+        sessions = with_attention(sessions, str(path))
+    if sheets:
+        config |= {"sheets": True} | ({"heatmap": True} if options.heatmap else {})
+    loaded_atlas = None
+    if atlas is not None:
+        loaded_atlas = load_atlas(path, metadata, model.fingerprint, atlas)
+        # the file lists every patch with its digest
+        config["atlas"] = fingerprint_file(atlas / ATLAS_FILE)
+    slot_names = find_names_file(slot_names, atlas)
+    names = load_slot_names(metadata, slot_names)
+    if slot_names is not None:
+        config["slot_names"] = fingerprint_file(slot_names)
+    sheet_options = SheetOptions(
+        options.heatmap, loaded_atlas, names=names, min_margin=min_margin, fields=options.receptive_field
+    )
+    return SheetSetup(SheetBuilder(metadata, sheet_options) if sheets else None, names, sessions, config)

@@ -6,8 +6,15 @@ A device name is `auto`, `cpu`, `cuda` or `cuda:N`; a list of GPUs may be writte
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from opal_deploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from opal_deploy.runtime.session import Session
+
+# default batch sizes
+CPU_BATCH, GPU_BATCH = 8, 64
 
 _EXPECTED = "expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"
 
@@ -49,3 +56,20 @@ def split_devices(devices: str) -> list[str]:
     if not all(number.isdigit() for number in numbers) or len(set(numbers)) != len(numbers):
         raise UsageError(f"device {devices!r}: {_EXPECTED}")
     return [f"cuda:{number}" for number in numbers]
+
+
+def default_batch(session: Session) -> int:
+    """Return the default batch size for the device of a session."""
+    return CPU_BATCH if "on cpu" in session.description.lower() else GPU_BATCH
+
+
+def default_workers(cores: int | None = None) -> int:
+    """Return the default number of decode workers: all cores but two, at least two of them.
+
+    Two cores are left to the sessions' threads and to the thread that builds and writes records.
+
+    Args:
+        cores: None: all that this process may use.
+    """
+    cores = cores or available_cpus()
+    return max(cores - 2, min(cores, 2))

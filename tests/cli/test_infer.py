@@ -67,7 +67,7 @@ def test_failed_and_passed_over_files_are_counted(
         "2 error, 4 ok",
         f"not_an_image: 1 ({pictures}/bad.jpg)",
         f"empty_file: 1 ({pictures}/empty.jpg)",
-        "Passed over 1 files that are hidden or no images by name (notes\\x1b[31m.txt)",
+        "Skipped 1 hidden or non-image files (notes\\x1b[31m.txt)",
     ):
         assert text in done.stderr
     assert len(read_results(out)) == 6
@@ -118,11 +118,14 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer: Opal, pictures: Path,
         (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),
         (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
         (["in", "--device", "0,0"], "device '0,0': expected"),
-        (["in", "--report-images", "server"], "expected embed (in the page) or files"),
+        (
+            ["in", "--report-images", "server"],
+            "Invalid value for '--report-images': 'server' is not one of 'embed', 'files'",
+        ),
         (["in", "--labels", "none.csv"], "--labels none.csv: cannot be read"),
         (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
         (["in", "--max-errors", "5 %%"], "--max-errors '5 %%': expected a number of images, or a share such as 5%"),
-        (["in", "--decode", "slow"], "--decode 'slow': expected default, exact, fast"),
+        (["in", "--decode", "slow"], "Invalid value for '--decode': 'slow' is not one of 'default', 'exact', 'fast'"),
         ([os.fsdecode(b"a\nb\x1b(B\xff")], "a\\nb\\x1b(B\\udcff: no such file"),
     ],
 )
@@ -198,7 +201,7 @@ def test_what_models_without_single_cells_can_and_cannot_do(
 
 
 def test_a_bug_is_called_one(infer: Opal, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opal_deploy.inference.run.run.run", lambda *_, **__: {}["x\ny"])
+    monkeypatch.setattr("opal_deploy.inference.infer.run", lambda *_, **__: {}["x\ny"])
     done = infer(pictures)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
@@ -283,7 +286,7 @@ def test_everything_beside_the_records_agrees_with_them(
     correct = sum(r["truth"] == r["prediction"]["label"] for r in found if "prediction" in r and r["truth"] != "lion")
     assert f"Accuracy: {correct / 3:.2%} of 3 predictions" in done.stderr
     assert "1 labelled images failed and are not counted" in done.stderr
-    assert "2 images have a label that is no class of the model (lion)" in done.stderr
+    assert "2 images have a label that the model does not know (lion)" in done.stderr
 
     text = (tmp_path / "out/summary.json").read_text()
     document = json.loads(text)
@@ -303,7 +306,9 @@ def test_everything_beside_the_records_agrees_with_them(
     assert {"decode", "compute", "write"} <= {row["stage"] for row in document["time"]["stages"]}
     assert document["started"] <= document["ended"]
     # nobody's folders
-    assert document["command"].startswith("opal-deploy infer in --labels folders --format csv")
+    assert document["command"].startswith(
+        f"opal-deploy infer in --model {exact_model.name} --out out --labels folders --format csv"
+    )
     assert str(tmp_path) not in text
 
     with (tmp_path / "out/results.csv").open(encoding="utf-8", newline="") as stream:

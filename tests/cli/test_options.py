@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from opal_deploy.artifact.onnx_file import read_metadata
-from opal_deploy.cli.infer.setup import parse_min_margin
 from opal_deploy.cli.options import parse_rate
 from opal_deploy.errors import UsageError
+from opal_deploy.inference.setup import parse_min_margin
 from opal_deploy.statistics import choose_threshold, compute_risk_curve
 
 
@@ -48,7 +48,7 @@ def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model: Pa
     few = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
     for risk, message in (
         (few, r"20 validation images\); the smallest rate that works is 14%$"),
-        ({}, r"remembers no validation images.*--target-error 5%"),
+        ({}, r"has no validation images.*--target-error 5%"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_min_margin("5%", exact_model, replace(read_metadata(exact_model), risk=risk))

@@ -30,7 +30,7 @@ from opal_deploy.bench.pipeline.cases import Case, decode_images
 from opal_deploy.bench.pipeline.replay import HeldSession, ReplayDecoders, ReplaySession
 from opal_deploy.inference.decoding.pool import DecoderPool
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
-from opal_deploy.inference.run.drawing import ReportOptions
+from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.run import run
 from opal_deploy.inference.sources.items import Item
 from opal_deploy.inference.timing import ThreadRole

@@ -19,9 +19,9 @@ from typing import Any, Self
 import ray
 
 from opal_deploy._version import __version__
+from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.inference.cluster.model_files import local_model
 from opal_deploy.inference.cluster.shards import Shard
-from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
 from opal_deploy.inference.executor import predict_batches, release_each
 from opal_deploy.inference.run.backend import RunOptions

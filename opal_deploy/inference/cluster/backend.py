@@ -14,13 +14,13 @@ from typing import Any
 import ray
 from PIL import Image
 
+from opal_deploy.errors import ArtifactError
 from opal_deploy.inference.cluster.actor import ActorConfig
 from opal_deploy.inference.cluster.connection import ActorPlan
 from opal_deploy.inference.cluster.model_files import compute_digests, read_model_files
 from opal_deploy.inference.cluster.pool import ActorPool, NodeStatistics
 from opal_deploy.inference.cluster.scheduler import Scheduler
 from opal_deploy.inference.cluster.shards import make_shards
-from opal_deploy.errors import ArtifactError
 from opal_deploy.inference.run.backend import RunOptions
 from opal_deploy.inference.run.drawing import Thumbnails
 from opal_deploy.inference.timing import StageTimer
@@ -108,13 +108,13 @@ class RayBackend:
                 self._model.runtime,
                 self._model.cuda_graphs,
                 self._model.heatmap,
-                replace(options, out=out, print_message=_ignore),
+                replace(options, out=out, log=_ignore),
                 os.getcwd(),
                 visible,
                 Image.MAX_IMAGE_PIXELS,
             )
             del files
-            pool = self._pool = ActorPool(self._plan, config, options.print_message)
+            pool = self._pool = ActorPool(self._plan, config, options.log)
             scheduler = self._scheduler = Scheduler(
                 pool,
                 make_shards(requests, first, size, batch),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from opal_deploy.errors import UsageError, first_line, require
+from opal_deploy.logs import Log
+from opal_deploy.runtime.devices import CPU_BATCH, GPU_BATCH
 
 LOCAL = "local"
 _CONNECT_SECONDS = 10.0
@@ -55,8 +57,25 @@ class ActorPlan:
             return min(node.gpus, node.cpus // self.cpus)
         return node.cpus // self.cpus
 
+    @property
+    def default_batch(self) -> int:
+        """The default batch size of an actor."""
+        return GPU_BATCH if self.gpus else CPU_BATCH
+
     def __str__(self) -> str:
         return f"a GPU and {self.cpus} CPUs" if self.gpus else f"{self.cpus} CPUs"
+
+
+@contextmanager
+def open_cluster(address: str, cpus: int | None, log: Log) -> Iterator[ActorPlan]:
+    """Connect to a cluster while the block runs, and yield the size of its actors; see `connect` and `plan_actors`."""
+    with connect(address):
+        nodes = list_nodes()
+        plan = plan_actors(nodes, cpus)
+        places = [plan.count_places(node) for node in nodes]
+        no_gpu = "no GPU in the cluster: " if cpus is None and not plan.gpus else ""
+        log(f"Ray: {no_gpu}{sum(places)} actors of {plan} on {sum(map(bool, places))} of {len(nodes)} nodes")
+        yield plan
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from opal_deploy._version import __version__
+from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
 from opal_deploy.inference.cluster.actor import IN_FLIGHT, ActorConfig, ShardActor, ShardResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, list_nodes
 from opal_deploy.inference.cluster.shards import Shard
-from opal_deploy.errors import OpalError, StoppedEarly, UsageError, first_line
 
 # a place whose actors end before they answered anything is given up after so many
 _MAX_STARTS = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
+from opal_deploy.errors import OpalError
 from opal_deploy.inference.cluster.actor import IN_FLIGHT, ShardResult
 from opal_deploy.inference.cluster.pool import Actor, ActorPool
 from opal_deploy.inference.cluster.shards import Shard
-from opal_deploy.errors import OpalError
 from opal_deploy.inference.types import Request
 from opal_deploy.records.record import Record
 

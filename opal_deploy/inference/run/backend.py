@@ -14,11 +14,13 @@ from typing import Any, Protocol
 
 from opal_deploy.inference.decoding.pool import DecoderPool, Decoders
 from opal_deploy.inference.executor import predict_batches, release_each
-from opal_deploy.inference.run.drawing import Drawer, ReportOptions, Thumbnails
+from opal_deploy.inference.run.drawing import Drawer, Thumbnails
+from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.summary import ErrorLimit
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.logs import Log
 from opal_deploy.records.record import Record
 from opal_deploy.records.tables import Format
 from opal_deploy.runtime.session import Session
@@ -38,7 +40,7 @@ class RunOptions:
         max_errors: end the run when more images failed; None: never.
         resume: keep the records that are in `out`, and go on after them; else they are replaced.
         remote: where `out` is uploaded to: drawings are written there at once, and not to `out`; None: nowhere.
-        print_message: is called, from any thread, with what a person should know.
+        log: receives messages, from any thread.
     """
 
     out: Path
@@ -49,7 +51,7 @@ class RunOptions:
     max_errors: ErrorLimit | None = None
     resume: bool = False
     remote: RemoteFile | None = None
-    print_message: Callable[[str], None] = lambda _: None
+    log: Log = lambda _: None
 
     @property
     def drawings_out(self) -> Path | RemoteFile:
@@ -148,7 +150,7 @@ class LocalBackend:
         inference = options.inference_for_drawing
         with ExitStack() as stack:
             stream = predict_batches(
-                requests, self._sessions, inference, timer, options.print_message, self._open_decoders, first=first
+                requests, self._sessions, inference, timer, options.log, self._open_decoders, first=first
             )
             # or its threads would live as long as an exception's traceback
             batches = stack.enter_context(closing(stream))

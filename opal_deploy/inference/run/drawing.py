@@ -1,28 +1,22 @@
-"""The drawings of a run: overlays, evidence sheets, and the report that shows the overlays.
+"""The overlays and evidence sheets of a run.
 
-Overlays and sheets are drawn from the forward pass that made the record, in processes of their own: a drawing that
-crashes, takes too long or finds no memory costs the image its drawing, and its record says so. The report is written
-once the run is complete, from its records and the overlays on the disk, so that a run that was interrupted and resumed
-has the same report as one that ran through.
+They are drawn from the forward pass that made the record, in processes of their own: a drawing that crashes, takes too
+long or runs out of memory is missing from its record, which says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeAlias
 
-from opal_deploy.artifact.receptive_field import EffectiveField
-from opal_deploy.errors import ImageError, StoppedEarly, UsageError
+from opal_deploy.errors import UsageError
 from opal_deploy.inference.drawings import DrawingPool, DrawTask, Part
 from opal_deploy.inference.executor import prefetch, thread_pool
-from opal_deploy.inference.run.results import read_records
+from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run_files import (
     OVERLAYS,
-    REPORT,
-    RESULTS,
     SHEETS,
     overlay_name,
     remove_image_files,
@@ -32,45 +26,14 @@ from opal_deploy.inference.run_files import (
 from opal_deploy.inference.sheets import SheetBuilder
 from opal_deploy.inference.timing import StageTimer
 from opal_deploy.inference.types import InferenceOptions, Result
-from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Record
 from opal_deploy.storage.files import RemoteFile
-from opal_deploy.visualization.report import (
-    EMBED_LIMIT,
-    REPORT_LIMIT,
-    Fact,
-    ImageMode,
-    ReportWriter,
-    Thumbnail,
-    choose_image_mode,
-)
+from opal_deploy.visualization.report import EMBED_LIMIT, Thumbnail
 
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
-
 # kept in memory for the report, a few megabytes; later ones are made from the overlays on the disk
 _MAX_THUMBNAILS = 500
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """The content of report.html.
-
-    Attributes:
-        facts: (name, value) pairs about the run, below the head of the page.
-        evidence: what was measured of the model's evidence, at the head of the page; empty shows nothing.
-        field: the model's effective receptive field, which the page shows on demand; None where it is not known.
-        draw_field: draw it on the overlays, always.
-        limit: images shown; all are counted.
-        images: `embed` overlays in the page or show the `files` beside it; None: embed them where they are few.
-    """
-
-    facts: tuple[Fact, ...] = ()
-    limit: int = REPORT_LIMIT
-    images: ImageMode | None = None
-    evidence: str = ""
-    field: EffectiveField | None = None
-    draw_field: bool = False
 
 
 def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
@@ -170,59 +133,3 @@ class Drawer:
         if drawings.error is not None:
             record["drawing_error"] = drawings.error
         return record
-
-
-def write_report(
-    out: Path, options: ReportOptions, thumbnails: Thumbnails, drawings_out: Path | RemoteFile | None = None
-) -> None:
-    """Write report.html of the run in `out`.
-
-    Args:
-        out: the run directory.
-        options: the content.
-        thumbnails: those that are in memory; the others are made from the overlays that were written.
-        drawings_out: the run directory, or its URL, where overlays were written elsewhere than to `out`.
-
-    Raises:
-        StoppedEarly: the disk is full; everything else is there.
-    """
-    try:
-        images = options.images
-        if images is None:
-            images = choose_image_mode(min(options.limit, _count_lines(out / RESULTS)))
-        with ReportWriter(
-            out / REPORT,
-            title="OPAL explanations",
-            facts=options.facts,
-            limit=options.limit,
-            image_mode=images,
-            evidence=options.evidence,
-            field=None if options.draw_field else options.field,
-            folder=find_common_folder(record["image"] or "" for record in read_records(out / RESULTS)),
-        ) as writer:
-            for index, record in enumerate(read_records(out / RESULTS)):
-                name = record.get("overlay")
-                overlay: bytes | None = thumbnails.get(index)
-                if overlay is None and name is not None and writer.embeds_images:
-                    overlay = _read_overlay(drawings_out or out, name)
-                writer.add(record, overlay)
-    except OSError as error:
-        raise StoppedEarly(
-            f"the report cannot be written ({error.strerror or error}); make room and run again"
-        ) from None
-
-
-def _count_lines(path: Path) -> int:
-    with path.open("rb") as stream:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: stream.read(1 << 20), b""))
-
-
-def _read_overlay(out: Path | RemoteFile, name: str) -> bytes | None:
-    try:
-        if isinstance(out, Path):
-            return (out / name).read_bytes()
-        with out.child(name).open() as stream:
-            return stream.read()
-    except (OSError, ImageError):
-        # it was taken away; the card says that there is no image
-        return None

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from opal_deploy.inference.run.backend import Backend, RunOptions
-from opal_deploy.inference.run.drawing import Thumbnails, prepare_folders, write_report
+from opal_deploy.inference.run.drawing import Thumbnails, prepare_folders
 from opal_deploy.inference.run.interrupt import Interrupt
+from opal_deploy.inference.run.report import write_report
 from opal_deploy.inference.run.results import RecordWriter, ResumePoint, load_resume_point, read_records
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.run_files import RESULTS
@@ -25,7 +26,7 @@ def run(
     summary: Summary | None = None,
     interrupt: Interrupt | None = None,
     timer: StageTimer | None = None,
-    report_progress: Callable[[Summary], None] = lambda _: None,
+    report: Callable[[Summary], None] = lambda _: None,
 ) -> Summary:
     """Classify every image, and write exactly one record for each, in their order.
 
@@ -39,7 +40,7 @@ def run(
             one.
         interrupt: ends the run in good order when that is requested.
         timer: gets the times of every stage; None: a new one.
-        report_progress: is called after each write of records.
+        report: is called after each write of records.
 
     Raises:
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
@@ -83,7 +84,7 @@ def run(
                         summary.count(record)
                 if summary.seconds_to_first_record is None:
                     summary.seconds_to_first_record = time.perf_counter() - started
-                report_progress(summary)
+                report(summary)
                 _check_errors(options, summary)
         if not interrupt.stopped:
             if options.report is not None:
@@ -102,7 +103,7 @@ def _resume(requests: Iterator[Request], options: RunOptions, summary: Summary) 
     summary.resumed = resume_point.count
     if resume_point.count or resume_point.damaged:
         damage = f"; {resume_point.damaged} damaged bytes after them are dropped" if resume_point.damaged else ""
-        options.print_message(f"{options.drawings_out}: {resume_point.count} records are there already{damage}")
+        options.log(f"{options.drawings_out}: {resume_point.count} records are there already{damage}")
     return resume_point
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.timing import StageTimes
+from opal_deploy.logs import one_line
 from opal_deploy.records.record import Record
 
 # a percentage of fewer images says little
@@ -59,6 +61,20 @@ class Accuracy:
             self.correct += 1
         else:
             self.wrong += 1
+
+    def describe(self) -> Iterator[str]:
+        """Yield lines for a terminal."""
+        judged = self.correct + self.wrong
+        yield "Accuracy: " + (
+            "no prediction could be judged" if self.value is None else f"{self.value:.2%} of {judged} predictions"
+        )
+        if self.failed:
+            yield f"  {self.failed} labelled images failed and are not counted"
+        if self.unlabelled:
+            yield f"  {self.unlabelled} images have no label"
+        if self.unknown:
+            examples = one_line(", ".join(self.unknown_examples))
+            yield f"  {self.unknown} images have a label that the model does not know ({examples})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value that summary.json holds."""
@@ -132,6 +148,23 @@ class Summary:
             self.drawing_errors[record["drawing_error"]["code"]] += 1
         if self.accuracy is not None:
             self.accuracy.count(record)
+
+    def describe(self, rates: str = "") -> Iterator[str]:
+        """Yield lines for a terminal: counts, errors with examples, accuracy; `rates`: those of cluster nodes."""
+        rate = f", {self.images_per_second:.1f} images/s" if self.images_per_second else ""
+        counts = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
+        before = f" ({self.resumed} of them before)" if self.resumed else ""
+        yield f"{self.total} images{before} in {self.seconds:.1f} s{rate}: {counts or 'nothing to do'}"
+        if rates:
+            yield f"  {rates}"
+        for code, count in self.errors.most_common():
+            names = self.error_examples[code]
+            named = f" ({', '.join(names)}{', ...' if count > len(names) else ''})" if names else ""
+            yield f"  {code}: {count}{one_line(named)}"
+        for code, count in self.drawing_errors.most_common():
+            yield f"  predicted, but not drawn: {code}: {count}"
+        if self.accuracy is not None:
+            yield from self.accuracy.describe()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value that summary.json holds; classes by their number of predictions, the most first."""

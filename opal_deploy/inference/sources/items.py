@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from opal_deploy.errors import ImageError
+from opal_deploy.logs import one_line
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.records.names import escape_name
 from opal_deploy.storage.files import RemoteFile
@@ -113,6 +115,18 @@ class Skipped:
         self.folder_links += 1
         if len(self.folder_link_examples) < 3:
             self.folder_link_examples.append(path.name)
+
+    def describe(self) -> Iterator[str]:
+        """Yield a line for the files and one for the links, where there are any."""
+        if self.count:
+            examples = one_line(", ".join(self.examples))
+            yield f"Skipped {self.count} hidden or non-image files ({examples})"
+        if self.folder_links:
+            examples = one_line(", ".join(self.folder_link_examples))
+            yield (
+                "Links not followed, to a folder around them or to one whose images come under its own name: "
+                f"{self.folder_links} ({examples})"
+            )
 
     def merge(self, other: Skipped) -> None:
         """Add the files and links of another count."""

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.cluster.actor import IN_FLIGHT, ShardResult
 from opal_deploy.inference.cluster.connection import ActorPlan, Node, plan_actors
 from opal_deploy.inference.cluster.pool import Actor
 from opal_deploy.inference.cluster.scheduler import _WINDOW, Scheduler
 from opal_deploy.inference.cluster.shards import Shard, make_shards
-from opal_deploy.errors import ImageError, OpalError, StoppedEarly, UsageError
 from opal_deploy.inference.sources.items import FrameInfo
 from opal_deploy.inference.types import Request
 from opal_deploy.records.record import Record, error_record

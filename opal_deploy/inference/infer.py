@@ -1,0 +1,417 @@
+"""The public `run_inference`, which `opal-deploy infer` calls."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opal_deploy.artifact.files import check_sha256
+from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError
+from opal_deploy.inference.decoding.budget import raise_pillow_limit
+from opal_deploy.inference.inputs import Inputs
+from opal_deploy.inference.options import InferOptions
+from opal_deploy.inference.run.backend import Backend, LocalBackend, RunOptions
+from opal_deploy.inference.run.bucket import acquire_bucket_run_dir
+from opal_deploy.inference.run.directory import IMAGES, RunDirectory, acquire_run_dir
+from opal_deploy.inference.run.interrupt import Interrupt
+from opal_deploy.inference.run.report import ReportOptions, describe_evidence, report_facts
+from opal_deploy.inference.run.run import run
+from opal_deploy.inference.run.summary import Accuracy, ErrorLimit, Summary
+from opal_deploy.inference.run_files import OVERLAYS, REPORT, RESULTS, SHEETS, SUMMARY
+from opal_deploy.inference.setup import (
+    LoadedModel,
+    check_model,
+    find_default_model,
+    fingerprint_model,
+    load_model,
+    parse_min_margin,
+    prepare_batch_size,
+)
+from opal_deploy.inference.sheets import SheetSetup, prepare_sheets
+from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions
+from opal_deploy.options import StrPath, keywords, to_arguments
+from opal_deploy.preprocess.decode import Decoding
+from opal_deploy.records.tables import TABLES, Format, check_formats
+from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.select import read_model_metadata
+from opal_deploy.storage.files import RemoteFile
+from opal_deploy.storage.urls import is_url, redact
+from opal_deploy.storage.writing import parse_output
+
+if TYPE_CHECKING:
+    from opal_deploy.inference.api import Model
+    from opal_deploy.inference.cluster.connection import ActorPlan
+
+
+@dataclass(frozen=True)
+class InferenceRun:
+    """A complete run.
+
+    Attributes:
+        out: the run directory; a URL for one in a bucket.
+        summary: the document of summary.json: counts, accuracy, times, model and command.
+        lines: what the command prints about the run.
+    """
+
+    out: Path | str
+    summary: dict[str, Any]
+    lines: tuple[str, ...] = field(default=(), repr=False)
+    _files: frozenset[str] = field(default=frozenset(), repr=False)
+
+    @property
+    def records(self) -> Path | str:
+        """The file with one record per image, in input order."""
+        return self._path(RESULTS)
+
+    @property
+    def report(self) -> Path | str | None:
+        """The HTML page; None without `explain`."""
+        return self._path(REPORT) if REPORT in self._files else None
+
+    @property
+    def overlays(self) -> Path | str | None:
+        """The folder of overlays; None without `explain`. Each record names its own in `overlay`."""
+        return self._path(OVERLAYS) if REPORT in self._files else None
+
+    @property
+    def sheets(self) -> Path | str | None:
+        """The folder of evidence sheets; None without `sheets`. Each record names its own in `sheet`."""
+        return self._path(SHEETS) if SHEETS in self._files else None
+
+    @property
+    def tables(self) -> tuple[Path | str, ...]:
+        """The files of `formats`."""
+        return tuple(self._path(name) for name in TABLES.values() if name in self._files)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of images by status: `ok`, `abstained`, `error`."""
+        return dict(self.summary["statuses"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy against `labels`; None without labels."""
+        return None if self.summary["accuracy"] is None else self.summary["accuracy"]["accuracy"]
+
+    def _path(self, name: str) -> Path | str:
+        return self.out / name if isinstance(self.out, Path) else f"{self.out}/{name}"
+
+
+@keywords(InferOptions)
+def run_inference(
+    images: StrPath | Sequence[StrPath], model: StrPath | Model | None, options: InferOptions
+) -> InferenceRun:
+    """Classify images and explain the predictions, and write a run directory, as `opal-deploy infer` does.
+
+    The run directory holds results.jsonl with one record per image, and summary.json. Prints nothing. A run that ended
+    early, through an exception, KeyboardInterrupt or a killed process, continues when the same call is made again.
+
+    Args:
+        images: folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://,
+            https://); `-` or `@FILE` for a list; with `every` also videos.
+        model: an exported model, a checkpoint, or what `load` returned; None: the best model in the working directory.
+        options: see the keywords.
+
+    Returns:
+        The run, with the paths of its files. A run that was complete already is not computed again.
+
+    Raises:
+        UsageError: an input or an option is wrong, or `out` holds another run.
+        ArtifactError: the model does not exist or is damaged.
+        StoppedEarly: the disk is full, a device was lost, or more than `max_errors` images failed.
+        MissingExtra: an extra is not installed.
+        KeyboardInterrupt: the run was interrupted.
+    """
+    with ExitStack() as stack:
+        job = _prepare(images, model, options, stack)
+        if options.overwrite:
+            # a model that cannot be compiled must not remove an earlier run
+            job.compile()
+        with job.open_directory() as directory:
+            if directory.state == "finished":
+                return job.complete(directory)
+            if not options.overwrite:
+                job.compile()
+            return job.run(directory)
+
+
+def _prepare(
+    images: StrPath | Sequence[StrPath], model: StrPath | Model | None, options: InferOptions, stack: ExitStack
+) -> _Job:
+    """Check the call, open the model and find the first image; nothing is written."""
+    # everything that the call may have wrong is checked before the model is loaded
+    texts = [os.fspath(image) for image in ([images] if isinstance(images, str | os.PathLike) else images)]
+    inputs = Inputs.read(texts, options)
+    tables = check_formats(options.formats)
+    max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
+    out, remote = _parse_out(options)
+    _check_ray(options)
+    raise_pillow_limit(options.max_pixels)
+
+    plan = _open_cluster(options, stack)
+    loaded = _open_model(model, plan, options)
+    path, metadata = loaded.path, loaded.metadata
+    margin = options.min_margin
+    check_model(
+        path, metadata, explain=options.explain, margin=margin is not None, boxed=inputs.boxes is not None,
+        top=options.top, log=options.log,
+    )  # fmt: skip
+    margin = None if margin is None else parse_min_margin(margin, path, metadata, options.log)
+    sheets = prepare_sheets(loaded, options, margin)
+    backend: Backend = LocalBackend(sheets.sessions) if plan is None else _open_ray_backend(plan, loaded, options)
+    inference = InferenceOptions(
+        batch=options.batch or (default_batch(sheets.sessions[0]) if plan is None else plan.default_batch),
+        fixed_batch=True,
+        workers=options.workers or default_workers(None if plan is None else plan.cpus),
+        max_pixels=options.max_pixels,
+        decode=Decoding(options.decode),
+        isolate=options.isolate,
+        decode_timeout=options.decode_timeout or None,
+        top=options.top,
+        min_margin=margin,
+        model_sha256=loaded.fingerprint["sha256"],
+        slot_names=sheets.slot_names,
+    )
+    command = ["opal-deploy", "infer", *texts, *(["--model", str(path)] if model else [])]
+    return _Job(options, inputs, loaded, sheets, backend, inference, tables, max_errors, out, remote, command)
+
+
+@dataclass
+class _Job:
+    """A call that was checked, with everything that its run needs."""
+
+    options: InferOptions
+    inputs: Inputs
+    loaded: LoadedModel
+    sheets: SheetSetup
+    backend: Backend
+    inference: InferenceOptions
+    tables: tuple[Format, ...]
+    max_errors: ErrorLimit | None
+    out: Path | None
+    remote: RemoteFile | None
+    command: list[str]
+
+    def __post_init__(self) -> None:
+        self.skipped = Skipped()
+        # raises where there is no image
+        self.requests = self.inputs.build_requests(self.skipped)
+
+    def compile(self) -> None:
+        """Compile sessions that compile for a batch size."""
+        path, batch, options = self.loaded.path, self.inference.batch, self.options
+        prepare_batch_size(path, self.sheets.sessions, batch, options.runtime, options.log)
+
+    def open_directory(self) -> AbstractContextManager[RunDirectory]:
+        """Acquire the run directory, on this machine's disk or in a bucket."""
+        config, resume, overwrite = self._config(), self.options.resume, self.options.overwrite
+        if self.remote is not None:
+            return acquire_bucket_run_dir(self.remote, config, resume=resume, overwrite=overwrite)
+        return acquire_run_dir(self.out, config, resume=resume, overwrite=overwrite)
+
+    def _config(self) -> dict[str, Any]:
+        """Return the options that decide the records and drawings: a run with other ones is another run."""
+        inputs, options = self.inputs, self.options
+        return {
+            IMAGES: list(map(redact, inputs.images)),
+            "model": self.loaded.fingerprint,
+            "explain": options.explain,
+            "boxes": None if inputs.boxes is None else inputs.boxes.identity,
+            "labels": None if inputs.labels is None else inputs.labels.identity,
+            "min_margin": self.inference.min_margin,
+            "top": options.top,
+            "max_pixels": options.max_pixels,
+            "decode": options.decode,
+            "shard": "{}/{}".format(*inputs.shard) if inputs.shard[1] > 1 else None,
+            "recursive": options.recursive,
+            **self.sheets.config,
+            # its arithmetic is another, and on a GPU half precision
+            **({"runtime": options.runtime} if options.runtime == "compiled" else {}),
+            **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
+        }
+
+    def complete(self, directory: RunDirectory) -> InferenceRun:
+        """Return a run that was finished before, and write those of its tables that are missing."""
+        document, log = directory.read_summary(), self.options.log
+        log(
+            f"{directory.location}: this run is finished ({document['images']} images, ended {document['ended']}); "
+            "nothing is computed again, unless with --overwrite"
+        )
+        for kind in self.tables:
+            if not directory.has(TABLES[kind]):
+                directory.write_table(kind)
+                log(f"Table: {directory.location}/{TABLES[kind]}")
+        return self._result(directory, document, (f"Summary: {directory.location}/{SUMMARY}",))
+
+    def run(self, directory: RunDirectory) -> InferenceRun:
+        """Run, and write summary.json however the run ends."""
+        options, log, backend = self.options, self.options.log, self.backend
+        log(f"Explaining with {self.loaded.path} in {backend.description}, batches of {self.inference.batch}")
+        run_options = RunOptions(
+            directory.root,
+            self.inference,
+            report=self._plan_report() if options.explain else None,
+            sheets=self.sheets.builder,
+            formats=self.tables,
+            max_errors=self.max_errors,
+            resume=directory.state == "unfinished",
+            remote=self.remote,
+            log=log,
+        )
+        summary, interrupt, counter = Summary(), options.interrupt or Interrupt(), self.inputs.counter()
+        if self.inputs.labels is not None:
+            summary.accuracy = Accuracy(frozenset(self.loaded.metadata.class_names))
+        report = options.progress or (lambda done, total, note: None)
+
+        def report_progress(summary: Summary) -> None:
+            failed = summary.statuses["error"]
+            note = [backend.describe_progress(), f"{failed} failed" if failed else ""]
+            report(summary.total, counter.total, "; ".join(filter(None, note)))
+            directory.save_progress()
+
+        directory.write_config()
+        try:
+            # the total is reported before the first batch is done
+            with _fewer_collections(), counter.notify(lambda total: report(summary.total, total, "")):
+                run(self.requests, backend, run_options, summary=summary, interrupt=interrupt, report=report_progress)
+            if interrupt.stopped:
+                raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            self._write_early_summary(directory, summary, "interrupted")
+            log(f"Interrupted: {summary.total} records are in {directory.location}; {self._resume_hint()}")
+            raise
+        except StoppedEarly as error:
+            self._write_early_summary(directory, summary, str(error))
+            raise StoppedEarly(f"{error}; {self._resume_hint()}") from None
+        document = directory.write_summary(summary, self._context())
+        lines = (*summary.describe(backend.describe_progress()), *self.skipped.describe())
+        return self._result(directory, document, lines)
+
+    def _result(self, directory: RunDirectory, document: dict[str, Any], lines: tuple[str, ...]) -> InferenceRun:
+        files = {
+            RESULTS: "Records",
+            **{TABLES[kind]: "Table" for kind in self.tables},
+            **({SHEETS: "Sheets"} if self.sheets.builder is not None else {}),
+            **({REPORT: "Report"} if self.options.explain else {}),
+        }
+        if directory.state != "finished":
+            lines += tuple(f"{title}: {directory.location}/{name}" for name, title in files.items())
+        out = directory.root if self.remote is None else str(self.remote)
+        return InferenceRun(out, document, lines, frozenset(files))
+
+    def _plan_report(self) -> ReportOptions:
+        path, metadata, options = self.loaded.path, self.loaded.metadata, self.options
+        evidence = describe_evidence(path, metadata)
+        if evidence:
+            options.log(f"Evidence: {evidence}")
+            # the report may be handed on, and its reader has the model elsewhere
+            evidence = describe_evidence(Path(path.name), metadata)
+        facts = report_facts(path, metadata, self.backend.description, self._format_command(short=True))
+        return ReportOptions(
+            facts, options.report_limit, options.report_images, evidence, metadata.effective_field,
+            options.receptive_field,
+        )  # fmt: skip
+
+    def _context(self) -> dict[str, Any]:
+        """Return what summary.json holds beside its counts."""
+        runtime = {"runtime": self.backend.description, **self.backend.summarize()}
+        return {"model": self.loaded.fingerprint, **runtime, "command": self._format_command(short=True)}
+
+    def _write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
+        """Write summary.json of a run that ended early, if the disk has space for it."""
+        with contextlib.suppress(UsageError, StoppedEarly):
+            directory.write_summary(summary, self._context(), stopped)
+
+    def _resume_hint(self) -> str:
+        """Return how to resume the run: with the same command, unless that would begin a new run."""
+        restarts = self.options.overwrite or not self.options.resume
+        command = self._format_command(replace(self.options, overwrite=False, resume=True))
+        return f"resume with: {command}" if restarts else f"the same command resumes: {command}"
+
+    def _format_command(self, options: InferOptions | None = None, *, short: bool = False) -> str:
+        """Return the shell command for this run; `short`: absolute paths as their last part, without folders."""
+        arguments = [*self.command, *to_arguments(options or self.options)]
+        if short:
+            arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+        return redact(shlex.join(arguments))
+
+
+@contextlib.contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """Let the garbage collector look through the records less often: they are freed without it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def _parse_out(options: InferOptions) -> tuple[Path | None, RemoteFile | None]:
+    """Return the run directory as a path or as a URL; neither where none was given."""
+    if options.out is None:
+        if options.overwrite:
+            raise UsageError("--overwrite without --out: give the folder whose run is to be replaced")
+        return None, None
+    out = os.fspath(options.out)
+    return (None, parse_output(out)) if is_url(out) else (Path(out), None)
+
+
+def _open_model(model: StrPath | Model | None, plan: ActorPlan | None, options: InferOptions) -> LoadedModel:
+    """Open a model; one that the actors of a cluster open is only described."""
+    if not (model is None or isinstance(model, str | os.PathLike)):
+        if model.path is None or model.sha256 is None or plan is not None:
+            raise UsageError("model: an open model without a file, or with --ray; give the path of the model file")
+        fingerprint = {"file": model.path.name, "sha256": model.sha256}
+        return LoadedModel(model.path, model.sessions, fingerprint, model.metadata)
+    path = None if model is None else Path(model)
+    if plan is None:
+        return load_model(
+            path, device=options.device, threads=options.threads, cuda_graphs=options.cuda_graphs,
+            expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log,
+        )  # fmt: skip
+    path = path or find_default_model("auto" if plan.gpus else "cpu", options.runtime, options.log)
+    if not path.is_file():
+        raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
+    if options.expect_sha256 is not None:
+        check_sha256(path, options.expect_sha256)
+    return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
+
+
+def _check_ray(options: InferOptions) -> None:
+    if options.ray is None and options.ray_cpus is not None:
+        raise UsageError("--ray-cpus without --ray: it is the size of a Ray actor; give --ray local, auto or HOST:PORT")
+    if options.ray is not None and options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} with --ray: every actor has one GPU, or with --ray-cpus N that many CPUs; "
+            "leave out --device"
+        )
+    if options.ray is not None and options.every is not None:
+        raise UsageError("--every with --ray: videos are decoded on one machine; leave out --ray")
+
+
+def _open_cluster(options: InferOptions, stack: ExitStack) -> ActorPlan | None:
+    """Connect to the cluster of `ray` until the stack is closed, and return the size of its actors."""
+    if options.ray is None:
+        return None
+    from opal_deploy.inference.cluster.connection import open_cluster
+
+    return stack.enter_context(open_cluster(options.ray, options.ray_cpus, options.log))
+
+
+def _open_ray_backend(plan: ActorPlan, loaded: LoadedModel, options: InferOptions) -> Backend:
+    from opal_deploy.inference.cluster.backend import ModelOptions, RayBackend
+
+    model = ModelOptions(
+        loaded.path, loaded.fingerprint["sha256"], options.runtime, options.threads, options.cuda_graphs,
+        options.heatmap,
+    )  # fmt: skip
+    return RayBackend(plan, model, [] if options.atlas is None else [Path(options.atlas)])

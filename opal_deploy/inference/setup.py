@@ -1,0 +1,196 @@
+"""Open the model of a command or a run, and check that it can do what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from opal_deploy.artifact.files import check_sha256, compute_sha256
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import UsageError
+from opal_deploy.logs import Log, log_line
+from opal_deploy.options import RuntimeName, parse_rate
+
+if TYPE_CHECKING:
+    from opal_deploy.artifact.engine_file import Sidecar
+    from opal_deploy.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in its runtime.
+
+    Attributes:
+        path: the model file.
+        sessions: one per device; none where the actors of a cluster open the model.
+        fingerprint: name and digest of the file.
+        metadata: the model's metadata.
+    """
+
+    path: Path
+    sessions: list[Session]
+    fingerprint: dict[str, str]
+    metadata: Metadata
+
+
+def load_model(
+    path: Path | None,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    cuda_graphs: bool = False,
+    expect_sha256: str | None = None,
+    runtime: RuntimeName = "auto",
+    log: Log = log_line,
+) -> LoadedModel:
+    """Open the model on its devices; without a path, the best one of the working directory.
+
+    Raises:
+        ArtifactError: the model does not exist, is damaged, or its digest is not `expect_sha256`.
+        UsageError: the device does not exist, or the runtime does not run such a model.
+        MissingExtra: the runtime is not installed.
+    """
+    from opal_deploy.runtime.select import open_sessions
+
+    path = path or find_default_model(device, runtime, log)
+    if expect_sha256 is not None:
+        check_sha256(path, expect_sha256)
+    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
+    return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
+
+
+def prepare_batch_size(
+    path: Path, sessions: Sequence[Session], size: int, runtime: RuntimeName, log: Log = log_line
+) -> None:
+    """Let sessions that compile for a batch size do so; log it where it takes a minute.
+
+    Raises:
+        UsageError: nothing can be compiled here. VerificationError: the compiled model computes something else.
+    """
+    from opal_deploy.runtime.session import PaddingSession
+
+    if runtime == "compiled":
+        log(f"Compiling {path} for batches of {size}, and checking the result")
+    for session in sessions:
+        if isinstance(session, PaddingSession):
+            session.add_batch_size(size)
+
+
+def find_default_model(device: str, runtime: RuntimeName = "auto", log: Log = log_line) -> Path:
+    """Return the best model that this machine and runtime can run, and log which one and why.
+
+    Looks at the models of the working directory or, if it has none, at those of the newest run below `runs`.
+    """
+    from opal_deploy.runtime.onnx_session import cuda_is_usable
+    from opal_deploy.runtime.select import find_model, find_newest_run
+    from opal_deploy.runtime.tensorrt.compatibility import find_incompatibility_here
+
+    # of several devices the first stands for all: a session refuses devices of another kind
+    number = device.split(",")[0].rpartition(":")[2]
+    index = int(number) if number.isdigit() else 0
+
+    def check_engine(sidecar: Sidecar) -> str:
+        if device == "cpu":
+            return "an engine runs on a GPU, and --device is cpu"
+        return find_incompatibility_here(sidecar, index)
+
+    gpu = device != "cpu" and cuda_is_usable()
+    run = find_newest_run(Path())
+    folder, prefix, origin = (Path(), "", "") if run is None else (run, "best.", "of the newest run in runs; ")
+    choice = find_model(folder, gpu=gpu, check_engine=check_engine, runtime=runtime, prefix=prefix)
+    log(f"Model: {choice.path} ({origin}{choice.reason})")
+    return choice.path
+
+
+def check_model(
+    path: Path, metadata: Metadata, *, explain: bool, margin: bool, boxed: bool, top: int, log: Log = log_line
+) -> None:
+    """Check that the model has what the call needs, and log what limits its use.
+
+    Args:
+        path: the model file.
+        metadata: the model's metadata.
+        explain: overlays are drawn.
+        margin: predictions abstain by their margin.
+        boxed: images are cropped to boxes.
+        top: classes to list in each record.
+        log: receives the cautions.
+
+    Raises:
+        UsageError: the model has no evidence or no margins, or lists fewer classes than asked for.
+    """
+    if metadata.max_top < min(top, metadata.num_classes):
+        raise UsageError(
+            f"{path}: it lists {metadata.max_top} of {metadata.num_classes} classes; give --top {metadata.max_top}, or "
+            f"a file that lists more: opal-deploy export {metadata.checkpoint_name} --outputs topk --top-k {top}"
+        )
+    if metadata.evidence == "none" and explain:
+        raise UsageError(
+            f"{path}: it has no anchors, so a dense layer mixes all channels and no evidence can be shown; "
+            "leave out --explain, or train the OPAL head"
+        )
+    if metadata.evidence == "none" and margin:
+        raise UsageError(f"{path}: it has no cosines, so no margin; leave out --min-margin")
+    if metadata.evidence == "map" and explain:
+        log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
+    log_cautions(metadata, boxed=boxed, log=log)
+
+
+def log_cautions(metadata: Metadata, *, boxed: bool, log: Log = log_line) -> None:
+    """Log what limits the use of a model's predictions: the model is unverified, or was trained on crops."""
+    from opal_deploy.datasets.boxes import format_box_option
+
+    if metadata.unverified:
+        log(f"NOT VERIFIED: this model was {metadata.unverified}; its outputs were never compared with the reference")
+    if metadata.crop == "boxes" and not boxed:
+        log(
+            "This model was trained on images cropped to boxes; expect lower accuracy without them: give "
+            f"{format_box_option(metadata.training)}"
+        )
+
+
+def parse_min_margin(value: float | str, path: Path, metadata: Metadata, log: Log = log_line) -> float:
+    """Return the margin below which predictions abstain: a number, or the one that keeps an error rate such as `5%`.
+
+    Raises:
+        UsageError: the text is neither, or the model has too few validation images for that rate.
+    """
+    text = str(value)
+    if not text.strip().endswith("%"):
+        try:
+            return float(text)
+        except ValueError:
+            raise UsageError(
+                f"--min-margin {text!r}: expected a margin such as 0.05, or an error rate such as 5%"
+            ) from None
+    from opal_deploy.statistics import choose_threshold, smallest_target
+
+    rate = parse_rate("--min-margin", text)
+    if not metadata.risk:
+        raise UsageError(
+            f"--min-margin {text}: {path} has no validation images to choose a margin by; choose one with "
+            f"`opal-deploy evaluate DATA --model {path} --target-error {text}`, and give that"
+        )
+    chosen = choose_threshold(metadata.risk, rate)
+    if chosen.min_margin is None:
+        smallest = smallest_target(metadata.risk)
+        advice = "give a margin" if smallest is None else f"the smallest rate that works is {100 * smallest:g}%"
+        raise UsageError(f"--min-margin {text}: {chosen.reason} ({chosen.images} validation images); {advice}")
+    log(
+        f"Abstaining below margin {chosen.min_margin:.4g}: on {chosen.images} validation images it answers "
+        f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; error rate at most {chosen.bound:.2%} with "
+        f"{chosen.confidence:.0%} confidence"
+    )
+    return chosen.min_margin
+
+
+def fingerprint_model(path: Path) -> dict[str, str]:
+    """Return the name and sha256 of a model file."""
+    return {"file": path.name, "sha256": compute_sha256(path)}
+
+
+def fingerprint_file(path: Path) -> str:
+    """Return the name and sha256 of a file as run.json holds them."""
+    return f"{path.name}, sha256 {compute_sha256(path)}"

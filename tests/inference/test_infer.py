@@ -1,0 +1,76 @@
+"""`run_inference`: the same run directory as the command's, resumed after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import opal_deploy
+from tests.conftest import Opal, PictureFolder
+
+TIMES = ("started", "ended", "resumed", "seconds", "seconds_to_first_record", "images_per_second", "time", "new_images")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_pictures: PictureFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    make_pictures(tmp_path / "in", 12)
+    (tmp_path / "in/bad.jpg").write_bytes(b"no")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read_run(out: Path) -> dict[str, bytes]:
+    """Return the files of a run, without times."""
+    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
+    for name in ("run.json", "summary.json"):
+        document = json.loads(files[name])
+        files[name] = json.dumps({key: value for key, value in document.items() if key not in TIMES}).encode()
+    return files
+
+
+def test_it_writes_what_the_command_writes_also_after_an_interruption(
+    folder: Path, exact_model: Path, opal: Opal
+) -> None:
+    options = ["--out", "out", "--explain", "--sheets", "--labels", "folders", "--format", "csv", "--batch", "2"]
+    done = opal("infer", "in", "--model", exact_model, *options, "--threads", "1", "--report-images", "files")
+    assert done.returncode == 3, done.stderr
+    expected = read_run(folder / "out")
+    (folder / "out").rename(folder / "command")
+
+    def stop(done: int, total: int | None, note: str) -> None:
+        if done >= 4:
+            raise KeyboardInterrupt
+
+    lines: list[str] = []
+
+    def call(**more: object) -> opal_deploy.InferenceRun:
+        return opal_deploy.run_inference(
+            "in", exact_model, out="out", explain=True, sheets=True, labels="folders", formats=["csv"], batch=2,
+            threads=1, report_images="files", log=lines.append, **more,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        call(progress=stop)
+    assert "records are in out; the same command resumes: opal-deploy infer in --model" in lines[-1]
+    run = call()
+    assert read_run(folder / "out") == expected
+    assert run.counts == {"error": 1, "ok": 12}
+    assert (run.records, run.report, run.sheets) == (
+        Path("out/results.jsonl"),
+        Path("out/report.html"),
+        Path("out/sheets"),
+    )
+    assert run.tables == (Path("out/results.csv"),)
+    assert run.accuracy is None
+    assert run.summary == call().summary
+    assert "this run is finished" in lines[-1]
+
+
+def test_an_open_model_runs_too(folder: Path, exact_model: Path) -> None:
+    model = opal_deploy.load(exact_model, device="cpu", threads=1)
+    run = opal_deploy.run_inference(["in/000.png", Path("in/001.png")], model, min_margin=2.0)
+    assert (run.out, run.counts, run.report) == (Path("explanations"), {"abstained": 2}, None)
+    with pytest.raises(opal_deploy.UsageError, match="top 0: expected at least 1"):
+        opal_deploy.run_inference("in", model, top=0)
