@@ -27,6 +27,8 @@ def no_log(line: str) -> None:
 
 def no_progress(done: int, total: int | None, note: str) -> None:
     """Report nothing."""
+
+
 def one_line(text: str) -> str:
     """Return text fit for one line of a terminal: characters that do not print are escaped, as in \\x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
