@@ -88,7 +88,7 @@ def test_images_of_any_kind(model: Model, images: list[Path], kind: str) -> None
         expected["image"] = None
     if kind in ("PIL", "array"):
         # pixels have no file
-        expected["file_sha256"] = None
+        expected["image_sha256"] = None
     assert record == expected
     # one image is a record, many are a list
     assert model.explain([as_(kind, images[0])]) == [record]

@@ -191,7 +191,7 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
             kind = "margin"
         else:
             kind = "same"
-    digests = old.get("file_sha256"), new.get("file_sha256")
+    digests = old.get("image_sha256"), new.get("image_sha256")
     return ImageChange(
         new["image"] or "", new.get("image_index"), kind, before, after, moved, slots, largest, margin,
         file_changed=None not in digests and digests[0] != digests[1],

@@ -99,7 +99,7 @@ class RecordSources:
             # files of one name are one file
             if len(same) == 1 or all(item.content is None for item in same):
                 return same[0]
-            digest = record.get("file_sha256")
+            digest = record.get("image_sha256")
             return next((item for item in same if _hash(item) == digest), same[0])
         moved = self._by_index.get(index) if isinstance(index, int) else None
         if moved is None:

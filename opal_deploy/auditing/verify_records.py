@@ -240,12 +240,12 @@ def _compare(
     if recorded["status"] == "error" and recorded["error"].get("code") == _UNSUPPORTED and "error" not in computed:
         report.not_repeatable += 1
         return
-    if recorded.get("file_sha256") != computed.get("file_sha256"):
-        digest = FieldDifference("file_sha256", recorded.get("file_sha256"), computed.get("file_sha256"))
+    if recorded.get("image_sha256") != computed.get("image_sha256"):
+        digest = FieldDifference("image_sha256", recorded.get("image_sha256"), computed.get("image_sha256"))
         code = computed["error"]["code"] if "error" in computed else ""
         if code == "not_found":
             why = "the image is not there"
-        elif computed.get("file_sha256") is None:
+        elif computed.get("image_sha256") is None:
             why = f"the image cannot be read now ({code})"
         else:
             why = "the image is another one than was explained"

@@ -166,7 +166,7 @@ def collect_images(
 
     for result in predict_stream(requests, sessions, replace(options, keep_images=True)):
         record, prepared = result.record, result.prepared
-        source, sha256 = prepared.request.source, prepared.file_sha256
+        source, sha256 = prepared.request.source, prepared.image_sha256
         if sha256 is None and "error" not in record:
             try:
                 sha256 = content_sha256(source)

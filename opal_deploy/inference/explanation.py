@@ -136,7 +136,7 @@ def load_record_image(record: Record, source: Source, max_pixels: int = MAX_PIXE
         return None
     try:
         data, digest = read_small_file(source)
-        if digest is None or digest != record.get("file_sha256"):
+        if digest is None or digest != record.get("image_sha256"):
             return None
         image = decode(data, max_pixels=max_pixels)
     except ImageError:

@@ -217,12 +217,12 @@ class BatchPredictor:
 
     def _build_info(self, prepared: Prepared) -> ImageInfo:
         request = prepared.request
-        digests = Digests(prepared.file_sha256, self._options.model_sha256)
+        digests = Digests(prepared.image_sha256, self._options.model_sha256)
         geometry = cast(Geometry, prepared.geometry)
         return ImageInfo(request.name, geometry, digests, request.truth, request.index, _frame_place(request))
 
     def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
-        request, digests = prepared.request, Digests(prepared.file_sha256, self._options.model_sha256)
+        request, digests = prepared.request, Digests(prepared.image_sha256, self._options.model_sha256)
         return error_record(
             request.name, error.code, str(error), digests=digests, truth=request.truth, index=request.index,
             frame=_frame_place(request),

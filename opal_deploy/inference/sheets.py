@@ -110,7 +110,7 @@ class SheetBuilder:
 
     def _find_exemplars(self, atlas: Atlas, content: SheetContent, result: Result) -> Exemplars:
         prepared, predicted = result.prepared, content.predicted
-        own = {prepared.file_sha256 or content_sha256(prepared.request.source), content.image or ""}
+        own = {prepared.image_sha256 or content_sha256(prepared.request.source), content.image or ""}
         slots = [slot.slot for slot in predicted.slots]
         return find_exemplars(atlas, predicted.class_id, slots, exclude=own, rows=self._options.exemplar_rows)
 

@@ -130,7 +130,7 @@ class Prepared:
         image: the whole oriented image, RGB, reduced by `to_display`; None without `keep_images`, and where memory did
             not suffice for it.
         error: the reason why it cannot be classified; None where it can.
-        file_sha256: hex digest of the file's bytes; None for an image without a file, and for a file that cannot be
+        image_sha256: hex digest of the file's bytes; None for an image without a file, and for a file that cannot be
             read or is too large.
     """
 
@@ -139,7 +139,7 @@ class Prepared:
     pixels: Pixels | None = None
     image: Image.Image | None = None
     error: ImageError | None = None
-    file_sha256: str | None = None
+    image_sha256: str | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ SlotName: TypeAlias = Callable[[int, int], str | None]
 class Digests(NamedTuple):
     """Hex sha256 of an image's file and of the model's file; None where there is no file, or it was not hashed."""
 
-    file_sha256: str | None
+    image_sha256: str | None
     model_sha256: str | None
 
 
@@ -88,7 +88,7 @@ class Record(TypedDict):
             other record has it. Only in records of `infer`.
         frame: of a frame of a video, the number of frames before it.
         time: of a frame of a video, its seconds after the first frame; None where the video has no time stamps.
-        file_sha256: digest of the bytes of the image's file, or of the video that it is a frame of; None without
+        image_sha256: digest of the bytes of the image's file, or of the video that it is a frame of; None without
             a file, or where it cannot be read or is too large.
         model_sha256: digest of the model's file; None for a session without a file.
         width, height: pixels of the whole image as a viewer shows it.
@@ -106,7 +106,7 @@ class Record(TypedDict):
     status: Status
     frame: NotRequired[int]
     time: NotRequired[float | None]
-    file_sha256: NotRequired[str | None]
+    image_sha256: NotRequired[str | None]
     model_sha256: NotRequired[str | None]
     width: NotRequired[int]
     height: NotRequired[int]
@@ -283,5 +283,5 @@ def _start_record(
     if frame is not None:
         record["frame"], record["time"] = frame
     if digests is not None:
-        record["file_sha256"], record["model_sha256"] = digests.file_sha256, digests.model_sha256
+        record["image_sha256"], record["model_sha256"] = digests.image_sha256, digests.model_sha256
     return record

@@ -26,7 +26,7 @@ def record(name, label="ash", margin=0.5, **changes):
          "box": [10.0 * s, 0.0, 10.0 * s + 10, 10.0]}
         for s in range(2)
     ]  # fmt: skip
-    made = {"schema": 1, "image": name, "status": "ok", "file_sha256": "0" * 64, "width": 40, "height": 40,
+    made = {"schema": 1, "image": name, "status": "ok", "image_sha256": "0" * 64, "width": 40, "height": 40,
             "prediction": answer, "margin": margin, "top": [answer], "evidence": slots}  # fmt: skip
     return copy.deepcopy({**made, **changes})
 
@@ -103,7 +103,7 @@ def test_images_are_paired_by_name_and_classes_by_label(tmp_path):
         slot["channel"] += 14
     assert kinds(compare(tmp_path, [record("a")], [other])) == {"same": 1}
     # another file under the same name
-    report = compare(tmp_path, [record("a")], [record("a", "birch", file_sha256="1" * 64)])
+    report = compare(tmp_path, [record("a")], [record("a", "birch", image_sha256="1" * 64)])
     assert report.file_changed == 1
     assert "the image is another" in str(report.worst[0][0])
 

@@ -146,7 +146,7 @@ def test_a_truth_is_checked_where_labels_are_given(verify, records, folder):
 
 def test_an_error_of_a_busy_machine_need_not_happen_again(verify, answered):
     late = {key: answered[key] for key in ("schema", "image", "model_sha256")}
-    late |= {"status": "error", "file_sha256": None, "error": {"code": "decode_timeout", "message": "30 s"}}
+    late |= {"status": "error", "image_sha256": None, "error": {"code": "decode_timeout", "message": "30 s"}}
     # HEIC is read where pi-heif is installed
     unread = {**late, "error": {"code": "unsupported_image", "message": "a HEIC image"}}
     report = verify([late, unread])
@@ -158,7 +158,7 @@ def test_a_broken_image_may_have_had_another_message_and_code_for_it(verify, ans
     data = b"\x89PNG, and no more"
     (tmp_path / "a.png").write_bytes(data)
     record = {"schema": 1, "image": str(tmp_path / "a.png"), "status": "error"}
-    record |= {"file_sha256": hashlib.sha256(data).hexdigest(), "model_sha256": answered["model_sha256"]}
+    record |= {"image_sha256": hashlib.sha256(data).hexdigest(), "model_sha256": answered["model_sha256"]}
     report = verify([{**record, "error": {"code": code, "message": "OSError: of an earlier version"}}])
     assert report.different == different, report.findings
 

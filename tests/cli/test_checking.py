@@ -46,7 +46,7 @@ def other_model(exact_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_a_runs_records_are_what_its_model_computes(opal: Opal, run: Path, exact_model: Path) -> None:
     sha256 = compute_sha256(exact_model)
     lines = read_results(run / "explanations")
-    assert [line["file_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
+    assert [line["image_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
     assert {line["model_sha256"] for line in lines} == {sha256}
     assert json.loads((run / "explanations/summary.json").read_text())["model"]["sha256"] == sha256
     done = opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run)
@@ -118,7 +118,7 @@ def test_images_of_one_name_are_told_apart(
         done = opal("verify", out, *given, *options, cwd=cwd)
         assert done.returncode == 0, done.stderr
     # a member that is another one now
-    results[0]["file_sha256"] = "0" * 64
+    results[0]["image_sha256"] = "0" * 64
     out.write_text(json.dumps(results[0]) + "\n")
     done = opal("verify", out, *images, *options, cwd=archived)
     assert done.returncode == 4, done.stderr

@@ -41,7 +41,7 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(
     assert [record.get("time") for record in records] == [0, 1, 2, 0, 1, None, None]
     assert [record.get("truth") for record in records] == ["ash"] * 3 + [None, "birch", None, None]
     assert records[5]["error"]["code"] == "truncated_video"
-    assert len({record["file_sha256"] for record in records}) == 3
+    assert len({record["image_sha256"] for record in records}) == 3
     assert (tmp_path / "out" / records[1]["overlay"]).name == "000001-a.mp4_frame_000010.jpg"
     checked = call("verify", "out", "--all")
     assert "7 of 7 are what the model computes" in checked.stderr, checked.stderr
@@ -49,7 +49,7 @@ def test_each_chosen_frame_has_a_record_that_can_be_verified(
     assert call("infer", "in/a.mp4#frame=20", "--out", "one").returncode == 0
     (one,) = read_results(tmp_path / "one")
     assert one["prediction"]["label"] == records[2]["prediction"]["label"]
-    assert (one["frame"], one["time"], one["file_sha256"]) == (20, 2, records[2]["file_sha256"])
+    assert (one["frame"], one["time"], one["image_sha256"]) == (20, 2, records[2]["image_sha256"])
     assert call("explain", "in/a.mp4#frame=000020").returncode == 0
     assert (tmp_path / "a.frame-000020.evidence.png").stat().st_size
 

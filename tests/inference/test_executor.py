@@ -210,7 +210,7 @@ def test_an_error_of_one_image_is_its_record_and_costs_the_others_nothing(monkey
     records = predict([*shades(range(4)), no_box], wrap(BrightSession(), id, overflow), batch=5)
     assert [code(record) for record in records] == [None, "not_finite", "too_many_pixels", None, "no_box"]
     assert json.dumps(records[4]) == (
-        '{"schema": 1, "image": "a", "status": "error", "file_sha256": null, "model_sha256": null,'
+        '{"schema": 1, "image": "a", "status": "error", "image_sha256": null, "model_sha256": null,'
         ' "error": {"code": "no_box", "message": "boxes.csv has no box for it"}, "truth": "oak"}'
     )
 

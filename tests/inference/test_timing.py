@@ -14,7 +14,7 @@ from PIL import Image
 
 from opal_deploy.inference import timing
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
-from opal_deploy.inference.run.drawing import ReportOptions
+from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.timing import NO_OP_TIMER, StageTimer, StageTimes

@@ -29,7 +29,7 @@ OK = {
     "schema": 1,
     "image": "a\\\\b.jpg",
     "status": "ok",
-    "file_sha256": "0" * 64,
+    "image_sha256": "0" * 64,
     "model_sha256": "f" * 64,
     "width": 200,
     "height": 50,
@@ -140,7 +140,7 @@ def test_pandas_has_a_row_an_image_or_a_row_a_slot():
     columns, rows = to_table([OK, FAILED])
     assert columns == [*COLUMNS, *LISTS]
     assert [row["label"] for row in rows] == [LABEL, None]
-    assert [row["file_sha256"] for row in rows] == ["0" * 64, None]
+    assert [row["image_sha256"] for row in rows] == ["0" * 64, None]
     columns, rows = to_table(RECORDS, "evidence")
     assert [[row[name] for name in ("slot", "row", "col", "x0", "name")] for row in rows] == [
         [0, 0, 1, 50.0, None],

@@ -12,11 +12,11 @@ from opal_deploy.records.schema import KINDS, json_schema, schema_text
 ANSWER = {"class_id": 0, "label": "ash", "logit": -0.5, "cosine": 0.875, "calibrated_probability": 0.75}
 SLOT = {"slot": 0, "channel": 0, "cell": [0, 1], "score": 0.5, "contribution": 0.875, "box": [1.0, 0.0, 2.0, 1.0]}
 OK = {
-    "schema": 1, "image": "a.jpg", "status": "ok", "file_sha256": "0" * 64, "model_sha256": "f" * 64, "width": 4,
+    "schema": 1, "image": "a.jpg", "status": "ok", "image_sha256": "0" * 64, "model_sha256": "f" * 64, "width": 4,
     "height": 3, "prediction": ANSWER, "margin": 0.5, "top": [ANSWER], "evidence": [SLOT],
 }  # fmt: skip
 FAILED = {
-    "schema": 1, "image": None, "status": "error", "file_sha256": None, "model_sha256": None,
+    "schema": 1, "image": None, "status": "error", "image_sha256": None, "model_sha256": None,
     "error": {"code": "not_found", "message": "no such file"},
 }  # fmt: skip
 
@@ -69,7 +69,7 @@ BAD = {
     "an answer with an error": {**OK, "error": FAILED["error"]},
     "another schema": {**OK, "schema": 2},
     "another status": {**OK, "status": "fine"},
-    "no digest": {**OK, "file_sha256": "0" * 63},
+    "no digest": {**OK, "image_sha256": "0" * 63},
     "a cell of three": {**OK, "evidence": [{**SLOT, "cell": [0, 1, 2]}]},
     "a box of text": {**OK, "evidence": [{**SLOT, "box": ["1", 0.0, 2.0, 1.0]}]},
 }  # fmt: skip

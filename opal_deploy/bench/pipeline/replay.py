@@ -117,7 +117,7 @@ class ReplayDecoders:
         """Return a future that is done."""
         slot = self._slots.acquire()
         future: Future[PreparedBatch] = Future()
-        images = tuple(Prepared(request, self._geometry, file_sha256="0" * 64) for request in requests)
+        images = tuple(Prepared(request, self._geometry, image_sha256="0" * 64) for request in requests)
         future.set_result(PreparedBatch(images, self._slots.pixels[slot], partial(self._slots.release, slot)))
         return future
 

@@ -85,7 +85,7 @@ class DecodedFrame(NamedTuple):
     """A frame, and the digest of its video's file."""
 
     frame: VideoFrame
-    file_sha256: str
+    image_sha256: str
 
 
 class FrameReader:

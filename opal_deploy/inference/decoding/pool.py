@@ -216,7 +216,7 @@ def _read_prepared(request: Request, process: WorkerProcess, header: dict[str, A
         raise ValueError("no sha256")
     if "error" in header:
         code, message = header["error"]
-        return Prepared(request, error=ImageError(str(code), str(message)), file_sha256=digest)
+        return Prepared(request, error=ImageError(str(code), str(message)), image_sha256=digest)
     x0, y0, x1, y1 = map(int, header["crop"])
     geometry = Geometry(int(header["width"]), int(header["height"]), (x0, y0, x1, y1))
     image = None
@@ -225,7 +225,7 @@ def _read_prepared(request: Request, process: WorkerProcess, header: dict[str, A
         whole = np.empty(3 * size[0] * size[1], np.uint8)
         process.read_into(whole.data)
         image = Image.frombuffer("RGB", size, whole, "raw", "RGB", 0, 1)
-    return Prepared(request, geometry, None, image, file_sha256=digest)
+    return Prepared(request, geometry, None, image, image_sha256=digest)
 
 
 class _Batch:

@@ -72,7 +72,7 @@ def prepare(
     """
     open_timed = timed_open(timer)
     source, unreadable = request.source, None
-    digest = None if request.frame is None else request.frame.file_sha256
+    digest = None if request.frame is None else request.frame.image_sha256
     if request.frame is None and not isinstance(source, Image.Image | np.ndarray):
         try:
             with timer.stage("read"):
@@ -80,7 +80,7 @@ def prepare(
         except ImageError as error:
             unreadable = _without_frames(error)
     if request.error is not None or unreadable is not None:
-        return Prepared(request, error=request.error or unreadable, file_sha256=digest)
+        return Prepared(request, error=request.error or unreadable, image_sha256=digest)
     try:
         with timer.stage("decode"):
             if request.box is None:
@@ -99,10 +99,10 @@ def prepare(
             if out is not None:
                 out[:] = pixels
     except ImageError as error:
-        return Prepared(request, error=_without_frames(error), file_sha256=digest)
+        return Prepared(request, error=_without_frames(error), image_sha256=digest)
     except MemoryError:
         reason = "it needs more memory than there is; lower --max-pixels or --workers"
-        return Prepared(request, error=ImageError("too_many_pixels", reason), file_sha256=digest)
+        return Prepared(request, error=ImageError("too_many_pixels", reason), image_sha256=digest)
     if digest is None and not isinstance(source, Image.Image | np.ndarray | bytes):
         with timer.stage("read"):
             digest = _hash_large_file(source, open_timed)
@@ -113,7 +113,7 @@ def prepare(
                 # it came at a fraction of its size, enough for the model; a person wants to see more
                 image = decode(source, max_pixels=options.max_pixels, open_file=open_timed, claim=claim)
             kept = to_display(image)
-    return Prepared(request, geometry, pixels if out is None else None, kept, file_sha256=digest)
+    return Prepared(request, geometry, pixels if out is None else None, kept, image_sha256=digest)
 
 
 def _without_frames(error: ImageError) -> ImageError:

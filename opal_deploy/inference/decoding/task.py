@@ -65,7 +65,7 @@ class PrepareTask:
 
 def _build_header(prepared: Prepared) -> dict[str, Any]:
     if prepared.error is not None:
-        return {"error": [prepared.error.code, str(prepared.error)], "sha256": prepared.file_sha256}
+        return {"error": [prepared.error.code, str(prepared.error)], "sha256": prepared.image_sha256}
     geometry = prepared.geometry
     assert geometry is not None  # there is no error
     return {
@@ -73,5 +73,5 @@ def _build_header(prepared: Prepared) -> dict[str, Any]:
         "height": geometry.height,
         "crop": geometry.crop,
         "image": prepared.image is not None,
-        "sha256": prepared.file_sha256,
+        "sha256": prepared.image_sha256,
     }

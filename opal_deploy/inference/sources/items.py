@@ -47,13 +47,13 @@ class FrameInfo:
         video: the video's path.
         index: number of frames before it.
         seconds: time after the first frame; None where the video has no time stamps.
-        file_sha256: hex digest of the video's file.
+        image_sha256: hex digest of the video's file.
     """
 
     video: Path
     index: int
     seconds: float | None
-    file_sha256: str
+    image_sha256: str
 
 
 @dataclass(frozen=True)

@@ -145,5 +145,5 @@ def _frames(reader: FrameReader, item: Item, video: Path, sampling: Sampling | N
 
 def _with_frame(item: Item, video: Path, found: DecodedFrame) -> Item:
     frame = found.frame
-    info = FrameInfo(video, frame.index, frame.seconds, found.file_sha256)
+    info = FrameInfo(video, frame.index, frame.seconds, found.image_sha256)
     return replace(item, content=frame.pixels, problem=frame.error, frame=info)

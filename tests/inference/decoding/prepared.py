@@ -68,8 +68,8 @@ def code(prepared: Prepared) -> str | None:
 def assert_alike(found: Sequence[Prepared], expected: Sequence[Prepared], counts: int = 0) -> None:
     """Compare everything that was prepared; pixels may differ by so many counts."""
     for one, other in zip(found, expected, strict=True):
-        assert (one.request, one.geometry, one.file_sha256, repr(one.error)) == (
-            other.request, other.geometry, other.file_sha256, repr(other.error),
+        assert (one.request, one.geometry, one.image_sha256, repr(one.error)) == (
+            other.request, other.geometry, other.image_sha256, repr(other.error),
         )  # fmt: skip
         assert (one.pixels is None, one.image is None) == (other.pixels is None, other.image is None)
         if one.pixels is not None and other.pixels is not None:

@@ -37,7 +37,7 @@ def test_a_killed_decoder_goes_on_at_the_same_frame(tmp_path: Path) -> None:
         assert found is not None
         assert found.frame.pixels is not None
         assert (found.frame.index, number_of(found.frame.pixels)) == (index, index)
-        assert found.file_sha256 == first.file_sha256  # type: ignore[union-attr]
+        assert found.image_sha256 == first.image_sha256  # type: ignore[union-attr]
 
 
 def test_frames_are_dropped_once_they_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_frames_are_dropped_once_they_are_prepared(monkeypatch: pytest.MonkeyPat
     with DecoderPool(InferenceOptions(workers=1), (8, 8), slots=1, rows=40) as pool:
         batch = pool.submit(requests()).result()
     assert [int(pixels[0, 0, 0]) for pixels in batch.pixels] == [5 * index for index in range(40)]
-    assert {image.file_sha256 for image in batch.images} == {"0" * 64}
+    assert {image.image_sha256 for image in batch.images} == {"0" * 64}
     # two that wait or are prepared, and one that comes
     assert most <= 3
 

@@ -45,11 +45,11 @@ def test_records_hold_the_digest_of_the_file_where_there_is_one(image: Path, iso
     requests = [Request("a", source) for source in sources]
     found = predict(requests, BrightSession(), isolate=isolate, model_sha256="ab" * 32)
     digest = sha256(image)
-    assert [record["file_sha256"] for record in found] == [digest] * 4 + [sha256(broken), sha256(empty)] + [None] * 4
+    assert [record["image_sha256"] for record in found] == [digest] * 4 + [sha256(broken), sha256(empty)] + [None] * 4
     codes = [None] * 4 + ["truncated_image", "empty_file", None, None, "not_found", "not_a_file"]
     assert [code(record) for record in found] == codes
     for record in found:
-        assert list(record)[:5] == ["schema", "image", "status", "file_sha256", "model_sha256"]
+        assert list(record)[:5] == ["schema", "image", "status", "image_sha256", "model_sha256"]
         assert record["model_sha256"] == "ab" * 32
     assert content_sha256(image) == content_sha256(str(image)) == content_sha256(image.read_bytes()) == digest
     with pytest.raises(ImageError, match="no such file"):
@@ -63,11 +63,11 @@ def test_a_large_image_is_hashed_too_and_what_is_far_too_long_is_not(
     monkeypatch.setattr(prepare, "MAX_READ_BYTES", size - 1)
     monkeypatch.setattr(prepare, "MAX_HASHED_BYTES", size)
     (record,) = predict([image], BrightSession())
-    assert record["file_sha256"] == sha256(image)
+    assert record["image_sha256"] == sha256(image)
     with image.open("ab") as stream:
         stream.write(b"\0")
     (record,) = predict([image], BrightSession())
-    assert (record["status"], record["file_sha256"]) == ("ok", None)
+    assert (record["status"], record["image_sha256"]) == ("ok", None)
 
 
 @pytest.mark.timeout(20)
@@ -77,7 +77,7 @@ def test_a_file_of_any_length_that_is_no_image_is_not_read_timed_or_not(tmp_path
         # sparse: reading it would take hours
         stream.truncate(1 << 42)
     (record,) = predict([path], BrightSession())
-    assert (code(record), record["file_sha256"]) == ("not_an_image", None)
+    assert (code(record), record["image_sha256"]) == ("not_an_image", None)
     with pytest.raises(ImageError) as caught:
         decode(path, open_file=timed_open(StageTimer()))
     assert caught.value.code == "not_an_image"

@@ -17,7 +17,7 @@ from opal_deploy.inference.drawings import DrawRequest
 from opal_deploy.inference.isolation.pool import ProcessPool
 from opal_deploy.inference.isolation.process import WorkerTimeout
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
-from opal_deploy.inference.run.drawing import ReportOptions, write_report
+from opal_deploy.inference.run.report import ReportOptions, write_report
 from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder, SheetOptions

@@ -14,7 +14,7 @@ from PIL import Image
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.decoding import prepare
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
-from opal_deploy.inference.run.drawing import ReportOptions
+from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import Summary
 from opal_deploy.inference.sheets import SheetBuilder
@@ -53,7 +53,7 @@ def test_the_summary_counts_what_was_written(tmp_path: Path) -> None:
         # records are in the file before their progress is reported
         assert len(read_results(out)) == summary.total
 
-    summary = run_in(out, tmp_path / "in", report_progress=report_progress)
+    summary = run_in(out, tmp_path / "in", report=report_progress)
     assert (summary.statuses, summary.errors) == (Counter(ok=8, error=1), Counter(empty_file=1))
     assert totals == [4, 8, 9]
     assert summary.seconds_to_first_record is not None
