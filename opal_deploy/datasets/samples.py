@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opal_deploy.errors import UsageError, require
-from opal_deploy.logs import Progress
 from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]

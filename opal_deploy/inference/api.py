@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast, overload
 
@@ -13,16 +13,20 @@ from PIL import Image
 
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.errors import ImageError
 from opal_deploy.inference.executor import predict_stream
-from opal_deploy.inference.explanation import Explanations, to_explanations
+from opal_deploy.inference.explanation import Explanations, load_record_image, to_explanation, to_explanations
 from opal_deploy.inference.service import Service
-from opal_deploy.inference.types import InferenceOptions, Request
+from opal_deploy.inference.sources.discovery import check_inputs, discover
+from opal_deploy.inference.sources.items import Skipped
+from opal_deploy.inference.types import InferenceOptions, Request, build_requests
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, Source
 from opal_deploy.preprocess.geometry import Box
-from opal_deploy.records.names import source_name
+from opal_deploy.records.names import source_name, unescape_name
 from opal_deploy.records.record import Record
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 
 
 class Model:
@@ -31,9 +35,9 @@ class Model:
     Attributes:
         metadata: class names, prototypes per class, grid, input size, kind of evidence, verification report, ...
         description: engine, device, threads and precision, in one line.
-        sha256: hex digest of the model's file; None for a model without one.
-        path: of that file; None for a model without one.
-        sessions: what runs the model, one a device.
+        sha256: hex digest of the model file; None for a model without one.
+        path: the model file; None for a model without one.
+        sessions: run the model, one per device.
     """
 
     def __init__(self, sessions: Sequence[Session], sha256: str | None = None, path: Path | None = None) -> None:
@@ -87,17 +91,17 @@ class Model:
         Args:
             images: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB; or a sequence of such. A uint8 array
                 [N, H, W, 3] is a sequence of N.
-            boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one an image, None for no
+            boxes: (x0, y0, x1, y1) to crop to first, in pixels of the whole oriented image; one per image, None for no
                 crop. For one image a sequence of one box will do.
             top: classes listed in the record's `top`; all that the model lists if there are fewer.
             min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
-            batch: images a forward pass.
+            batch: batch size.
             max_pixels: width times height above which an image gets an error record.
 
         Returns:
-            A record, or a list of records in the order of the images: plain dictionaries and a plain list in every
-            respect, which print in a line each and show themselves in a notebook. `image` is the path where one was
-            given, else None. An image that cannot be classified has an error record and raises nothing.
+            A record, or a list of records in the order of the images: a dictionary and a list that print in one line
+            per image and display themselves in a notebook. `image` is the path where one was given, else None. An image
+            that cannot be classified has an error record; nothing is raised. See `stream` for folders and globs.
 
         Raises:
             ValueError: not boxes, or not as many as images.
@@ -114,6 +118,80 @@ class Model:
         requests = (Request(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True))
         records = to_explanations(result.record for result in predict_stream(requests, self.sessions, options))
         return records[0] if one else records
+
+    def stream(
+        self,
+        images: Source | Iterable[Source],
+        *,
+        top: int = 5,
+        min_margin: float | None = None,
+        batch: int = 16,
+        workers: int = 2,
+        max_pixels: int = MAX_PIXELS,
+    ) -> Iterator[Record]:
+        """Yield one record per image, in order, while the next images are decoded; for inputs of any size.
+
+        Args:
+            images: a folder, a glob, an archive or their URL, searched as `opal-deploy infer` does; or any iterable of
+                images as `explain` takes them, which may be endless.
+            top, min_margin, batch, max_pixels: as for `explain`.
+            workers: images decoded in parallel.
+
+        Raises:
+            UsageError: the input does not exist or holds no image.
+            StoppedEarly: the device was lost.
+        """
+        options = InferenceOptions(
+            batch=batch, workers=workers, top=top, min_margin=min_margin, max_pixels=max_pixels,
+            model_sha256=self.sha256,
+        )  # fmt: skip
+        if isinstance(images, str | os.PathLike):
+            inputs = [os.fspath(images)]
+            check_inputs(inputs)
+            requests = build_requests(discover(inputs, Skipped()))
+        else:
+            several = cast(Iterable[Source], [images] if isinstance(images, bytes | Image.Image) else images)
+            requests = (Request(source_name(source), source) for source in several)
+        for result in predict_stream(requests, self.sessions, options):
+            yield to_explanation(result.record)
+
+    def draw_overlay(self, record: Record, path: str | os.PathLike[str], image: Source | None = None) -> Path:
+        """Draw the evidence of a record over its image, write that as a JPEG to `path`, and return the path.
+
+        Args:
+            record: a record of this model.
+            path: the file to write; its folder is created.
+            image: where the image is; None: at the path that the record names.
+
+        Raises:
+            ImageError: the record has no prediction, or its image is gone or has changed.
+        """
+        source = _find_image(record, image)
+        kept = load_record_image(record, source)
+        if kept is None or "prediction" not in record:
+            raise ImageError("not_found", f"{record['image']}: no prediction, or its image is gone or has changed")
+        return _write(path, encode_jpeg(draw_overlay(kept, record)))
+
+    def draw_sheet(self, image: Source, path: str | os.PathLike[str], box: Box | None = None) -> Path:
+        """Draw the evidence sheet of an image as `opal-deploy explain` does, write it to `path`, and return the path.
+
+        Args:
+            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB.
+            path: the file to write, .png or .svg; its folder is created.
+            box: (x0, y0, x1, y1) to crop to first.
+
+        Raises:
+            ImageError: the image cannot be classified.
+            UsageError: no single cell of the model is evidence.
+        """
+        from opal_deploy.inference.sheets import SheetBuilder
+
+        builder = SheetBuilder(self.metadata, model=str(self.path or "the model"))
+        options = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=True)
+        (result,) = predict_stream([Request(source_name(image), image, box)], self.sessions[:1], options)
+        if "error" in result.record:
+            raise ImageError(result.record["error"]["code"], result.record["error"]["message"])
+        return _write(path, builder.build(result).encode(Path(path).suffix.lstrip(".").lower() or "png"))
 
     def serve(
         self,
@@ -132,15 +210,15 @@ class Model:
         """Start a service that classifies images as they come, from any thread; its `submit` takes them.
 
         Args:
-            batch: images a forward pass at most.
-            max_wait_ms: milliseconds that an image waits at most until its batch is full.
-            capacity: images that may be in work; `submit` waits or raises beyond that.
-            workers: images that are decoded at a time, in threads or processes.
+            batch: largest batch size.
+            max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
+            capacity: maximum in-flight images; `submit` waits or raises beyond that.
+            workers: parallel decode threads or processes.
             top: classes listed in a record's `top`; all that the model lists if there are fewer.
             min_margin: a prediction with a smaller margin has the status `abstained`; None: none has.
             max_pixels: width times height above which an image gets an error record.
             decode: the decode path.
-            decode_timeout: seconds for one image, with `isolate`; None: no limit.
+            decode_timeout: seconds per image, with `isolate`; None: no limit.
             isolate: decode in processes, so that a decoder that crashes or hangs costs one image.
 
         Returns:
@@ -162,6 +240,21 @@ class Model:
     def __repr__(self) -> str:
         metadata = self.metadata
         return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
+
+
+def _find_image(record: Record, image: Source | None) -> Source:
+    if image is not None:
+        return image
+    if record["image"] is None:
+        raise ImageError("not_found", "the record names no image; give it as `image`")
+    return unescape_name(record["image"])
+
+
+def _write(path: str | os.PathLike[str], data: bytes) -> Path:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    return target
 
 
 def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
@@ -198,14 +291,14 @@ def load(path: str | os.PathLike[str], *, device: str = "auto", threads: int | N
     """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
 
     Args:
-        path: the model's file.
+        path: the model file.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
-        threads: of the runtime on the CPU; None: as many as this process may use.
+        threads: CPU threads of the runtime; None: as many as this process may use.
 
     Raises:
-        ArtifactError: there is no such file, or it is damaged or no model of opal-deploy.
-        MissingExtra: its runtime is not installed.
-        UsageError: there is no such device.
+        ArtifactError: the file does not exist, is damaged, or is not a model of opal-deploy.
+        MissingExtra: the runtime is not installed.
+        UsageError: the device does not exist.
     """
     sessions = open_sessions(Path(path), device=device, threads=threads)
     return Model(sessions, compute_sha256(Path(path)), Path(path))
