@@ -9,7 +9,6 @@ import typer
 
 from opal_deploy.artifact.engine_file import read_checks
 from opal_deploy.cli.console import print_json, print_message, progress
-from opal_deploy.datasets.boxes import format_box_option
 from opal_deploy.export.options import ExportOptions
 
 if TYPE_CHECKING:
@@ -61,6 +60,8 @@ def export(
 def _print_next(metadata: Metadata, model: str) -> None:
     # a model without evidence cannot be explained
     explain = "" if metadata.evidence == "none" else " --explain"
+    from opal_deploy.datasets.boxes import format_box_option
+
     boxes = f" {format_box_option(metadata.training)}" if metadata.crop == "boxes" else ""
     print_message(f"Next: opal-deploy infer images/{explain}{model}{boxes}")
 

@@ -17,8 +17,8 @@ from PIL import Image
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.inference.run.backend import LocalBackend, RunOptions
-from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.interrupt import Interrupt
+from opal_deploy.inference.run.report import ReportOptions
 from opal_deploy.inference.run.results import ResumePoint, load_resume_point, read_records
 from opal_deploy.inference.run.run import run
 from opal_deploy.inference.run.summary import ErrorLimit, Summary
